@@ -43,11 +43,10 @@ from qatkit.records.results import Audit
 from qatkit.train.module import QATModule
 from qatkit.verify.audit import audit
 from qatkit.verify.checks.audit import audit_line
-from qatkit_verify.errors import ConfigError
+from qatkit_verify.errors import ConfigError, counted
 from qatkit_verify.files import write_text
 from qatkit_verify.latency import latency
 from qatkit_verify.records import Latency
-from qatkit_verify.table import counted
 
 MODELS = ("resnet50", "mobilenet_v2", "mobilenet_v3_large", "efficientnet_b0", "vit_b_16")
 CALIBRATION_BATCHES, BATCH = 2, 8

@@ -9,7 +9,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-# Former name -> present name of a module, or of a package with everything in it.
+# Former name -> current name of a module, or of a package with everything in it.
 FORMER_NAMES = {
     "qatkit.backends": "qatkit.quant.backends",
     "qatkit.bundle": "qatkit.records.run_files",
@@ -32,7 +32,7 @@ FORMER_NAMES = {
     "qatkit.verify.results": "qatkit.records.results",
     "qatkit.weight_fake_quantize": "qatkit.quant.weight_fake_quantize",
 }
-# Former value of `task` -> present one.
+# Former value of `task` -> current one.
 FORMER_TASKS = {
     "text_embedding": "text_pairs",
     "qatkit.tasks.text_embedding.TextEmbedding": "qatkit.tasks.text_pairs.TextPairs",
@@ -40,12 +40,12 @@ FORMER_TASKS = {
 
 
 def present_task(task: str) -> str:
-    """Returns the present form of a value of `task`; any other text as it is."""
+    """Returns the current form of a value of `task`; any other string as it is."""
     return FORMER_TASKS.get(task, task)
 
 
 def present_name(dotted: str) -> str:
-    """Returns the present form of a dotted path; any other text as it is."""
+    """Returns the current form of a dotted path; any other string as it is."""
     name = dotted
     while name:
         if name in FORMER_NAMES:
@@ -55,7 +55,7 @@ def present_name(dotted: str) -> str:
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Imports the present module under its former name: both names stand for one module object."""
+    """Imports the current module under its former name: both names stand for one module object."""
 
     def __init__(self) -> None:
         self._own_specs: dict[str, ModuleSpec | None] = {}

@@ -89,7 +89,7 @@ def modes(results: Mapping[str, dict[str, Any]]) -> str:
     """Returns the section of models by mode.
 
     Args:
-        results: by their path in recipes/results, without the ending.
+        results: the results by their path in recipes/results, without the ending.
     """
     columns = ("PTQ", "QAT", *_MODES)
     rows, commands = [], []

@@ -20,7 +20,7 @@ needs_lite = pytest.mark.skipif(
 
 def test_without_the_package_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "efficientnet_lite_pytorch", None)
-    with pytest.raises(ConfigError, match=rf"model.name={LITE0}: .*qatkit\[lite\]"):
+    with pytest.raises(ConfigError, match=rf"model.name={LITE0}: .*extra lite"):
         build(ModelConfig(LITE0))
 
 

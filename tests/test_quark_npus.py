@@ -138,7 +138,9 @@ def test_a_search_tries_values_of_any_key(quark: Quark, tmp_path: Path) -> None:
     typed = (
         "recipe=quickstart", "model.name=tiny_run.Net", "search=optuna", "search.trials=2",
         "search.space={calibration:[minmax,mse]}", "search.objectives=[accuracy]", "schedule=calibrate_only",
-        "data.image_size=8", "data.workers=0", "verify.latency_runs=2", "verify.max_drop=null", "trainer=cpu",
+        "data.image_size=8", "data.workers=0", "calibration.images=64", "calibration.batch_size=32",
+        "calibration.mixed_scales=report", "verify.parity_images=64", "verify.saturation_images=16", "verify.threads=1",
+        "verify.latency_runs=2", "verify.examples=0", "verify.max_drop=null", "trainer=cpu",
         f"output_dir={tmp_path / 'out'}",
     )  # fmt: skip
     quark.typed += typed

@@ -248,7 +248,8 @@ def test_formats_round_inputs_and_weights(quark: Quark, tmp_path: Path) -> None:
 
 def made_by(model: onnx.ModelProto, node: onnx.NodeProto) -> str:
     """Returns the type of the node that makes a node's first input."""
-    return {name: one.op_type for one in model.graph.node for name in one.output}[node.input[0]]
+    types: dict[str, str] = {name: one.op_type for one in model.graph.node for name in one.output}
+    return types[node.input[0]]
 
 
 @runs("WeightsOnly", "UseMatMulNBits", "MatMulNBitsParams")

@@ -19,7 +19,7 @@ needs_timm = pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason
 
 def test_without_timm_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "timm", None)
-    with pytest.raises(ConfigError, match=r"model.name=timm/resnet18: .*qatkit\[timm\]"):
+    with pytest.raises(ConfigError, match=r"model.name=timm/resnet18: .*extra timm"):
         build(ModelConfig("timm/resnet18"))
 
 

@@ -173,7 +173,7 @@ def test_models_have_the_parameters_of_torchvision(name: str) -> None:
     [
         ("maskrcnn_resnet50_fpn", {}, "a detector that only predicts boxes"),
         ("keypointrcnn_resnet50_fpn", {}, "a detector that only predicts boxes"),
-        ("fasterrcnn_resnet50_fpn", {"anchor_ratios": [0.1, 0.6]}, "an SSD for anchor_ratios"),
+        ("fasterrcnn_resnet50_fpn", {"anchor_ratios": [0.1, 0.6]}, "anchor_ratios only for an SSD"),
     ],
 )
 def test_what_finds_more_than_boxes_is_refused(name: str, kwargs: dict[str, Any], reason: str) -> None:

@@ -86,12 +86,12 @@ MISTAKES: dict[str, tuple[str, list[str], str]] = {
     "names as targets": (
         f"{LOAD}    return splits(Images(['cat'] * 40))",
         [SOURCE],
-        "train.targets[0] is 'cat' (str); labels must be whole numbers",
+        "train.targets[0] is 'cat' (str); labels must be integers",
     ),
     "floats as targets": (
         f"{LOAD}    return splits(Images(np.array(LABELS, float)))",
         [SOURCE],
-        "train.targets[0] is '0.0' (float); labels must be whole numbers",
+        "train.targets[0] is '0.0' (float); labels must be integers",
     ),
     "a target of None": (
         f"{LOAD}    return splits(Images([0, None] * 20))",
@@ -154,7 +154,7 @@ MISTAKES: dict[str, tuple[str, list[str], str]] = {
     "a name as label": (
         gives("(PIXELS[index], 'cat')"),
         [SOURCE],
-        "] is 'cat' (str); labels must be whole numbers",
+        "] is 'cat' (str); labels must be integers",
     ),
     "a list": (
         gives("([1, 2], LABELS[index])"),

@@ -39,7 +39,12 @@ class BiasCorrection(Algorithm):
     stage: ClassVar[str] = CALIBRATED
     formats: ClassVar[bool] = True
     changes_weights: ClassVar[bool] = False
-    method: str = setting("empirical", "method that finds the error", Choices(("analytic", "empirical")))
+    method: str = setting(
+        "empirical",
+        "how the mean error is found. analytic: from the mean input in float; empirical: from the outputs of the "
+        "quantized and the float model",
+        Choices(("analytic", "empirical")),
+    )
     images: int = setting(
         128,
         "number of calibration images; empirical uses them as one batch, whose activations must fit into memory",

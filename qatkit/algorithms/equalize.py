@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Equalize(Algorithm):
-    """Gives the channels of neighbouring operators equal ranges before quantization, which keeps the function."""
+    """Gives the channels of neighbouring operators equal ranges before quantization, without changing the function."""
 
     stage: ClassVar[str] = FUSED
     rescales: ClassVar[bool] = True

@@ -46,14 +46,14 @@ _TITLE = "gptq"
 class GPTQ(BlockAlgorithm):
     """Rounds weights column by column; each column compensates for the errors of the columns before it."""
 
-    stays: ClassVar[str] = "rounded to the nearest"
+    stays: ClassVar[str] = "rounded to nearest"
     formats: ClassVar[bool] = True
     tables: ClassVar[bool] = True
     order: bool = setting(
-        True, "round columns in the order of falling second moments; false: in their own order"
+        True, "round columns in descending order of their second moments; false: in their own order"
     )
     damping: float = setting(
-        0.01, "share of the mean second moment that is added to that of each input; it grows if it is too small",
+        0.01, "share of the mean second moment that is added to that of each input; raised if it is too small",
         Range(0, 1),
     )  # fmt: skip
     past: float = setting(0.5, "share of the error of earlier operators that is compensated", FRACTION)

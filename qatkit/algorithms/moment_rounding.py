@@ -56,7 +56,7 @@ class MomentRounding(Algorithm):
         return round_weights(self, graph_module, inputs)
 
     def notes(self, graph_module: fx.GraphModule) -> list[tuple[str, str]]:
-        """Returns (site, reason) of the quantized operators whose weights are rounded to the nearest."""
+        """Returns (site, reason) of the quantized operators whose weights are rounded to nearest."""
         from qatkit.algorithms.rounding_by_moments import roundable
 
         return roundable(graph_module)[1]

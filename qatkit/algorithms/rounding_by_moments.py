@@ -126,8 +126,8 @@ def roundable(graph_module: fx.GraphModule) -> tuple[dict[str, QATOperator], lis
 
 def _why_not(operator: QATOperator, reads: Counter[int]) -> str | None:
     if any(reads[id(p)] > 1 for p in operator.parameters() if p.ndim > 1):
-        return "rounded to the nearest: several calls share its weight"
+        return "rounded to nearest: several calls share its weight"
     fake = operator.weight_fake_quant
     if fake is not None and isinstance(fake.spec.granularity, PerBlock):
-        return "rounded to the nearest: it has scales in blocks (algorithm=gptq supports them)"
+        return "rounded to nearest: it has scales in blocks (algorithm=gptq supports them)"
     return "rounding not changed: it was chosen before" if fake is not None and fake.frozen else None

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ShiftChannels(Algorithm):
-    """Moves the means of an activation's channels into the biases of the next operators, which keeps the function."""
+    """Moves the means of an activation's channels into the following biases, without changing the function."""
 
     stage: ClassVar[str] = OBSERVED
     images: int = setting(128, "number of calibration images for the mean of each channel", COUNT)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SmoothQuant(Algorithm):
-    """Moves differences between the channels of an activation into the next weights, which keeps the function."""
+    """Moves differences between the channels of an activation into the next weights, without changing the function."""
 
     stage: ClassVar[str] = OBSERVED
     rescales: ClassVar[bool] = True

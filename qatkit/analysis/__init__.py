@@ -1,11 +1,11 @@
 """Analysis of the effects of quantization on a prepared graph: one file per kind, each usable on its own.
 
-    isolation     weights only, activations only, both: which side loses
-    sensitivity   each weight and each activation, as the only quantized one and as the only float one
-    estimate      the same in one pass forward and backward
-    tensors       every tensor, float next to simulated, and its values in ONNX Runtime (`runtime_tensors`)
+    isolation     measures the loss from the weights, from the activations, and from both
+    sensitivity   quantizes each weight and activation on its own, and leaves each on its own float
+    estimate      estimates the sensitivity by one pass forward and backward
+    tensors       compares every tensor in float, in simulation and in ONNX Runtime (`runtime_tensors`)
 
 Public functions take a prepared `fx.GraphModule` (`qatkit.graph.prepare`) whose ranges are set, and batches
-of (inputs, labels). They return the plain records of `qatkit.records.analysis`. They change nothing: modes
-and phases are restored.
+of (inputs, labels). They return the plain records of `qatkit.records.analysis`. They do not change the graph:
+its modes and phases are restored.
 """

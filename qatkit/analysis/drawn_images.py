@@ -1,12 +1,12 @@
-"""Draws the images of a batch that the sensitivity estimate follows backward: the hardest clipped, others at random.
+"""Selects the images of a batch that the sensitivity estimate uses in its backward pass.
 
-    clipped hardest     weight 1
-    drawn               weight others / drawn: sums over the images are unbiased
+    the images that are clipped most    weight 1
+    a random part of the others         weight (number of others) / (number drawn), so that sums are unbiased
 
-The loss from rounding is much the same in every image, so a few images show it. The loss from clipping may
-occur on one image in a hundred, which most draws would miss. But a forward pass, a third of the cost, shows
-how far values reach beyond each range. For each range, an image has a share of the sum of squares of that
-reach over all images so far; its largest share over the ranges counts.
+The loss from rounding is about the same in every image, so a few images are enough to measure it. The loss from
+clipping may occur in only one image of a hundred, which most random draws would miss. A forward pass, which is a
+third of the cost, shows how far the values of each image exceed each range. Images are sorted by the square of
+this excess, as a share of the sum of squares over all images so far; the largest share over all ranges counts.
 """
 
 from __future__ import annotations
@@ -24,33 +24,34 @@ from qatkit.graph.signature import batch_size, graph_axes
 from qatkit.quant.fake_quantize import FakeQuantize
 from qatkit.records.analysis import ACTIVATION
 
-# Share of a batch that is followed, the number of first images that are all followed, and the part of the
-# followed ones that is clipped hardest. Figures: docs/decisions/0020-sensitivity-analysis.md.
+# The fraction of a batch that is selected, the number of images at the beginning that are all selected, and the
+# fraction of the selected images that are clipped most. Figures: docs/decisions/0020-sensitivity-analysis.md.
 SHARE, ALL_OF_THE_FIRST, CLIPPED = 1 / 6, 32, 1 / 4
 
 
 class DrawnImages(PreparedInterpreter):
-    """Draws images batch by batch.
+    """Selects images batch by batch.
 
     Args:
-        graph_module: prepared, its quantizers off while images are drawn.
-        sites: the ranges that count.
+        graph_module: a prepared graph; its quantizers must be off while images are selected.
+        sites: the switches of the activations whose ranges are examined; weights among them are ignored.
     """
 
     def __init__(self, graph_module: fx.GraphModule, sites: Iterable[Switch]) -> None:
         super().__init__(graph_module)
         self._ranges = {s.node: cast(FakeQuantize, s.quantizers[0]) for s in sites if s.kind == ACTIVATION}
-        self._squares: dict[fx.Node, Tensor] = {}  # of the reach, summed over the images so far
+        self._squares: dict[fx.Node, Tensor] = {}  # the sum of squares of the excess over all images so far
         self._reach: dict[fx.Node, Tensor] = {}
         self._seen, self._images = 0, 1
 
     def draw(
         self, tensors: tuple[Tensor, ...], generator: torch.Generator
     ) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Returns the images to follow, and the weight of each [images].
+        """Returns the inputs of the selected images, and the weights of these images [images].
 
         Args:
-            tensors: the graph's inputs; where a model accepts only one batch size, all are followed.
+            tensors: the graph's inputs; all images are selected if the model accepts only one batch size.
+            generator: the generator of the random draws.
         """
         axes = graph_axes(self._graph, tensors)
         self._images = count = batch_size(tensors, axes)
@@ -95,10 +96,10 @@ def _by_images(value: Any, images: int) -> bool:
 
 
 def reach_beyond(quantizer: FakeQuantize, values: Tensor) -> Tensor:
-    """Returns how far values reach beyond the quantizer's range, [rows] for values [rows, places]; 0 within."""
+    """Returns how far the values [rows, values] of each row exceed the quantizer's range, [rows]; 0 within it."""
     record = quantizer.range_record()
     low, high = float(record["low"]), float(record["high"])
     over = values.amax(1) - high
-    if low == quantizer.bounds[0]:  # nothing is lower
+    if low == quantizer.bounds[0]:  # no value can be lower
         return over.clamp(min=0)
     return torch.maximum(over, low - values.amin(1)).clamp(min=0)

@@ -1,22 +1,23 @@
-"""Estimates the sensitivity of all sites at once, by one pass forward, and one backward for some of the images.
+"""Estimates the sensitivity of all sites at once by a forward pass, and a backward pass for some of the images.
 
-A small error dy at one site changes the outputs z by J·dy, and the divergence of float's softmax p from that
-by
+A small error dy at one site changes the outputs z by J·dy. The Kullback-Leibler divergence between the softmax p of
+the float outputs and the softmax of the changed outputs is
 
     KL ~ 1/2 (J·dy)^T F (J·dy),    F = diag(p) - p·p^T        Fisher's information of the softmax
 
-With v = sqrt(p)·e - p (sqrt(p)·e), e standard normal, E[v·v^T] = F. So with g the gradient of v·z at the site
+Let e be standard normal and v = sqrt(p)·e - p (sqrt(p)·e). Then E[v·v^T] = F. If g is the gradient of v·z at the
+site,
 
     KL ~ 1/2 E[(g·dy)^2]
 
-where g·dy is summed over the site's values, image by image, and the mean is over images. With v standard
-normal itself, E[(g·dy)^2] is the squared error of the outputs. dy is the error of the site's own
-quantization: for a weight, the change of the operator's output by the rounding errors of weight and bias. An
-image that represents others (`qatkit.analysis.drawn_images`) has a weight, and its v is multiplied by the
-root of it.
+where g·dy is summed over the site's values for each image, and the mean is over images. If v itself is standard
+normal, E[(g·dy)^2] is the squared error of the outputs. dy is the error from the quantization of the site itself.
+For a weight, it is the change of the operator's output by the rounding errors of weight and bias. An image that
+represents others (`qatkit.analysis.drawn_images`) has a weight, and its v is multiplied by the square root of this
+weight.
 
-Source of the curvature: Li et al., "BRECQ", 2021, section 3.2; of Fisher's information as the curvature of
-KL: Martens, "New insights and perspectives on the natural gradient method", 2020, section 9.
+Sources: Li et al., "BRECQ", 2021, section 3.2 (the estimate by curvature); Martens, "New insights and perspectives on
+the natural gradient method", 2020, section 9 (Fisher's information as the curvature of KL).
 """
 
 from __future__ import annotations
@@ -52,18 +53,19 @@ def estimate(
     """Estimates the loss from quantizing each site on its own.
 
     Args:
-        graph_module: prepared, its ranges set.
-        batches: (inputs, labels); the labels are not read.
-        at: which sites (`switches`); by default all of them.
-        of_outputs: the squared error of the outputs, summed over classes, in place of the divergence.
-        seed: of the random vectors.
-        progress: whether a bar is shown.
+        graph_module: a prepared graph whose ranges are set.
+        batches: batches of (inputs, labels); the labels are not read.
+        at: the sites (`switches`); all by default.
+        of_outputs: whether the loss is the squared error of the outputs, summed over classes, instead of the
+            divergence in nats.
+        seed: the seed of the random vectors.
+        progress: whether to show a progress bar.
 
     Returns:
-        Rows of direction "only", not exact, with a loss and nothing else, in graph order.
+        Rows in graph order, with the direction "only" and `exact` False. They have a loss but no other metric.
 
     Raises:
-        ConfigError: no images.
+        ConfigError: there are no images.
     """
     sites = switches(graph_module) if at is None else list(at)
     runner = _Gradients(graph_module, sites, of_outputs)
@@ -81,7 +83,7 @@ def estimate(
 
 @contextmanager
 def _without_parameters(graph_module: fx.GraphModule) -> Iterator[None]:
-    """Turns off the gradients of parameters within the context: only values need them."""
+    """Turns off the gradients of parameters within the context, since only activations need gradients."""
     asked = [p for p in graph_module.parameters() if p.requires_grad]
     for parameter in asked:
         parameter.requires_grad_(False)
@@ -105,7 +107,7 @@ class _Gradients(PreparedInterpreter):
 
     def add(self, inputs: Example, generator: torch.Generator) -> None:
         """Adds one batch."""
-        # Detached: the caller's own tensors should not require gradients.
+        # Detached, so that the caller's own tensors do not get gradients.
         tensors = tuple(one.detach() for one in inputs_of(self._graph, inputs))
         tensors, weights = self._drawn.draw(tensors, generator)
         self._images = len(weights)
@@ -123,7 +125,7 @@ class _Gradients(PreparedInterpreter):
                 (v * rows).sum().backward()
 
     def loss(self, switch: Switch) -> float:
-        """Returns the estimate of a site, in nats per row or squared outputs per row."""
+        """Returns the estimated loss of a site per row, in nats or as a squared error of the outputs."""
         return self.totals[switch.key] / (self.rows if self._of_outputs else 2 * self.rows)
 
     def run_node(self, n: fx.Node) -> Any:
@@ -139,7 +141,7 @@ class _Gradients(PreparedInterpreter):
         return result
 
     def _error(self, node: fx.Node, switch: Switch, values: Tensor) -> Tensor:
-        """Returns the error that quantization at the site adds to its values."""
+        """Returns the error that quantization at a site adds to the values that its node computes."""
         operator = switch.operator
         with torch.no_grad():
             if operator is None:
@@ -157,7 +159,9 @@ class _Gradients(PreparedInterpreter):
         images = self._images
 
         def listen(gradient: Tensor | None) -> None:
-            if gradient is None:  # no output depends on it: a state of a recurrent layer that nothing reads
+            if (
+                gradient is None
+            ):  # no output depends on it, such as a state of a recurrent layer that nothing reads
                 return
             groups = images if error.ndim and len(error) % images == 0 else 1
             product = gradient.reshape(groups, 1, -1) @ error.reshape(groups, -1, 1)
@@ -167,6 +171,6 @@ class _Gradients(PreparedInterpreter):
 
 
 def first_float(value: Any) -> Tensor | None:
-    """Returns the first floating-point tensor of a node's result; None without one."""
+    """Returns the first floating-point tensor of a node's result; None if there is none."""
     found = (one for _, one in leaves(value) if isinstance(one, Tensor) and one.is_floating_point())
     return next(found, None)

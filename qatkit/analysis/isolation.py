@@ -1,7 +1,7 @@
-"""Isolation: the same images through the float graph, with its weights quantized, its activations, and both.
+"""Measures the loss with only the weights quantized, with only the activations quantized, and with both.
 
-Loss from the weights has other remedies (per-channel scales, equalization, learned rounding) than loss from
-the activations (other ranges, SmoothQuant, float at the worst tensors). So it matters which side loses.
+A loss from the weights has other remedies (per-channel scales, equalization, learned rounding) than a loss from the
+activations (other ranges, SmoothQuant, float for the worst tensors). Therefore it matters which side causes it.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ from qatkit_verify.classification import NAMES
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.records import TaskNames
 
-# The kinds of switches that are on, by name.
+# The kinds of switches that are on, by the name of the side.
 _SIDES: dict[str, tuple[str, ...]] = {
     "float": (),
     "weights": (WEIGHT,),
     "activations": (ACTIVATION,),
     "both": (WEIGHT, ACTIVATION),
 }
-# For noise, the losses of the two sides add up to that of both; a side with this share counts as the loser.
+# For independent noise, the losses of the two sides add up. A side with at least this share of the sum is named as
+# the cause.
 _MOST = 2 / 3
 
 
@@ -55,16 +56,17 @@ def isolation(
     """Measures the loss of each side.
 
     Args:
-        graph_module: prepared, its ranges set.
-        batches: (inputs, labels), read once.
+        graph_module: a prepared graph whose ranges are set.
+        batches: batches of (inputs, labels), read once.
         labelled: whether the labels are meaningful.
-        classes: names of the labels; by default their numbers.
-        runtime: the exported file, from inputs to its first output, for comparison with the simulation.
-        progress: whether a bar is shown.
-        task: gives the words for decisions in the advice.
+        classes: the names of the labels; their numbers by default.
+        runtime: a function that runs the exported file and returns its first output, for comparison with the
+            simulation.
+        progress: whether to show a progress bar.
+        task: the names of the task, which the advice uses.
 
     Raises:
-        ConfigError: no images.
+        ConfigError: there are no images.
     """
     walker, every = PreparedInterpreter(graph_module), switches(graph_module)
     sums = {name: Sums() for name in (*_SIDES, *(("int8",) if runtime else ()))}
@@ -89,13 +91,13 @@ def isolation(
 
 
 def _one(output: Any, exact: Exact) -> list[Tensor]:
-    """Returns the file's first output followed by float's own other outputs."""
+    """Returns the first output of the file, followed by the other outputs of the float graph."""
     found = torch.as_tensor(output)
     return [found.to(exact.outputs[0].device), *exact.outputs[1:]]
 
 
 class _Classes:
-    """Counts of correct answers by class, for every side."""
+    """Counts of correct decisions by class, for every side."""
 
     def __init__(self) -> None:
         self._images: dict[int, int] = {}
@@ -111,7 +113,7 @@ class _Classes:
         _count(self._right.setdefault(side, {}), truth[truth == decided])
 
     def rows(self, side: str, names: Sequence[str]) -> list[ClassRow]:
-        """Returns the classes that have images, those that lose most first."""
+        """Returns the classes that have images, sorted by loss of accuracy, largest first."""
         exact, found = self._right.get("float", {}), self._right.get(side, {})
         rows = [
             ClassRow(
@@ -133,7 +135,7 @@ def _count(into: dict[int, int], labels: Tensor) -> None:
 
 
 def advice(outcomes: Mapping[str, Outcome], task: TaskNames = NAMES) -> str:
-    """Returns one line with the loss of each side, and the side that causes more of the error by the loss."""
+    """Returns one line with the loss of each side, and the side that causes most of the loss."""
     weights, activations = outcomes["weights"], outcomes["activations"]
     told = "; ".join(
         f"only {name} quantized: {_lost(outcomes['float'], outcomes[name], task)}"
@@ -152,7 +154,7 @@ def advice(outcomes: Mapping[str, Outcome], task: TaskNames = NAMES) -> str:
 
 
 def _lost(exact: Outcome, found: Outcome, task: TaskNames) -> str:
-    """Returns the loss against float in words, by accuracy where it is known."""
+    """Returns the loss relative to float in words: as accuracy if it is known, otherwise as changed decisions."""
     decibel = "outputs equal" if found.sqnr is None else f"{found.sqnr:.1f} dB"
     if exact.score is not None and found.score is not None:
         lost = exact.score - found.score

@@ -1,12 +1,13 @@
-"""Differences of outputs from the float graph's, as sums over batches that can be stored and continued.
+"""Measures how far outputs deviate from those of the float graph, by sums that can be stored and continued.
 
-    rows         one decision each, with a value per class: [N, classes] as it is, [N, classes, H, W] per place,
-                 [N, T, classes] per position; a single value ([N], [N, 1, ...]) stands for two classes, 0 and itself
-    loss         Kullback-Leibler, softmax(float) to softmax(found), nats per row
-    SQNR         10 log10(sum float^2 / sum (float - found)^2), per output; the lowest one counts
+    row          the values from which one decision is made, one per class. Outputs [N, classes] have a row per
+                 image, [N, classes, H, W] per pixel, and [N, T, classes] per position. A single value ([N] or
+                 [N, 1, ...]) becomes two classes, with the values 0 and itself.
+    loss         Kullback-Leibler divergence KL(softmax(float) || softmax(found)) in nats per row
+    SQNR         10 log10(sum float^2 / sum (float - found)^2) in dB for each output; the lowest one counts
 
-Rows are those of the first floating-point output; labels beyond its classes (a border, "unlabelled") are not
-counted.
+Rows come from the first floating-point output. Labels that are not one of its classes (such as a border, or
+"unlabelled") are ignored.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Outputs = Sequence[Tensor]
 
 @dataclass
 class Sums:
-    """The sums of one way to compute; `signal` and `noise` hold one number per output."""
+    """The sums over the batches of one quantized graph or file; `signal` and `noise` have one number per output."""
 
     images: int = 0
     rows: int = 0
@@ -40,11 +41,11 @@ class Sums:
     noise: list[float] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns plain values for a file; `Sums(**...)` is the inverse."""
+        """Returns the sums as plain values that a file can store; `Sums(**...)` reads them."""
         return asdict(self)
 
     def outcome(self) -> Outcome:
-        """Returns the means."""
+        """Returns the metrics, computed from the sums."""
         rows, known = max(1, self.rows), self.labelled > 0
         return Outcome(
             self.images,
@@ -61,7 +62,7 @@ class Sums:
 
 
 def decibel(signal: float, noise: float) -> float:
-    """Returns the ratio in dB, for a noise above 0; silence counts as -300."""
+    """Returns the ratio of two energies in dB, at least -300; `noise` must be above 0."""
     return 10 * math.log10(signal / noise) if signal / noise > 1e-30 else -300.0
 
 
@@ -69,11 +70,11 @@ class Exact:
     """The float graph's outputs for one batch, with values that are needed repeatedly.
 
     Args:
-        outputs: of the float graph.
-        labels: of the images, or of every place [N, H, W]; None where there are none.
+        outputs: the outputs of the float graph.
+        labels: the labels of the images [N] or of all pixels [N, H, W]; None if there are none.
 
     Attributes:
-        outputs: the floating-point ones.
+        outputs: the floating-point outputs.
     """
 
     def __init__(self, outputs: Outputs, labels: Any = None) -> None:
@@ -84,7 +85,7 @@ class Exact:
         self._labels = _labels(labels, rows)
 
     def add(self, sums: Sums, outputs: Outputs) -> Tensor:
-        """Adds one batch of another way to compute; returns its decisions, [rows]."""
+        """Adds the same batch's outputs of a quantized graph or file to `sums`; returns their decisions, [rows]."""
         found = _floats(outputs)
         rows = rows_of(found[0])
         log, best = rows.log_softmax(1), rows.argmax(1)
@@ -111,7 +112,7 @@ def _floats(outputs: Outputs) -> list[Tensor]:
 
 
 def rows_of(output: Tensor) -> Tensor:
-    """Returns an output as [rows, classes], in float64."""
+    """Returns an output as float64 [rows, classes]."""
     values = output.double()
     if values.ndim < 2:
         values = values.reshape(-1, 1)
@@ -122,7 +123,7 @@ def rows_of(output: Tensor) -> Tensor:
 
 
 def _labels(labels: Any, rows: Tensor) -> Tensor | None:
-    """Returns the labels [rows], -1 where there is none; None where labels do not fit the rows."""
+    """Returns the labels [rows], with -1 for rows without a label; None if there are no labels that fit the rows."""
     if labels is None:
         return None
     known = torch.as_tensor(labels, device=rows.device)

@@ -1,7 +1,7 @@
-"""Stores the sums of a long measurement in a file, batch by batch, so that a killed run continues where it was.
+"""Stores the sums of a long measurement in a file after each batch, so that a killed run can continue.
 
-The file holds a key: fingerprints of the model, its ranges and the images. A file with another key is started
-over.
+The file contains a key: a fingerprint of the model, its ranges and the images. If a file has another key, the
+measurement starts from the beginning.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ from qatkit_verify.files import write_text
 
 
 def key_of(graph_module: fx.GraphModule, *more: Any) -> str:
-    """Returns the key of a prepared graph with its weights and ranges, and of `more` (the images and the batch
-    size).
-    """
+    """Returns the key for a prepared graph, its weights and ranges, and `more` (images and batch size)."""
     state = sorted(graph_module.state_dict().items())
     parts = [part for name, value in state for part in (name, value)]
     return fingerprint(graph_module.code, *parts, *more)
@@ -33,15 +31,15 @@ class Kept:
     """The file of one measurement.
 
     Attributes:
-        path: in a folder that exists.
-        key: identifies everything that the sums depend on.
+        path: the path of the file, in a folder that exists.
+        key: a fingerprint of everything that the sums depend on.
     """
 
     path: Path
     key: str
 
     def read(self) -> tuple[int, dict[str, Sums]]:
-        """Returns the number of finished batches, and the sums by name; 0 and {} without a file of this key."""
+        """Returns the number of finished batches, and the sums by name; 0 and {} if no file has this key."""
         try:
             stored = json.loads(self.path.read_text(encoding="utf-8"))
             if stored["key"] != self.key:
@@ -51,7 +49,7 @@ class Kept:
             return 0, {}
 
     def write(self, batches: int, sums: Mapping[str, Sums]) -> None:
-        """Writes the file completely or not at all."""
+        """Writes the number of finished batches and the sums atomically."""
         stored = {
             "key": self.key,
             "batches": batches,

@@ -1,10 +1,10 @@
-"""The third way to compute every tensor: the exported file in ONNX Runtime, in addition to float and the simulation.
+"""Computes every tensor with the exported file in ONNX Runtime, for comparison with float and the simulation.
 
     converted module ── its integers ──> the first tensor of the file that differs, and its operator
-    file ── QuantizeLinear, DequantizeLinear exposed ──> values, by the site of the tensor
+    file ── QuantizeLinear and DequantizeLinear as outputs ──> the values of each tensor
 
-An error in the file (an axis, a scale, a zero point) shows in the first; the second gives its distance from
-float.
+The first comparison finds errors in the file (a wrong axis, scale or zero_point). The second one measures how far each
+tensor is from float.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class RuntimeTensors:
     """A file and the converted module that it was made from.
 
     Attributes:
-        file: the INT8 file, with a dynamic batch or the batch size of the images.
+        file: the INT8 file, whose batch size is free or equal to that of the images.
         reference: the converted module.
-        options: session config entries of the backend.
-        threads: intra-op threads.
+        options: the session config entries of the backend.
+        threads: the number of intra-op threads.
     """
 
     file: Path
@@ -46,13 +46,13 @@ class RuntimeTensors:
     threads: int = 2
 
     def images(self, batches: Iterable[Any]) -> list[Tensor]:
-        """Returns the images that the file computes with: for a file of pixels, the nearest whole pixels."""
+        """Returns the images as the file reads them; a file that takes uint8 pixels gets the nearest integer pixels."""
         session = open_session(self.file, threads=self.threads, optimize=False, options=self.options)
         ends = integer_io(session)
         return [torch.as_tensor(np.asarray(whole_pixels(one, ends), np.float32)) for one in batches]
 
     def values(self, batches: Iterable[Any]) -> Iterator[dict[str, Tensor]]:
-        """Yields the dequantized tensors of each batch, by the path of the quantizer that they belong to."""
+        """Yields the dequantized tensors of each batch, by the paths of their quantizers."""
         first = {path: calls[0] for path, calls in self.reference.file_names(self.file).items() if 0 in calls}
         for images in batches:
             found = dequantized(
@@ -61,7 +61,7 @@ class RuntimeTensors:
             yield {path: torch.as_tensor(found[name]) for path, name in first.items() if name in found}
 
     def divergence(self, images: Any) -> Divergence:
-        """Returns the place where the file first deviates from the converted module, on one batch."""
+        """Returns the first tensor at which the file deviates from the converted module, on one batch."""
         given = np.asarray(images)
         recorded = self.reference.integers(given, self.file)
         output = self.reference(given)
@@ -85,10 +85,13 @@ def compared_with_file(
     """Compares every tensor in float, in simulation and in ONNX Runtime.
 
     Args:
-        graph_module: prepared, its ranges set; the source of the file.
+        graph_module: the prepared graph from which the file was made, with its ranges set.
         runtime: the file and its converted module.
-        batches: images, as many at a time as the file accepts.
-        at: the sites to compare; by default all.
+        batches: batches of images, of a size that the file accepts.
+        at: the sites to compare; all by default.
+
+    Returns:
+        The comparison. If ONNX Runtime fails, it has a note with the reason instead of ONNX Runtime's values.
     """
     images = runtime.images(batches)
     tensors = Tensors(graph_module, images, at)
@@ -98,7 +101,7 @@ def compared_with_file(
         first = divergence_in_words(runtime.divergence(images[0]))
         left_out = tensors.beside(runtime.values(images))
         notes += [f"{site} was not compared: it has another size in the file" for site in left_out]
-    except Exception as error:  # whatever the error is: the measured values are worth keeping
+    except Exception as error:  # any error: the values that were measured are kept
         kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
         notes.append(
             f"tensors were not compared in ONNX Runtime ({kind}{' '.join(str(error).split())[:200]})"
@@ -107,7 +110,7 @@ def compared_with_file(
 
 
 def divergence_in_words(found: Divergence) -> str | None:
-    """Describes the first tensor that differs, with its operator; None where all agree."""
+    """Describes the first tensor that differs, with its operator; None if all are equal."""
     if found.first is None:
         return None
     where = f" of '{found.operator}'" if found.operator else ""

@@ -1,11 +1,11 @@
-"""Sensitivity: the cost of each weight and each activation, by quantizing only it, and by leaving only it float.
+"""Measures the loss from each weight and activation, when only it is quantized and when only it is float.
 
-    only       float ─ float ─ [quantized] ─ float ─ outputs         against the float outputs
-    all but    quantized ─ quantized ─ [float] ─ quantized ─ outputs
+    only       float ─ float ─ [quantized] ─ float ─ outputs                 compared with the float outputs
+    all but    quantized ─ quantized ─ [float] ─ quantized ─ outputs         compared with the float outputs
 
-Everything before a site is the same for all later sites. So a batch walks through the graph once in float and
-once quantized, and at each site a branch runs the rest of the graph (`qatkit.analysis.walk`). For a graph
-with evenly spread sites that is half a run per site. Nothing is exported, and no weight is quantized twice.
+The values before a site are the same for all later sites. Therefore each batch runs through the graph once in float
+and once quantized, and at each site a branch runs the rest of the graph (`qatkit.analysis.walk`). If the sites are
+evenly distributed, each costs half a run. Nothing is exported, and each weight is quantized only once.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ def sensitivity(
     kept: Kept | None = None,
     progress: bool = False,
 ) -> list[SensitivityRow]:
-    """Measures every site, in both directions.
+    """Measures the loss from every site.
 
     Args:
-        graph_module: prepared, its ranges set.
-        batches: (inputs, labels), read once; memory depends on the size of one batch.
-        labelled: whether the labels are meaningful; without, agreement with float, the loss and SQNR remain.
-        at: the sites to measure (`switches`); by default all of them.
+        graph_module: a prepared graph whose ranges are set.
+        batches: batches of (inputs, labels), read once; memory depends on the size of one batch.
+        labelled: whether the labels are meaningful. If not, only agreement with float, loss and SQNR are measured.
+        at: the sites to measure (`switches`); all by default.
         directions: "only", "all but", or both.
-        kept: the file to continue from, and to write after each batch.
-        progress: whether a bar is shown.
+        kept: the file from which to continue, which is written after each batch.
+        progress: whether to show a progress bar.
 
     Returns:
-        A row per site and direction, in graph order; `ranked` sorts them.
+        A row for each site and direction, in graph order; `ranked` sorts them.
 
     Raises:
-        ConfigError: another direction, or no images.
+        ConfigError: a direction is unknown, or there are no images.
     """
     for direction in directions:
         if direction not in DIRECTIONS:
@@ -79,7 +79,7 @@ def sensitivity(
 
 
 class _Measured:
-    """The sums of every row, by its name."""
+    """Measures batch by batch; `sums` has the sums of each row by its direction, kind and site."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ def _row(switch: Switch, direction: str, found: Outcome) -> SensitivityRow:
 
 _WORST: dict[
     str, Callable[[SensitivityRow], float]
-] = {  # of a site quantized on its own: the larger, the more sensitive
+] = {  # sort keys for sites quantized on their own; a larger key means more sensitive
     NAMES.main.key: lambda row: 0.0 if row.score is None else -row.score,
     "agreement": lambda row: 0.0 if row.agreement is None else -row.agreement,
     "loss": lambda row: row.loss,
@@ -132,17 +132,17 @@ _WORST: dict[
 
 
 def ranked(rows: Iterable[SensitivityRow], by: str = "loss", direction: str = ONLY) -> list[SensitivityRow]:
-    """Returns the rows of a direction, the most sensitive first; of equals the one with the larger loss.
+    """Returns the rows of a direction, sorted by sensitivity, most sensitive first; the loss decides ties.
 
-    A sensitive site loses much if only it is quantized; if only it is float, little loss remains.
+    A site is sensitive if the loss is large when only this site is quantized, and small when only it is float.
 
     Args:
-        rows: of `sensitivity` or `estimate`.
-        by: "loss", "sqnr", "agreement" or the key of the metric.
+        rows: rows from `sensitivity` or `estimate`.
+        by: the metric to sort by: "loss", "sqnr", "agreement" or the key of the task's main metric.
         direction: "only" or "all but".
 
     Raises:
-        ConfigError: another figure.
+        ConfigError: the metric is unknown.
     """
     if by not in _WORST:
         raise ConfigError("by", by, f"one of {', '.join(_WORST)}")

@@ -1,9 +1,8 @@
-"""Switches between quantized and float: for the weight of an operator, with its bias, and for a tensor on an edge.
+"""Switches between quantized and float: one for the weight and bias of an operator, one for each activation.
 
-kind         site                          on
-weight       of the operator               its quantizer quantizes weight and bias (a recurrent layer's: all
-of its)
-activation   of the tensor's producer      the FakeQuantize on the edge quantizes
+kind         site                          if it is on
+weight       site of the operator          weight and bias are quantized (in a recurrent layer: all weights)
+activation   site of the tensor's producer the FakeQuantize on the edge quantizes
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ class Switch:
     """A switch of one weight or activation.
 
     Attributes:
-        site, kind: together its name.
-        node: computes the quantized value: the operator, or the FakeQuantize.
-        quantizers: those that are turned on and off.
+        site, kind: the two parts of its name.
+        node: the node that computes the quantized value: the operator, or the FakeQuantize.
+        quantizers: the quantizers that it turns on and off.
     """
 
     site: str
@@ -39,17 +38,17 @@ class Switch:
 
     @property
     def key(self) -> str:
-        """The name in one string."""
+        """The name as one string, such as "weight conv1"."""
         return f"{self.kind} {self.site}"
 
     @property
     def operator(self) -> QATOperator | None:
-        """The Conv or Linear that the weight belongs to; None for others."""
+        """The Conv or Linear whose weight it switches; None for any other switch."""
         module = module_of(self.node)
         return module if isinstance(module, QATOperator) else None
 
     def turn(self, on: bool) -> None:
-        """Sets whether the next forward passes quantize here."""
+        """Sets whether the next forward passes quantize this weight or activation."""
         for quantizer in self.quantizers:
             quantizer.enabled = on
 
@@ -58,7 +57,7 @@ def switches(graph_module: fx.GraphModule, patterns: Iterable[str] = ("*",)) -> 
     """Returns the switches whose site matches one of `patterns` (names or globs), in graph order.
 
     Raises:
-        ConfigError: a pattern that matches none, with the nearest names.
+        ConfigError: a pattern matches no site; the message suggests the nearest names.
     """
     found = list(_all(graph_module))
     chosen: set[str] = set()
@@ -89,7 +88,7 @@ def _all(graph_module: fx.GraphModule) -> Iterator[Switch]:
 
 
 def _on_edge(quantizer: Quantizer) -> bool:
-    """Returns whether a quantizer is on an edge; recurrent layers have those of their results below their own path."""
+    """Returns whether a quantizer is on an edge; recurrent layers contain the quantizers of their results."""
     return isinstance(quantizer, FakeQuantize)
 
 

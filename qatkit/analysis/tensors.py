@@ -1,11 +1,14 @@
-"""Compares tensor by tensor: the effect of quantization on each weight and activation, alone and accumulated.
+"""Measures the effect of quantization on each weight and activation, by itself and accumulated over the graph.
 
-own         x                    against  q(x), x of the float graph
-simulated   x of the float graph against  q(x') of the simulation, x' the value of the quantized graph there
-avoidable   10 log10(own error / error of the range from least to largest value): the gain of another scale.
+Let x be a tensor of the float graph, x' the same tensor of the quantized graph, and q its quantization.
 
-Rounding noise grows with the square of the step, so a scale four times too large shows 12 dB, and one four
-times too small far more, in any tensor; a good range is near 0 or below.
+own         compares x with q(x)
+simulated   compares x with q(x')
+avoidable   10 log10(error of q / error with the range from the smallest to the largest value) in dB: the gain from
+            another scale
+
+The energy of rounding noise grows with the square of the step. In any tensor, a scale that is four times too large
+therefore gives 12 dB, and one that is four times too small gives far more. A good range gives about 0 dB or less.
 """
 
 from __future__ import annotations
@@ -29,25 +32,25 @@ from qatkit.records.analysis import ACTIVATION, WEIGHT, Comparison, Difference, 
 from qatkit_verify.errors import ConfigError
 
 _BINS = 64
-# dB of loss from which a scale is a suspect: a percentile that clips on purpose loses less.
+# Avoidable error in dB from which a scale is reported; a percentile that clips on purpose stays below it.
 SUSPECT = 7.0
 _CAP = 99.0
 
 
 @dataclass
 class PairSums:
-    """Sums over all batches of a tensor and the same one computed differently."""
+    """Sums over all batches for the float values of a tensor (`exact`) and values compared with them (`found`)."""
 
     count: int = 0
     exact: float = 0.0  # sum of squares
     found: float = 0.0
     product: float = 0.0
-    squared: float = 0.0  # of the difference
+    squared: float = 0.0  # sum of squares of the difference
     shift: float = 0.0
     largest: float = 0.0
 
     def add(self, exact: Tensor, found: Tensor) -> None:
-        """Adds one batch of two tensors with equally many values, in any shapes."""
+        """Adds one batch of both tensors, which have the same number of values and may have any shapes."""
         x, y = exact.detach().double().reshape(-1), found.detach().double().reshape(-1)
         difference = y - x
         self.count += x.numel()
@@ -59,7 +62,7 @@ class PairSums:
         self.largest = max(self.largest, float(difference.abs().max()) if x.numel() else 0.0)
 
     def difference(self) -> Difference:
-        """Returns the means."""
+        """Returns the metrics, computed from the sums."""
         count, size = max(1, self.count), (self.exact * self.found) ** 0.5
         sqnr = decibel(self.exact, self.squared) if self.squared else None
         cosine = min(1.0, self.product / size) if size else float(self.exact == self.found)
@@ -76,10 +79,10 @@ class _Site:
     own: PairSums = field(default_factory=PairSums)
     simulated: PairSums = field(default_factory=PairSums)
     runtime: PairSums = field(default_factory=PairSums)
-    best: float = 0.0  # sum of squared errors with the range from least to largest value
+    best: float = 0.0  # sum of squared errors with the range from the smallest to the largest value
     clipped: int = 0
-    seen: Tensor | None = None  # [integers of the type], whether each occurred
-    exact: Tensor | None = None  # [bins]
+    seen: Tensor | None = None  # [integers of the type]: whether each occurred
+    exact: Tensor | None = None  # histogram [bins]
     found: Tensor | None = None
 
     @property
@@ -91,8 +94,15 @@ class _Site:
         self.low, self.high = min(self.low, float(low)), max(self.high, float(high))
 
     def add(self, x: Tensor, y: Tensor, clipped: Tensor, integers: Tensor, best: Tensor, levels: int) -> None:
-        """Adds values x, quantized values y, their clipping mask and integers from 0 on, and values with another
-        scale.
+        """Adds one batch.
+
+        Args:
+            x: the float values.
+            y: the quantized values.
+            clipped: a mask of the values that are clipped.
+            integers: the quantized integers, counted from 0.
+            best: the values quantized with the range from the smallest to the largest value.
+            levels: the number of integers of the type.
         """
         self.own.add(x, y)
         self.clipped += int(clipped.sum())
@@ -128,7 +138,7 @@ class _Site:
 
 
 def avoidable(own: float, best: float) -> float:
-    """Returns the ratio of an error to another one, in dB between -99 and 99; 0 where they are equal."""
+    """Returns the ratio of two squared errors in dB, from -99 to 99; 0 if they are equal."""
     if own == best:
         return 0.0
     if not best or not own:
@@ -140,12 +150,12 @@ class Tensors:
     """The comparison of a graph's tensors, batch by batch.
 
     Args:
-        graph_module: prepared, its ranges set.
-        batches: inputs; kept in memory, and read first for the range of every tensor.
-        at: the sites to compare; by default all.
+        graph_module: a prepared graph whose ranges are set.
+        batches: batches of inputs, kept in memory. They run once at the start to find the range of every tensor.
+        at: the sites to compare; all by default.
 
     Raises:
-        ConfigError: no images.
+        ConfigError: there are no images.
     """
 
     def __init__(
@@ -165,7 +175,7 @@ class Tensors:
                     self._sites[key].widen(x)
 
     def measure(self) -> None:
-        """Measures the weights, and every batch in float and in simulation."""
+        """Measures the weights, and all activations in float and in the simulation."""
         with inference(self._graph):
             for one in self._sites.values():
                 if one.switch.kind == WEIGHT:
@@ -178,10 +188,13 @@ class Tensors:
                     self._sites[key].simulated.add(exact[key], y)
 
     def beside(self, found: Iterable[dict[str, Tensor]]) -> list[str]:
-        """Compares another way's values of the same batches, by the paths of the quantizers: ONNX Runtime's.
+        """Compares the float values with those that ONNX Runtime computed for the same batches.
+
+        Args:
+            found: for each batch, the values by the path of their quantizer.
 
         Returns:
-            Sites whose values can't be compared, since their number differs.
+            The sites that cannot be compared, since the number of values differs.
         """
         left_out: dict[str, None] = {}
         with inference(self._graph):
@@ -190,7 +203,9 @@ class Tensors:
                     one = self._sites[key]
                     y = values.get(str(one.switch.node.target))
                     if y is not None and y.ndim == x.ndim == 4:
-                        y = y[:, : x.shape[1]]  # channels of zeros follow them (`qatkit.graph.pad_channels`)
+                        y = y[
+                            :, : x.shape[1]
+                        ]  # without padded channels of zeros (`qatkit.graph.pad_channels`)
                     if y is not None and y.numel() == x.numel():
                         one.runtime.add(x, y)
                     elif y is not None:
@@ -198,7 +213,12 @@ class Tensors:
         return list(left_out)
 
     def result(self, first: str | None = None, notes: Sequence[str] = ()) -> Comparison:
-        """Returns the rows, in graph order; `first` describes where another way deviates from the simulation."""
+        """Returns the comparison, with rows in graph order.
+
+        Args:
+            first: a description of the first tensor at which ONNX Runtime deviates from the simulation.
+            notes: notes for the report.
+        """
         images = 0
         for batch in self._batches:
             tensors = inputs_of(self._graph, batch)
@@ -211,7 +231,7 @@ class Tensors:
         )
 
     def _run(self, batch: Example, *, quantize: bool) -> dict[str, Tensor]:
-        """Returns the values at every activation's quantizer, by the switch's key."""
+        """Runs the graph and returns the values of every activation, by the key of its switch."""
         set_phase(self._graph, observe=False, quantize=False)
         turn_all(self._every, quantize)
         self._walker.wanted, self._walker.found = self._activations, {}
@@ -222,15 +242,15 @@ class Tensors:
 def tensors(
     graph_module: fx.GraphModule, batches: Iterable[Example], at: Sequence[Switch] | None = None
 ) -> Comparison:
-    """Compares float with the simulation, tensor by tensor, without any file.
+    """Compares float with the simulation, tensor by tensor, without an exported file.
 
     Args:
-        graph_module: prepared, its ranges set.
-        batches: inputs, a few images at a time: every tensor of a batch is held at once.
-        at: the sites to compare (`switches`); by default all.
+        graph_module: a prepared graph whose ranges are set.
+        batches: batches of inputs. They should be small, since all tensors of a batch are in memory at once.
+        at: the sites to compare (`switches`); all by default.
 
     Raises:
-        ConfigError: no images.
+        ConfigError: there are no images.
     """
     found = Tensors(graph_module, batches, at)
     found.measure()
@@ -268,7 +288,7 @@ def _add_activation(one: _Site, x: Tensor) -> None:
 
 
 def _seen_range(one: _Site) -> tuple[float, float]:
-    """Returns the least and largest value, or the bounds where they fix the range (a sigmoid's 0..1)."""
+    """Returns the smallest and the largest value, or the bounds if they fix the range (0..1 for a sigmoid)."""
     low, high = one.quantizer.bounds
     if one.quantizer.observer is None and low is not None and high is not None:
         return low, high
@@ -278,7 +298,7 @@ def _seen_range(one: _Site) -> tuple[float, float]:
 def _add_weight(one: _Site, walker: PreparedInterpreter) -> None:
     operator = one.switch.operator
     if operator is None or operator.weight_fake_quant is None:
-        return  # tables and recurrent layers hold several; their sensitivity is measured
+        return  # tables and recurrent layers may have several weights; only their sensitivity is measured
     quantizer = operator.weight_fake_quant
     (weight, _), (near, _) = walker.weights(operator, False), walker.weights(operator, True)
     spec = quantizer.spec
@@ -292,7 +312,7 @@ def _add_weight(one: _Site, walker: PreparedInterpreter) -> None:
 
 
 def _ends_of(one: _Site, walker: PreparedInterpreter) -> tuple[float, float, float]:
-    """Returns the values of the type's ends and the step between two; the widest of per-channel scales."""
+    """Returns the lowest and the highest value of the type, and the step; the largest over per-channel scales."""
     operator = one.switch.operator
     if operator is None:
         record = one.quantizer.range_record()
@@ -305,7 +325,7 @@ def _ends_of(one: _Site, walker: PreparedInterpreter) -> tuple[float, float, flo
 
 
 def without_histograms(found: Comparison, kept: Iterable[str]) -> Comparison:
-    """Returns a copy whose rows have a histogram only where their key ("weight conv1") is one of `kept`."""
+    """Returns a copy in which only the rows with a key ("weight conv1") in `kept` have a histogram."""
     names = set(kept)
     rows = [r if f"{r.kind} {r.site}" in names else replace(r, histogram=None) for r in found.rows]
     return replace(found, rows=rows)

@@ -1,11 +1,10 @@
-"""Runs of a graph that share their common part: the values before a node are computed once for all of them.
+"""Runs a graph several times, each time with one node changed, and computes the common part only once.
 
-    walk      x ── a ── b ── c ── d ── outputs          one run, with access to every value as it passes
-    branch              └ b' ─ c ── d ── outputs        b computed differently, and only the rest repeated
+    walk      x ── a ── b ── c ── d ── outputs          one run of the whole graph
+    branch              └ b' ─ c ── d ── outputs        computes b differently, and repeats only what follows
 
-Quantized weights are computed once, whatever the number of runs. Memory holds the values that the rest of the
-walk needs and those of one branch, for one batch. So it depends on the size of a batch, not on the number of
-images or sites.
+Quantized weights are computed once for all runs. Memory contains the values that the rest of the walk needs and those
+of one branch, for one batch. It therefore depends on the size of a batch, but not on the number of images or sites.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ Weights = tuple[Tensor, Tensor | None]
 
 
 class PreparedInterpreter(fx.Interpreter):
-    """Runs a prepared graph in inference mode; its quantizers' current state decides what is quantized.
+    """Runs a prepared graph in inference mode; quantizers that are turned on quantize.
 
     Args:
-        graph_module: prepared; its weights must not change in the meantime.
+        graph_module: a prepared graph; its weights must not change while the interpreter is used.
     """
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
@@ -56,9 +55,9 @@ class PreparedInterpreter(fx.Interpreter):
 
         Args:
             batch: the inputs.
-            at: the places of branches; each is turned to `branch_on` for its own node only, and back.
-            see: receives each branch's outputs.
-            branch_on: whether a branch quantizes there, or leaves float what the walk quantizes.
+            at: the switches; a branch turns its switch to `branch_on` for one node, and restores it afterwards.
+            see: a function that is called with each switch and the outputs of its branch.
+            branch_on: whether the branches turn their switch on (True) or off (False).
 
         Returns:
             The outputs of the walk.
@@ -100,7 +99,12 @@ class PreparedInterpreter(fx.Interpreter):
         return module.run(args[0] if args else next(iter(kwargs.values())), *self.weights(module))
 
     def weights(self, module: QATOperator, quantized: bool | None = None) -> Weights:
-        """Returns weight and bias of an operator as inference uses them, cached; by default as its quantizer is set."""
+        """Returns the weight and bias that an operator uses in inference, cached.
+
+        Args:
+            module: the operator.
+            quantized: whether to quantize them; None if the state of the quantizer decides.
+        """
         quantizer = module.weight_fake_quant
         wanted = bool(quantizer is not None and quantizer.enabled) if quantized is None else quantized
         key = (id(module), wanted)

@@ -1,9 +1,11 @@
-"""Calibration: activation ranges from real images, before any fine-tuning.
+"""Finds activation ranges from real images (calibration), before any fine-tuning.
 
-observe      one pass over the images, every FakeQuantize observing
-candidates   the ranges that the same pass offers for each tensor, and the choice of the best one
-cache        the statistics in a file: a second run needs no pass
-checks       whether there were enough images, and some of every class
+observe       passes the images through the graph once while every FakeQuantize observes
+candidates    computes several ranges per tensor from the same pass, and chooses the best one
+cache         stores the statistics in a file, so that a second run needs no pass
+checks        reports whether there were too few images, or none of some class
+limits        limits ranges to values that the next functions can tell apart
+mixed_scales  finds tensors that need more than one scale
 """
 
 from qatkit.calibration.observe import calibrate, calibrate_parts

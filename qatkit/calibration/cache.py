@@ -1,8 +1,8 @@
 """Keeps calibration statistics in a file, so that a second run with the same model and data needs no forward pass.
 
-A safetensors file holds the state of every observer (its range, its histogram) by the site of its tensor. Its metadata
-holds a key: fingerprints of everything that the statistics depend on. A file for another model, other data or another
-method is rejected with the part that differs. It is never used silently, nor overwritten.
+A safetensors file stores the state of every observer (its range, its histogram) by the site of its tensor. Its
+metadata contains a key: fingerprints of everything that the statistics depend on. A file for another model, other data
+or another method is neither used nor overwritten; the error names the parts that differ.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _STATE = frozenset({"training", "observing", "enabled"})
 
 
 def fingerprint(*parts: Any) -> str:
-    """Returns a fingerprint of `parts`, 16 hexadecimal digits: tensors by their bytes, the rest by its JSON."""
+    """Returns a fingerprint of the bytes of tensors and the JSON of other values, as 16 hexadecimal digits."""
     digest = hashlib.sha256()
     for part in parts:
         if isinstance(part, Tensor):
@@ -55,7 +55,7 @@ def of_model(graph_module: fx.GraphModule) -> str:
 
 
 def _settings(module: nn.Module) -> dict[str, str]:
-    """Returns type and plain attributes of a module (strides, bounds, specs), without those that change in use."""
+    """Returns the type and plain attributes of a module (strides, bounds, specs), except those that a run changes."""
     plain = {
         name: str(value)
         for name, value in vars(module).items()
@@ -67,7 +67,13 @@ def _settings(module: nn.Module) -> dict[str, str]:
 
 
 def save(path: Path, graph_module: fx.GraphModule, key: Key, about: Mapping[str, Any]) -> None:
-    """Writes the statistics atomically, together with `about`.
+    """Writes the statistics atomically.
+
+    Args:
+        path: the path of the file.
+        graph_module: the calibrated graph.
+        key: the fingerprints of everything that the statistics depend on.
+        about: further facts to store, as JSON values.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -91,10 +97,10 @@ def save(path: Path, graph_module: fx.GraphModule, key: Key, about: Mapping[str,
 
 
 def restore(path: Path, graph_module: fx.GraphModule, key: Key) -> dict[str, Any]:
-    """Gives the graph the ranges in `path`; returns the `about` that was stored with them.
+    """Gives the graph the stored statistics and the ranges that follow from them; returns the stored `about`.
 
     Raises:
-        ConfigError: the file is damaged, or belongs to something else.
+        ConfigError: the file is damaged, or its key differs from `key`.
     """
     about, tensors = check(path, key)
     for name, quantizer in fake_quantizers(graph_module).items():
@@ -107,13 +113,14 @@ def restore(path: Path, graph_module: fx.GraphModule, key: Key) -> dict[str, Any
 
 
 def check(path: Path, key: Key) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Returns the stored `about` of `path`, and its tensors.
+    """Returns the stored `about` and the tensors of a file.
 
     Args:
-        key: the parts that must be equal to those of the file.
+        path: the path of the file.
+        key: the parts of the key that must be equal to those in the file.
 
     Raises:
-        ConfigError: the file is damaged, or belongs to something else.
+        ConfigError: the file is damaged, or its key differs from `key`.
     """
     stored, about, tensors = _read(path)
     differing = [part for part in key if stored.get(part) != key[part]]
@@ -130,7 +137,7 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Any], dict[str, Tensor]
     try:
         with readable(path) as plain, safe_open(plain, framework="pt") as file:
             metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no mapping
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  `file` is not a mapping
         if metadata[_DIGEST] != _digest(tensors, metadata):
             raise ValueError("its contents have changed since it was written")
         return dict(json.loads(metadata[_KEY])), json.loads(metadata[_ABOUT]), tensors
@@ -149,5 +156,5 @@ def _digest(tensors: Mapping[str, Tensor], stored: Mapping[str, str]) -> str:
 
 
 def table(graph_module: fx.GraphModule) -> dict[str, dict[str, float | int | str]]:
-    """Returns every tensor's range, scale and zero point by its name, for a deployment team to read."""
+    """Returns the range, scale and zero_point of every tensor by its site, in a form that people can read."""
     return {site: quantizer.range_record() for site, quantizer in fake_quantizers(graph_module).items()}

@@ -1,14 +1,14 @@
 """Computes candidate ranges for each tensor in one pass over the images, and chooses the best one.
 
-Every method reads its range from the same histogram. A range is judged where it matters, at the outputs of the
-operators that read the tensor. A Conv or Linear is linear, so the error of its output is the operator applied to the
-error of the input,
+Every method computes its range from the same histogram. The error of a range is measured at the outputs of the
+operators that read the tensor. A Conv or Linear is linear, so its relative output error follows from the error of its
+input:
 
     |W·(q(x) - x)|² / |W·x|²
 
-and for anything else the error is |q(x) - x|² / |x|². A few images are enough to estimate the operator's
-response to an error, but not the tails that a range clips. So |q(x) - x|² / |x|² over all images, from the
-histogram, is added (for its benefit see docs/decisions/0013-calibration-contest.md).
+For any other operator, the error is |q(x) - x|² / |x|². A few images are enough to estimate how an operator responds to
+an error, but not to estimate the tails that a range clips. Therefore |q(x) - x|² / |x|² over all images, computed from
+the histogram, is added (for its benefit see docs/decisions/0013-calibration-contest.md).
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ METHODS: dict[str, Method] = {
     "MSE": MSE(),
     "distribution": Distribution(),
 }
-# For each tensor the method with the least output error.
+# The name for the choice of the method with the smallest output error for each tensor.
 MIXED = "best of each tensor"
 Ranges = dict[str, Ends]
 
 
 def candidates(graph_module: fx.GraphModule, methods: Mapping[str, Method] = METHODS) -> dict[str, Ranges]:
-    """Returns the range of each tensor, by method, then by the FakeQuantize's name, from filled histograms."""
+    """Returns the range of each tensor, by method and by site; the histograms must have seen images."""
     observed = {
         name: (q, q.observer)
         for name, q in fake_quantizers(graph_module).items()
@@ -62,7 +62,7 @@ def candidates(graph_module: fx.GraphModule, methods: Mapping[str, Method] = MET
 
 
 def apply(graph_module: fx.GraphModule, ranges: Ranges) -> None:
-    """Sets the ranges, and the scales that follow from them."""
+    """Sets the ranges of tensors by site, their limits, and the scales that follow from them."""
     for name, quantizer in fake_quantizers(graph_module).items():
         if name in ranges and quantizer.observer is not None:
             low, high = ranges[name]
@@ -75,10 +75,12 @@ def apply(graph_module: fx.GraphModule, ranges: Ranges) -> None:
 def output_errors(
     graph_module: fx.GraphModule, offered: Mapping[str, Ranges], batches: Iterable[Example]
 ) -> dict[str, dict[str, float]]:
-    """Returns the relative squared output error of each tensor, by method, then by the FakeQuantize's name.
+    """Returns the relative squared output error of each tensor, by method and by site.
 
     Args:
-        batches: as `calibrate` takes them; a few images are enough.
+        graph_module: the calibrated graph, with histograms.
+        offered: the ranges from `candidates`.
+        batches: batches of inputs in the form that `calibrate` takes; a few images are enough.
     """
     scorer = _Scorer(graph_module, offered)
     with inference(graph_module):
@@ -94,7 +96,7 @@ def output_errors(
 
 
 def best_of_each(offered: Mapping[str, Ranges], errors: Mapping[str, Mapping[str, float]]) -> Ranges:
-    """Returns for each tensor the range with the least output error; on a tie the first method's."""
+    """Returns the range with the smallest output error for each tensor; in a tie, that of the first method."""
     first = next(iter(offered.values()))
     chosen = {name: min(offered, key=lambda title: errors[title][name]) for name in first}
     return {name: offered[title][name] for name, title in chosen.items()}
@@ -135,7 +137,7 @@ class _Scorer(fx.Interpreter):
 
 
 def _linear_part(reader: fx.Node) -> Any:
-    """Returns a reader as a function of errors in its input: a Conv or Linear without bias, or the identity."""
+    """Returns the function from input error to output error: a Conv or Linear without bias, or the identity."""
     module = module_of(reader) if reader.op == "call_module" else None
     if isinstance(module, QATOperator):
         weight, _ = module.effective()

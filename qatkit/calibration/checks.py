@@ -1,4 +1,4 @@
-"""Checks whether a calibration set has enough images, and some of every class, and reports what is missing."""
+"""Reports if a calibration set has too few images, or none of some classes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from qatkit.graph.quantizers import fake_quantizers
 from qatkit.quant.observers import HistogramObserver
 from qatkit.quant.observers.range_methods import Ends
 
-# Ranges are compared after the fraction _SHARE of the images. A range has moved if one of its ends has moved
-# by the fraction _MOVED of its length; a set is too small if more than the fraction _TOO_MANY of the ranges
-# have moved.
+# The ranges after the fraction _SHARE of the images are compared with the final ones. A range has moved if one of its
+# ends has moved by more than the fraction _MOVED of its length. A set is too small if more than the fraction
+# _TOO_MANY of the ranges have moved.
 _SHARE, _MOVED, _TOO_MANY = 0.4, 0.05, 0.1
 _NAMED = 5
 
@@ -21,12 +21,12 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Watch:
-    """An observer of a calibration pass: `watch(batches)` yields the images of `batches`.
+    """Watches a calibration pass: `watch(batches)` yields the images of batches of (images, labels).
 
     Args:
-        graph_module: prepared.
-        images: how many there will be.
-        classes: names of the labels.
+        graph_module: the prepared graph that is calibrated.
+        images: the number of images that will pass.
+        classes: the names of the labels; empty if labels are not counted.
     """
 
     def __init__(self, graph_module: fx.GraphModule, images: int, classes: Sequence[str]) -> None:
@@ -45,7 +45,7 @@ class Watch:
             yield images
 
     def notes(self) -> list[str]:
-        """Returns the notes on the calibration set, one per line, once the ranges are chosen."""
+        """Returns notes on the calibration set, one line each; it is called after the ranges were chosen."""
         lines = [self._movement() if self.before else self._unwatched(), self._missing()]
         return [line for line in lines if line]
 
@@ -82,7 +82,7 @@ class Watch:
 
 
 def ranges(graph_module: fx.GraphModule) -> dict[str, Ends]:
-    """Returns the range that each observer would give now, by the site of its tensor."""
+    """Returns the range that each observer has found so far, by the site of its tensor."""
     found = {}
     for name, quantizer in fake_quantizers(graph_module).items():
         observer = quantizer.observer
@@ -96,6 +96,6 @@ def ranges(graph_module: fx.GraphModule) -> dict[str, Ends]:
 
 
 def movement(before: Ends, after: Ends) -> float:
-    """Returns the largest change of a range's ends relative to its length."""
+    """Returns the larger change of the two ends of a range, relative to the longer of the two ranges."""
     length = max(after[1] - after[0], before[1] - before[0])
     return max(abs(a - b) for a, b in zip(after, before, strict=True)) / length if length else 0.0

@@ -1,10 +1,10 @@
-"""Limits of ranges: ends beyond which the functions after a quantizer no longer tell values apart.
+"""Limits ranges to the values for which the functions after a quantizer give different results.
 
     Conv ─ [-59 .. 17] ─ SiLU ─ [-0.28 .. 17]        SiLU(x) rounds to 0 for each x below -5.7
-    Conv ─ [ -6 .. 17] ─ SiLU                        the same output bytes, with steps of a third
+    Conv ─ [ -6 .. 17] ─ SiLU                        the same output bytes, with a third of the step size
 
-A range is cut where the 8-bit result of each function that reads it stays the same, so the method that found the range
-does not matter. The limits stay through fine-tuning, whose observers would widen the range again.
+A range is cut where the 8-bit result of every function that reads the tensor stays the same. This works for ranges from
+any method. The limits also apply during fine-tuning, where observers would widen the range again.
 """
 
 from __future__ import annotations
@@ -18,15 +18,18 @@ from qatkit.graph.nodes import facts, module_of
 from qatkit.graph.quantizers import is_quantizer
 from qatkit.quant.fake_quantize import FakeQuantize
 
-# Points of a range at which a function is evaluated, and the fraction of a step of its result that may be
-# lost.
+# The number of points of a range at which a function is evaluated, and the largest change of its result that is
+# ignored, as a fraction of the step.
 _POINTS, _SHARE = 4096, 0.25
-_BEYOND, _FURTHEST = 256, 8.0  # points beyond each end, up to 2^8 times the range: training may reach them
+_BEYOND, _FURTHEST = (
+    256,
+    8.0,
+)  # number of points beyond each end, up to 2^8 times the range, which training may reach
 
 
 @torch.no_grad()
 def set_limits(graph_module: fx.GraphModule) -> None:
-    """Sets the limits of all quantizers from the ranges of their observers; scales follow with `align`."""
+    """Sets the limits of all quantizers from the ranges of their observers; `align` then updates the scales."""
     for node in graph_module.graph.nodes:
         if is_quantizer(node):
             quantizer = cast(FakeQuantize, module_of(node))
@@ -35,7 +38,7 @@ def set_limits(graph_module: fx.GraphModule) -> None:
 
 
 def _limits(node: fx.Node, quantizer: FakeQuantize) -> Tensor | None:
-    """Returns the widest limits [2] that the readers of a quantizer ask for; None if one of them has none."""
+    """Returns the widest limits [2] of a quantizer's readers; None if a reader needs the whole range."""
     assert quantizer.observer is not None
     low, high = float(quantizer.observer.low), float(quantizer.observer.high)
     x = _looked_at(low, high)
@@ -50,13 +53,13 @@ def _limits(node: fx.Node, quantizer: FakeQuantize) -> Tensor | None:
 
 
 def _looked_at(low: float, high: float) -> Tensor:
-    """Returns points in and beyond a range, ascending."""
+    """Returns points within a range and beyond its ends, in ascending order."""
     beyond = (high - low) * torch.logspace(-8, _FURTHEST, _BEYOND, 2.0)
     return torch.cat([low - beyond.flip(0), torch.linspace(low, high, _POINTS), high + beyond])
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
-    """Returns the nodes that compute with the values of a quantizer, also after operators that only move them."""
+    """Returns the nodes that compute with the values of a quantizer; operators that only move values are skipped."""
     found: list[fx.Node] = []
     for user in node.users:
         found += _readers(user) if facts(user).values == "moved" and user.op != "output" else [user]
@@ -64,13 +67,13 @@ def _readers(node: fx.Node) -> list[fx.Node]:
 
 
 def _told_apart(node: fx.Node, x: Tensor) -> tuple[float, float] | None:
-    """Returns ends beyond which the rounded results of a node no longer change, however far its input values reach.
+    """Returns the lowest and the highest input beyond which the rounded result of a node no longer changes.
 
-    Returns None if the node is not an elementwise function, or has no 8-bit result.
+    Returns None if the node is not an elementwise function, or if its result is not quantized.
 
     Args:
-        node: a reader.
-        x: values that it may read, ascending.
+        node: a node that reads the quantizer.
+        x: values that it may read, in ascending order.
     """
     steps = [_step(user) for user in node.users]
     if not facts(node).scalar or not steps or None in steps:
@@ -82,13 +85,13 @@ def _told_apart(node: fx.Node, x: Tensor) -> tuple[float, float] | None:
 
 
 def _flat(y: Tensor, most: float) -> int:
-    """Returns how many values from the first on differ by at most `most` from the last of them."""
+    """Returns the length of the longest beginning of y in which each value is within `most` of all earlier ones."""
     off = torch.maximum(y.cummax(0).values - y, y - y.cummin(0).values)
     return int((off <= most).cumprod(0).sum())
 
 
 def _step(node: fx.Node) -> float | None:
-    """Returns the step of a quantizer; None for any other node."""
+    """Returns the scale of a quantizer; None for number formats and any other node."""
     if not is_quantizer(node):
         return None
     quantizer = cast(FakeQuantize, module_of(node))
@@ -102,7 +105,9 @@ def _step(node: fx.Node) -> float | None:
 
 def _applied(node: fx.Node, x: Tensor) -> Tensor:
     """Applies an elementwise function to x."""
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda _: x.clone())  # it may work in place
+    args, kwargs = fx.node.map_arg(
+        (node.args, node.kwargs), lambda _: x.clone()
+    )  # the function may write in place
     if node.op == "call_module":
         function: Any = module_of(node)
     elif node.op == "call_method":

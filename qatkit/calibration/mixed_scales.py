@@ -1,21 +1,24 @@
-"""Finds tensors of mixed scale, in which one scale for all values loses some of them.
+"""Finds tensors of mixed scale: with one scale for all their values, some values are lost.
 
     boxes  0..640 ─┐
                    Concat ─ [steps of 2.5] ─ output         every score becomes 0
     scores 0..1   ─┘
 
-Each quantizer is put into the float graph by itself, and its error is measured where the values are used:
+Each quantizer is inserted into the float graph by itself, and its error is measured where the values are used:
 
-    at an output          channel by channel, relative to the channel's variation: each has a meaning of its own
-    at the next operator  with a weight, or at the next quantizer: in total, since a weight selects from its inputs,
-                          and channels with little information are common inside a network
-    before an ordering    in total, too (TopK, Sort, non-maximum suppression): after it, each place may hold another
-                          value, so selected values are followed in the order of the exact values
-    after a logarithm     small values count as much as large ones there, so an operator with a weight before it does
-                          not end the search: the later nodes are measured as well
+    at an output          The error is measured for each channel, relative to the channel's variation, since each
+                          channel has its own meaning.
+    at the next operator  The error is measured over all values if the operator has a weight or a quantizer follows. A
+                          weight selects from its inputs, and channels with little information are common inside a
+                          network.
+    before an ordering    TopK, Sort and non-maximum suppression are measured over all values of their input. Their
+                          outputs may have other values at each place, so selected values are followed in the order
+                          of the exact values.
+    before a logarithm    Small values count as much as large ones after a logarithm. If an operator with a weight
+                          leads to a logarithm, the nodes after the operator are measured as well.
 
-If too much is lost, operators are left float: the one that computes the tensor if it has no weight, otherwise the
-operators with a weight on either side of it. Types with fewer than 8 bits are not judged.
+If too much is lost, the operator that computes the tensor is left float, and so are the operators with a weight that
+read the tensor and lose too much. Types with fewer than 8 bits are not examined.
 """
 
 from __future__ import annotations
@@ -40,13 +43,13 @@ from qatkit.quant import numerics
 from qatkit.quant.fake_quantize import FakeQuantize
 from qatkit.quant.spec import WHOLE
 
-# Least signal-to-error ratio in dB of an output's channel, and of all values at the next operator (decision
-# 46).
+# The lowest accepted signal-to-error ratio in dB: of a channel of an output, and of all values at the next operator
+# (decision 46).
 CHANNEL, TOTAL = 10.0, 18.0
-# Least number of values per channel: with fewer, the channel's variation is chance.
+# The smallest number of values per channel that is enough to estimate the channel's variation.
 _LEAST = 16
-_WIDEST = 65536  # channels along an axis
-SAMPLE, AT_ONCE = 16, 8  # images of a sample, and how many of them are run together
+_WIDEST = 65536  # largest number of channels along an axis
+SAMPLE, AT_ONCE = 16, 8  # number of images in a sample, and how many of them are run together
 _KEPT = 2**24  # largest number of input values in a sample; the first image is always kept
 _VALUES = 2**20  # approximate number of input values that go through the graph together
 
@@ -56,10 +59,10 @@ class Loss:
     """The loss of a quantizer at one place.
 
     Attributes:
-        where: the site of the operator that reads it; "output NAME" for an output.
-        axis: the axis of the channels; None: all values together.
-        channels, lost: how many there are, and how many lose too much.
-        worst_db: signal-to-error ratio of the worst channel, in dB.
+        where: the site of the operator that reads the values; "output NAME" for an output.
+        axis: the axis of the channels; None if all values are measured together.
+        channels, lost: the number of channels, and of those that lose too much.
+        worst_db: the signal-to-error ratio of the worst channel, in dB.
     """
 
     where: str
@@ -79,9 +82,9 @@ class MixedScale:
     """A tensor that 8 bits with one scale cannot represent.
 
     Attributes:
-        tensor: its site.
-        losses: where too much is lost.
-        floats: sites of the operators to leave float, so that it is not quantized there.
+        tensor: the site of the tensor.
+        losses: the losses at the places where too much is lost.
+        floats: the sites of the operators to leave float, so that the tensor is not quantized there.
     """
 
     tensor: str
@@ -93,10 +96,10 @@ class MixedScale:
 
 
 class Sample:
-    """The first images of a pass, kept while they pass; iteration yields a few of them at a time.
+    """Keeps the first images of a pass; iteration yields them in small batches.
 
     Args:
-        graph_module: the graph that they are inputs of.
+        graph_module: the graph that reads the images.
     """
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
@@ -104,9 +107,7 @@ class Sample:
         self._kept: list[tuple[Tensor, ...]] = []
 
     def of(self, batches: Iterable[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
-        """Yields `batches` unchanged and keeps the first images; each batch holds the graph's inputs in their
-        order.
-        """
+        """Yields `batches` unchanged and keeps the first images; a batch has the tensors in the graph's order."""
         left, room = SAMPLE, _KEPT
         for batch in batches:
             axes = graph_axes(self._graph, batch)
@@ -137,12 +138,12 @@ def _rows(tensor: Tensor, axis: int | None, start: int, count: int) -> Tensor:
 def mixed_scales(
     graph_module: fx.GraphModule, batches: Iterable[Example], progress: bool = False
 ) -> list[MixedScale]:
-    """Returns the tensors that lose too much, in graph order, and the operators that would keep them float.
+    """Returns the tensors that lose too much, in graph order, with the operators that should be left float.
 
     Args:
-        graph_module: prepared, its ranges set.
-        batches: as `calibrate` takes them; a few images are enough.
-        progress: whether a bar is shown.
+        graph_module: a prepared graph whose ranges are set.
+        batches: batches of inputs in the form that `calibrate` takes; a few images are enough.
+        progress: whether to show a progress bar.
     """
     measured = _Measured(graph_module)
     pairs = [(batch, inputs_of(graph_module, batch)[0]) for batch in batches]
@@ -158,15 +159,15 @@ class Sums:
     """Sums over all values of each channel."""
 
     count: int = 0
-    exact: Tensor | None = None  # [channels]: of the values
-    squared: Tensor | None = None  # of their squares
-    error: Tensor | None = None  # of the squares of their errors
+    exact: Tensor | None = None  # [channels]: sum of the values
+    squared: Tensor | None = None  # [channels]: sum of their squares
+    error: Tensor | None = None  # [channels]: sum of their squared errors
 
     def add(self, exact: Tensor, found: Tensor, axis: int) -> bool:
         """Adds one batch.
 
         Returns:
-            False if it has other channels than those before, or a size that depends on the error.
+            False if the number of channels differs from earlier batches, or if the two shapes differ.
         """
         if exact.shape != found.shape:
             return False
@@ -187,10 +188,10 @@ class Sums:
 
     @property
     def signal(self) -> Tensor:
-        """The sum of squares of each channel about its own mean, [channels]."""
+        """The sum of squared deviations from the mean, for each channel [channels]."""
         assert self.exact is not None and self.squared is not None
         around = self.squared - self.exact.square() / max(1, self.count)
-        return around.where(around > 1e-12 * self.squared, 0.0)  # else rounding of a constant
+        return around.where(around > 1e-12 * self.squared, 0.0)  # anything smaller is rounding of a constant
 
 
 @dataclass
@@ -208,7 +209,7 @@ class _Sink:
                 self.closed.add(axis)
 
     def loss(self) -> Loss | None:
-        """Returns the loss here; None if it is small."""
+        """Returns the loss at this place; None if it is small enough."""
         known = {axis: sums for axis, sums in self.by_axis.items() if axis not in self.closed}
         found = [
             self._by_channel(axis, sums) if self.output else self._total(sums) for axis, sums in known.items()
@@ -232,14 +233,21 @@ class _Sink:
 
 
 def _decibel(signal: Tensor, error: Tensor) -> Tensor:
-    """Returns the signal-to-error ratio in dB; infinite without a signal, which can't be lost."""
+    """Returns the signal-to-error ratio in dB; infinite if there is no signal that could be lost."""
     ratio = 10 * torch.log10(signal / error.clamp(min=1e-300))
     return ratio.where(signal > 0, math.inf)
 
 
 @dataclass
 class _At:
-    """A quantizer, the nodes that its values reach, those of them with a weight before a logarithm, and the losses."""
+    """A quantizer and the places where its error is measured.
+
+    Attributes:
+        node: the quantizer.
+        behind: the nodes that its values reach, in graph order.
+        through: the nodes among them that have a weight and lead to a logarithm.
+        sinks: the places where the error is measured, by name.
+    """
 
     node: fx.Node
     behind: list[fx.Node]
@@ -270,7 +278,7 @@ class _Measured(fx.Interpreter):
                 self._following.setdefault(node, []).append(at)
         self._with_error: dict[
             fx.Node, dict[fx.Node, Any]
-        ] = {}  # values by the quantizer whose error they have
+        ] = {}  # values with the error of one quantizer, by this quantizer
         self._names = graph_module.meta.get("outputs", ("output",))
 
     def add(self, batch: Example) -> None:
@@ -333,7 +341,7 @@ class _Measured(fx.Interpreter):
         return at.sinks.setdefault(where, _Sink(where, output))
 
     def _behind(self, quantizer: fx.Node) -> list[fx.Node]:
-        """Returns the readers of a quantizer's values in graph order, up to the next weight or quantizer."""
+        """Returns the nodes that a quantizer's values reach, up to the next weight, quantizer or ordering."""
         found: set[fx.Node] = set()
         left = [quantizer]
         while left:
@@ -364,7 +372,7 @@ def _channels(node: fx.Node, value: Tensor) -> int:
 
 
 def _judged(at: _At) -> MixedScale | None:
-    """Returns the losses of a tensor and the operators to leave float; None if nothing is lost."""
+    """Returns the losses of a tensor and the operators to leave float; None if all losses are small enough."""
     losses = tuple(loss for sink in at.sinks.values() if (loss := sink.loss()) is not None)
     if not losses:
         return None
@@ -378,7 +386,7 @@ def _judged(at: _At) -> MixedScale | None:
 
 
 def _source(quantizer: fx.Node) -> fx.Node:
-    """Returns the node that computes the values of a quantizer, looking back through operators that move them."""
+    """Returns the node that computes the values of a quantizer; operators that only move values are skipped."""
     source = quantizer.all_input_nodes[0]
     while facts(source).keeps_range:
         source = source.all_input_nodes[0]
@@ -386,7 +394,7 @@ def _source(quantizer: fx.Node) -> fx.Node:
 
 
 def _direct(quantizer: fx.Node) -> list[fx.Node]:
-    """Returns the operators with a weight that read a quantizer's values, possibly after operators that move them."""
+    """Returns the operators with a weight that read a quantizer; operators that only move values are skipped."""
     found, left = [], list(quantizer.users)
     while left:
         node = left.pop(0)

@@ -1,8 +1,8 @@
 """Calibrates the ranges of all activations with real images, before any fine-tuning.
 
-This is one pass in inference mode with every FakeQuantize observing and none quantizing. Memory does not grow with
-the number of images: an observer keeps a few numbers. A batch of large images is run in parts, which observers treat
-as one batch.
+The images pass through the graph once, in inference mode. Every FakeQuantize observes and none quantizes. An observer
+keeps only a few numbers, so memory does not grow with the number of images. A batch of large images is run in parts,
+which observers treat as one batch.
 """
 
 from __future__ import annotations
@@ -24,19 +24,21 @@ from qatkit_verify.errors import ConfigError
 
 _VALUES = (
     2**22
-)  # input values that go through the graph together: an image of 1024x1024 pixels, 27 of 224x224
+)  # number of input values that are run together: one image of 1024x1024 pixels, or 27 of 224x224
 
 
 def calibrate(graph_module: fx.GraphModule, batches: Iterable[Example]) -> int:
     """Observes `batches` and turns fake quantization on; returns the number of images.
 
     Args:
-        graph_module: prepared.
-        batches: each of the graph's inputs: images [N, C, H, W], or tensors in its inputs' order, or by their names.
+        graph_module: a prepared graph.
+        batches: batches of the graph's inputs: images [N, C, H, W], or several tensors in the graph's order or by
+            name.
 
     Raises:
-        ConfigError: no images, a batch with another number of tensors, or a NaN or infinite activation (names the
-            first site in graph order).
+        ConfigError: there are no images, a batch has another number of tensors than the graph has inputs, an operator
+            was never reached, or an activation is NaN or infinite. The message names the first such site in graph
+            order.
     """
     device = next((p.device for p in graph_module.parameters()), torch.device("cpu"))
     images = 0
@@ -59,7 +61,7 @@ def calibrate(graph_module: fx.GraphModule, batches: Iterable[Example]) -> int:
 def _parts(
     tensors: Sequence[Tensor], axes: Sequence[int | None], multiple: int
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Splits a batch into parts of some images, so that about `_VALUES` input values go through the graph together."""
+    """Splits a batch into parts of about `_VALUES` input values; their sizes are multiples of `multiple`."""
     if all(axis is None for axis in axes):
         yield tuple(tensors)
         return
@@ -76,10 +78,16 @@ def _parts(
 def calibrate_parts(
     parts: Mapping[str, fx.GraphModule], model: nn.Module, run: Callable[[Any], Any], batches: Iterable[Any]
 ) -> None:
-    """Observes `parts` of `model`, by path, while `run` takes every batch through the whole model.
+    """Observes the prepared parts of a model while the whole model runs.
+
+    Args:
+        parts: the prepared graphs, by their paths in the model.
+        model: the model that contains them.
+        run: a function that runs the whole model on a batch.
+        batches: the batches for `run`.
 
     Raises:
-        ConfigError: as `calibrate`.
+        ConfigError: there are no batches, an operator was never reached, or an activation is NaN or infinite.
     """
     quantizers = {
         ".".join(p for p in (path, site) if p): quantizer
@@ -98,9 +106,8 @@ def calibrate_parts(
         raise ConfigError("calibration.images", 0, "at least 1 image to find activation ranges")
     never = [site for site, q in quantizers.items() if q.observer is not None and not q.observer.seen]
     if never:
-        raise ConfigError(
-            "calibration", f"'{never[0]}' has seen no values", "images that reach every operator"
-        )
+        reason = "the quantizer has seen no values; use calibration images that reach every operator"
+        raise ConfigError("calibration", never[0], reason=reason)
     for quantizer in quantizers.values():
         quantizer.finish()
     for part in parts.values():

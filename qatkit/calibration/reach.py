@@ -13,13 +13,13 @@ _ORDERS = ("argmax", "argmin", "argsort", "kthvalue", "median", "nms", "sort", "
 
 
 def orders(node: fx.Node) -> bool:
-    """Returns whether a node orders or selects values, so that a small error may exchange them."""
+    """Returns whether a node orders or selects values; a small error may change its order."""
     name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
     return node.op in ("call_method", "call_function") and name in _ORDERS
 
 
 def weighted(node: fx.Node) -> bool:
-    """Returns whether a node multiplies by weights, which change an error in their own way."""
+    """Returns whether a node multiplies its input by weights, and therefore changes an error in the input."""
     return node.op == "call_module" and (facts(node).weighted or op_class(node) in ("lstm", "gru", "rnn"))
 
 

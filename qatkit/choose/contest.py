@@ -71,7 +71,7 @@ class Contest(Generic[M, V]):
 
     Attributes:
         kept: the candidate that the next trial has to beat; None before anything was kept.
-        outcomes: by name, in the order in which they came.
+        outcomes: the outcomes by name, in the order in which they came.
     """
 
     def __init__(self, why_not: Callable[[V, V], str], won: str = "") -> None:
@@ -121,11 +121,11 @@ class Contest(Generic[M, V]):
 def decided(
     verdicts: Mapping[str, V], rule: Callable[[Mapping[str, V]], tuple[str, str]]
 ) -> dict[str, Outcome[V]]:
-    """Returns the outcomes of a rule that chooses one of all judged candidates.
+    """Returns the outcomes of a rule that chooses one of the judged candidates.
 
     Args:
-        verdicts: by name.
-        rule: returns the name of the one that is kept, and the reason.
+        verdicts: the verdicts, by name.
+        rule: returns the name of the candidate that is kept, and the reason.
     """
     kept, why = rule(verdicts)
     return {
@@ -145,7 +145,7 @@ def resumed(
     Where there is none, `find` finds it, and the main process writes it there.
 
     Args:
-        read, plain: from and to plain containers.
+        read, plain: functions from and to plain containers.
     """
     if path.is_file():
         return read(json.loads(path.read_text(encoding="utf-8")))

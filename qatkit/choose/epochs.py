@@ -94,7 +94,7 @@ class Choosing(Judging):
 
     Args:
         checkpoint, interval: as in `Judging`.
-        title: of the stage.
+        title: the title of the stage.
     """
 
     module: QATModule

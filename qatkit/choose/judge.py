@@ -63,7 +63,7 @@ class Files:
 
     Args:
         example: as in `export_onnx`.
-        folder: for the files, for as long as they are needed.
+        folder: a folder for temporary files.
     """
 
     def __init__(self, example: Example, folder: Path, export: ExportConfig) -> None:
@@ -100,9 +100,9 @@ class Judge:
         graph_module: prepared; with quantization off it is the reference for the others.
         example: as in `export_onnx`.
         held_out: (images, labels) batches, read once for each model and once for float.
-        folder: for the files, for as long as they are needed.
+        folder: a folder for temporary files.
         runtime: settings of export and inference.
-        title: of the progress bars.
+        title: the title of the progress bars.
         shared: whether the folder is used only by judges of the same model and images: the first one leaves its
             template and float's outputs there for the next.
     """

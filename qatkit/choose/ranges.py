@@ -40,9 +40,9 @@ from qatkit.run.build import holds_out
 from qatkit.run.encodings import digest_of_encodings, fix_encodings
 from qatkit.run.folder import say
 from qatkit.train.module import QATModule
+from qatkit_verify.errors import counted
 from qatkit_verify.fitting import LEVELS
 from qatkit_verify.placement.sites import FloatSites, read_float_sites
-from qatkit_verify.table import counted
 
 # Number of levels up to which a weight's largest value is a poor end of its range (figures: decision 13).
 _NARROW = 64
@@ -59,10 +59,10 @@ class Calibrated:
     """The outcome of a calibration.
 
     Attributes:
-        notes: for the reader of the report.
+        notes: notes for the reader of the report.
         candidates: the methods that were compared.
         floats: sites of operators that stay float, since one scale does not hold the values around them.
-        shifts: by site, the shift of each channel that the bias compensates.
+        shifts: the shift of each channel that the bias compensates, by site.
     """
 
     notes: tuple[str, ...] = ()

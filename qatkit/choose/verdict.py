@@ -72,7 +72,7 @@ def chance(differing: float, images: int) -> float:
 
     Args:
         differing: images that exactly one of the two models judges rightly; one is added, since none proves nothing.
-        images: that both were judged on.
+        images: the images that both were judged on.
     """
     return 100 * math.sqrt(differing + 1) / max(1, images)
 
@@ -133,7 +133,7 @@ def keeps(
     Args:
         drop: how much worse the main metric is than float's; None without labels, where the agreement counts.
         agreement: share of the images whose decision equals float's.
-        sqnr_db: of the outputs against float's; None: equal.
+        sqnr_db: the SQNR of the outputs against float's; None: equal.
         slack: points that a subtraction may have added to the drop.
     """
     if not _near(target, sqnr_db):

@@ -144,7 +144,7 @@ def _summarize(outcomes: Sequence[sweep.Outcome]) -> None:
         try:
             page_of(folders, Path(sweeps.pop()) / COMPARISON_FILE)
         except OSError as error:
-            print(f"error: {error}: the page of the sweep was not written", file=sys.stderr)
+            print(f"error: the page of the sweep was not written ({error})", file=sys.stderr)
 
 
 def _help(conf: Path, arguments: argparse.Namespace, from_checkpoint: bool) -> str:

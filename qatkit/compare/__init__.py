@@ -1,11 +1,10 @@
-"""A comparison of runs: every run below a folder in one table and on one page.
+"""Compares the runs below a folder in one table and on one page.
 
     find      finds the folders of runs, finished or not, and reads their results
-    records   a run as a row, and the Pareto front of the rows (`qatkit.records.comparison`)
-    text      the table on the terminal
-    page      compare.html: the same with drawings, filters and links to each run's report
-    command   `compare.py FOLDER`, and the end of a sweep
+    text      writes the table for the terminal
+    page      writes compare.html: the table with charts, filters and links to each run's report
+    command   runs `compare.py FOLDER`, and writes the page at the end of a sweep
 
-Reports are read as untrusted files: a broken one is named in its row. Nothing here needs torch or ONNX
-Runtime.
+The rows and their Pareto front are defined in `qatkit.records.comparison`. Reports are read as untrusted files; a row
+says so if its report is broken. Nothing here needs torch or ONNX Runtime.
 """

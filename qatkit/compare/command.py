@@ -1,6 +1,6 @@
-"""compare.py FOLDER: shows the runs below a folder in a table, and writes a page with them.
+"""Compares the runs below a folder: prints a table of them, and writes a page.
 
-The exit status is 0, or 2 for a folder that can't be used.
+The exit status is 0, or 2 if the folder cannot be used.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main(typed: Sequence[str] | None = None) -> int:
 
 
 def page_of(folders: Sequence[Path], page: Path) -> None:
-    """Writes the page of some runs, with which a sweep ends; folders that are not runs are skipped."""
+    """Writes the page for the runs in the given folders, at the end of a sweep; folders without a run are skipped."""
     rows = in_order([row for folder in folders if (row := row_of(folder, page.parent)) is not None])
     if rows:
         write_page(page, rows, page.parent)
@@ -60,7 +60,9 @@ def show(rows: Sequence[Row], root: Path, page: Path) -> None:
     """Prints the table and writes the page.
 
     Args:
-        root: the folder that the rows' folders are relative to.
+        rows: the runs.
+        root: the folder to which the folders in the rows are relative.
+        page: the path of the page.
     """
     write_page(page, rows, root)
     print(plain_table(rows), end="")

@@ -1,11 +1,11 @@
 """Finds the folders of runs and reads their files.
 
-    report.json                       a finished run with its figures
+    report.json                       a finished run with its results
     config.yaml or rescue.yaml only   a run that was stopped or is still running
-    manifest.json inside a run        its bundle, a copy of the run's own report: skipped
+    manifest.json inside a run        the run's bundle, which has a copy of the report and is skipped
 
-Both files may come from anywhere: one that can't be read, or that `qatkit.report` did not write, becomes a
-row that says so.
+The files may come from anywhere. If a file cannot be read, or was not written by `qatkit.report`, the row of its run
+says so.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CONFIGURED = (CLIMB_FILE, CONFIG_FILE)
 
 
 def runs_below(root: Path) -> list[Row]:
-    """Returns every run at or below `root`, by recipe and folder; links and hidden folders are skipped."""
+    """Returns the runs in `root` and below, sorted by recipe and folder; links and hidden folders are skipped."""
     rows: list[Row] = []
 
     def unreadable(error: OSError) -> None:
@@ -74,7 +74,7 @@ def row_of(folder: Path, root: Path) -> Row | None:
 
 def _unfinished(folder: Path, name: str) -> Row | None:
     """Returns the row of a run without a report; None if the config.yaml belongs to another program."""
-    import yaml  # only runs that were stopped need it
+    import yaml  # only needed for runs without a report
 
     path = next((path for one in _CONFIGURED if (path := folder / one).is_file()), None)
     if path is None:
@@ -115,7 +115,7 @@ def _finished(report: Mapping[str, Any], folder: Path, name: str) -> Row:
 
 
 def _images(config: Mapping[str, Any], count: int) -> str:
-    """Returns the data and the number of images, since a metric on other data is not comparable."""
+    """Returns the data and the number of images, since metrics on different data cannot be compared."""
     data = config["data"]
     source = str(data.get("source")).rpartition(".")[2]
     root = Path(str(data["root"])).name if data.get("root") else ""
@@ -138,7 +138,7 @@ def _has_page(folder: Path) -> bool:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{value!r} is not a text")
+        raise TypeError(f"{value!r} is not a string")
     return printable(value)
 
 

@@ -1,7 +1,7 @@
-"""The page compare.html over many runs: self-contained, with drawings, filters and sorting in plain JavaScript.
+"""Writes compare.html: one self-contained page on many runs, with charts, filters and sorting in plain JavaScript.
 
-Python writes the table, which can be read without a script, and the figures once more as JSON. `compare.js`
-draws them and takes the filters from the address (#recipe=..&backend=..), so that a view can be linked to.
+Python writes the table, which can be read without JavaScript, and the same values as JSON. `compare.js` draws them. It
+reads the filters from the page's address (#recipe=..&backend=..), so that a link can lead to a certain view.
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ from qatkit.report.html import chip, section
 from qatkit_verify.files import write_text
 
 _KINDS = {MET: "good", SHORT: "bad", UNFINISHED: "warn", BROKEN: "bad"}
-_TEXTUAL = frozenset({0, 1, 9})  # columns of text
+_TEXTUAL = frozenset({0, 1, 9})  # indices of columns with text
 
 
 def write_page(path: Path, rows: Sequence[Row], root: Path) -> None:
-    """Writes the page, completely or not at all; its links are relative to it.
+    """Writes the page atomically, with links relative to its folder.
 
     Args:
-        root: the folder that the rows' folders are relative to.
+        path: the path of the page.
+        rows: the runs.
+        root: the folder to which the folders in the rows are relative.
 
     Raises:
-        OSError: the folder is not writable.
+        OSError: the page cannot be written.
     """
     write_text(
         path, render_page(rows, root.absolute().name, Path(os.path.relpath(root, path.parent)).as_posix())
@@ -40,10 +42,12 @@ def write_page(path: Path, rows: Sequence[Row], root: Path) -> None:
 
 
 def render_page(rows: Sequence[Row], title: str, to_root: str = ".") -> str:
-    """Returns the page as one HTML document, which is deterministic for given rows.
+    """Returns the page as one HTML document; the same arguments always give the same text.
 
     Args:
-        to_root: the relative path from the page to the folder that is compared.
+        rows: the runs.
+        title: the title of the page.
+        to_root: the relative path from the page to the folder to which the folders in the rows are relative.
     """
     ours = resources.files("qatkit.compare")
     css = resources.files("qatkit.report").joinpath("page.css").read_text(encoding="utf-8")
@@ -79,7 +83,7 @@ def _header(rows: Sequence[Row], title: str) -> str:
 
 
 def _filters(rows: Sequence[Row]) -> str:
-    """Returns a choice for each property in which the rows differ."""
+    """Returns a drop-down list for each property in which the rows differ."""
     kinds = {
         "recipe": [row.recipe for row in rows],
         "backend": [row.backend for row in rows],
@@ -127,7 +131,7 @@ def _front(rows: Sequence[Row]) -> str:
 
 
 def _point(row: Row, to_root: str) -> dict[str, object]:
-    """Returns a run as the script reads it."""
+    """Returns a run in the form that the script reads."""
     return {
         "recipe": row.recipe,
         "backend": row.backend,
@@ -177,7 +181,7 @@ def _link(row: Row, to_root: str, text: str) -> str:
 
 
 def _told(rows: Sequence[Row], to_root: str) -> str:
-    """Returns the list of runs that fall short, are unfinished or broken, with the reasons."""
+    """Returns the list of runs that miss a bound, are unfinished or are broken, with the reasons."""
     items = "".join(
         f"<li>{chip(_KINDS[row.state], row.state)} {_link(row, to_root, row.folder)}"
         f'<div class="soft small">{escape(row.why)}</div></li>'

@@ -1,6 +1,4 @@
-"""The comparison on the terminal: one line per run, then notes on runs that miss a bound, are unfinished or
-broken.
-"""
+"""Writes the table for the terminal: one line per run, then notes on runs that miss a bound or have no results."""
 
 from __future__ import annotations
 
@@ -12,11 +10,11 @@ from qatkit_verify.classification import NAMES
 from qatkit_verify.errors import printable
 
 _COSTS = ("latency ms", "speed-up", "size MB", "size ratio")
-_WHY = 160  # characters
+_WHY = 160  # largest number of characters of a reason
 
 
 def columns(rows: Sequence[Row]) -> tuple[str, ...]:
-    """Returns the column headings; runs of several tasks have no common name of a metric."""
+    """Returns the column headings; they name the metric if all runs have the same task."""
     tasks = {row.task for row in rows} or {NAMES}
     metric, same = "metric", "same answer %"
     if len(tasks) == 1:
@@ -31,7 +29,7 @@ def cells(row: Row) -> tuple[str, ...]:
         row.recipe or ABSENT,
         row.backend or ABSENT,
         figure(row.score),
-        figure(None if row.drop is None else round(row.drop, 2) + 0.0),  # no "-0.00"
+        figure(None if row.drop is None else round(row.drop, 2) + 0.0),  # avoids "-0.00"
         figure(row.same),
         figure(row.latency_ms),
         figure(row.ratio, "{:.2f}x"),
@@ -43,7 +41,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def plain_table(rows: Sequence[Row]) -> str:
-    """Returns the table as text with a newline at the end, in ASCII or what the terminal can show."""
+    """Returns the table as text that ends in a newline, in characters that the terminal can show."""
     marks = front(rows)
     lines = lined([columns(rows), *map(cells, rows)], [False, *marks], "front")
     told = [f"{row.state}: {row.folder}: {printable(row.why, _WHY)}" for row in rows if row.state != MET]

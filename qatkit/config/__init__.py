@@ -1,1 +1,1 @@
-"""The configuration: its schema, the rules for its values, and how YAML and overrides become one."""
+"""The configuration: its schema, the rules for its values, and its composition from YAML and overrides."""

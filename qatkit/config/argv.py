@@ -1,4 +1,4 @@
-"""The command line as it was typed, for messages that tell what to type next."""
+"""The command line as it was typed, for messages that suggest the next command."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from pathlib import Path
 
 from qatkit.config.quoting import quoted
 
-TRAIN, EXPORT = "train", "export"  # programs
-# Keys that another run must not share with the one before.
+TRAIN, EXPORT = "train", "export"  # names of the programs
+# Keys that a suggested command must not repeat.
 _OWN = ("output_dir", "resume")
 _PLAIN = re.compile(r"[\w./:@%+-]+")  # values that Hydra reads unquoted
 
 
 @dataclass(frozen=True)
 class _Typed:
-    """A command line.
+    """A typed command line.
 
     Attributes:
-        program: `TRAIN` or `EXPORT`.
-        overrides: as typed.
-        flags: of Hydra, such as --config-dir.
-        swept: whether it is one of several of a sweep.
+        program: the program, `TRAIN` or `EXPORT`.
+        overrides: the overrides as they were typed.
+        flags: the flags of Hydra, such as --config-dir.
+        swept: whether the command line starts one run of a sweep.
     """
 
     program: str
@@ -48,12 +48,12 @@ def typing(
     *,
     swept: bool = False,
 ) -> Iterator[None]:
-    """Sets the typed command line while a job runs that "train.py OVERRIDES..." started.
+    """Sets the command line that started the job ("train.py OVERRIDES...") within the context.
 
     Args:
-        overrides: None if nothing that could be typed again started the job.
-        program: `EXPORT` if export.py started it.
-        flags: typed in addition to overrides.
+        overrides: the typed overrides; None if the job was not started by a command line.
+        program: the program that started the job, `TRAIN` or `EXPORT`.
+        flags: the flags typed in addition to the overrides.
         swept: whether the job is one of a sweep.
     """
     typed = None if overrides is None else _Typed(program, tuple(overrides), tuple(flags), swept)
@@ -66,7 +66,7 @@ def typing(
 
 @contextlib.contextmanager
 def one_of_many() -> Iterator[None]:
-    """Marks the jobs within as parts of a whole that was announced: a rung, a trial, a later run of a sweep."""
+    """Marks jobs within the context as parts of an announced whole: a rung, a trial, or a later run of a sweep."""
     token = _ALIKE.set(True)
     try:
         yield
@@ -75,54 +75,56 @@ def one_of_many() -> Iterator[None]:
 
 
 def announces_plan() -> bool:
-    """Returns whether a job prints its plan; one of many that was announced does not."""
+    """Returns whether a job prints its plan; the parts of an announced whole do not (`one_of_many`)."""
     return not _ALIKE.get()
 
 
 def command_with(*overrides: str, without: Sequence[str] = ()) -> str:
-    """Returns the command line again, with further overrides that replace those of the same keys and `without`
-    some keys.
+    """Returns the typed command line of train.py with changed overrides.
 
-    The result is "" if no command line is known, or it is not one of train.py: in a library call, or a job that
-    does not start from a recipe.
+    The result is "" in a library call, and for a command line of another program.
+
+    Args:
+        *overrides: additional overrides, which replace typed ones with the same key.
+        without: the keys to leave out.
     """
     typed = _TYPED.get()
     return again(*overrides, without=without) if typed is not None and typed.program == TRAIN else ""
 
 
 def again(*overrides: str, without: Sequence[str] = ()) -> str:
-    """Returns the command line of either program again, as `command_with` does; "" if none is known."""
+    """Returns the typed command line of either program, changed as in `command_with`; "" if none is known."""
     typed = _TYPED.get()
     if typed is None:
         return ""
-    # An addition to a mapping, +backend.overrides={...}, leaves earlier ones in place.
+    # An addition to a mapping, such as +backend.overrides={...}, does not replace earlier ones.
     replaced = {_key(one) for one in overrides if not one.startswith("+")} | {*_OWN, *without}
     kept = [one for one in typed.overrides if _key(one) not in replaced]
     return command(typed.program, *kept, *overrides, *typed.flags)
 
 
 def typed_value(key: str) -> str | None:
-    """Returns the value that was typed for a key, the last of several; None if it was not typed."""
+    """Returns the value that was typed last for a key; None if the key was not typed."""
     typed = _TYPED.get()
     given = [one for one in typed.overrides if _key(one) == key] if typed is not None else []
     return given[-1].partition("=")[2] if given else None
 
 
 def typed_like(key: str) -> tuple[str, ...]:
-    """Returns the overrides that were typed for a key or for those of a group."""
+    """Returns the overrides that were typed for a key or, if it names a group, for the keys in that group."""
     typed = _TYPED.get()
     given = () if typed is None else typed.overrides
     return tuple(one for one in given if _key(one) == key or _key(one).startswith(f"{key}."))
 
 
 def proposes() -> bool:
-    """Returns whether a job proposes further commands: one line was typed for it alone."""
+    """Returns whether a job suggests further commands: it was started from a command line, and not by a sweep."""
     typed = _TYPED.get()
     return typed is not None and not typed.swept
 
 
 def command(program: str, *words: str) -> str:
-    """Returns a command of this installation, quoted for a shell: train, export, compare, or a script of ours."""
+    """Returns a command of this installation, quoted for a shell: train, export, compare, or a script."""
     script = Path(sys.argv[0]).name
     installed = script.startswith("qatkit")
     if program in (TRAIN, EXPORT):
@@ -133,7 +135,7 @@ def command(program: str, *words: str) -> str:
 
 
 def override(key: str, value: object) -> str:
-    """Returns an override whose value Hydra reads back unchanged."""
+    """Returns the text of an override, quoted so that Hydra reads the value unchanged."""
     text = str(value)
     return f"{key}={text}" if _PLAIN.fullmatch(text) else f"{key}={quoted(text)}"
 

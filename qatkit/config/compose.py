@@ -42,8 +42,9 @@ Adapt = Callable[[DictConfig, Sequence[str]], DictConfig]
 
 @functools.cache
 def _schema() -> DictConfig:
-    """Returns the shared schema as an OmegaConf node. It must not be changed: making it takes five times as
-    long as copying it.
+    """Returns the shared schema as an OmegaConf node.
+
+    Callers must not change it. It is shared because building it takes five times as long as copying it.
     """
     made = OmegaConf.structured(Config)
     assert isinstance(made, DictConfig)
@@ -65,7 +66,7 @@ def register() -> None:
     store = ConfigStore.instance()
     if "schema.yaml" not in store.repo:
         node = schema()
-        OmegaConf.set_struct(node.algorithm, False)  # an algorithm's settings are checked by its class
+        OmegaConf.set_struct(node.algorithm, False)  # the settings of an algorithm are checked by its class
         OmegaConf.set_struct(node.search.space, False)  # and the keys of a space by the settings they name
         store.store(name="schema", node=node)
     OmegaConf.register_new_resolver("required", _required, replace=True)
@@ -82,11 +83,13 @@ def compose_config(
     """Returns the checked configuration that `overrides` ("key=value") make from `conf/config.yaml`.
 
     Args:
-        adapt: changes the composed configuration before it is checked (`export_command.export_run`).
-        folders: the user's own configuration folders, searched like `conf`, before those of hydra.searchpath.
+        adapt: a function that changes the composed configuration before it is checked
+            (`export_command.export_run`).
+        folders: the user's configuration folders; they are searched like `conf`, before those of
+            hydra.searchpath.
 
     Raises:
-        ConfigError: an unknown key or option, a wrong type, a value out of range, or a missing value.
+        ConfigError: a key or option is unknown, or a value is missing, out of range or of a wrong type.
     """
     overrides = calls_quoted(overrides)
     with _composed(conf, overrides, folders) as node:
@@ -109,10 +112,10 @@ def without_hydra_around() -> Iterator[None]:
 
 
 def launcher_of(conf: Path, overrides: Sequence[str], folders: Sequence[str] = ()) -> str:
-    """Returns the dotted path of the class that starts the runs of a sweep, whichever option selects it.
+    """Returns the dotted path of the class that starts the runs of a sweep.
 
     Raises:
-        ConfigError: see `compose_config`.
+        ConfigError: the configuration is wrong, as in `compose_config`.
     """
     with _composed(conf, overrides, folders, hydras=True) as node:
         return str(node.hydra.launcher.get("_target_"))
@@ -122,13 +125,13 @@ def launcher_of(conf: Path, overrides: Sequence[str], folders: Sequence[str] = (
 def _composed(
     conf: Path, overrides: Sequence[str], folders: Sequence[str], *, hydras: bool = False
 ) -> Iterator[DictConfig]:
-    """Yields the composed node, while Hydra knows its folders; `hydras` adds Hydra's own node."""
+    """Yields the composed node, within Hydra's configuration context; `hydras` adds Hydra's own node."""
     register()
     with hydra.initialize_config_dir(version_base="1.3", config_dir=str(conf.resolve())):
         try:
             every = _searching(overrides, folders)
             node = hydra.compose("config", overrides=every, return_hydra_config=hydras)
-        except Exception as error:  # Hydra and YAML raise anything, and nothing else runs here
+        except Exception as error:  # Hydra and YAML may raise any error, and no other code runs here
             raise translate(error, overrides, conf) from error
         yield node
 
@@ -146,7 +149,7 @@ def _searching(overrides: Sequence[str], folders: Sequence[str]) -> list[str]:
 
 
 def _check_booleans(overrides: Sequence[str]) -> None:
-    """Rejects numbers for booleans, since OmegaConf takes every number but 0 for true."""
+    """Rejects numbers for booleans, since OmegaConf treats every number except 0 as true."""
     for key, _, value in (text.lstrip("+").partition("=") for text in overrides):
         number = value.removeprefix("-").replace(".", "", 1)
         if number.isdecimal() and value not in ("0", "1") and isinstance(_default(key), bool):
@@ -154,11 +157,10 @@ def _check_booleans(overrides: Sequence[str]) -> None:
 
 
 def check_texts(overrides: Sequence[str]) -> None:
-    """Rejects texts that Hydra's grammar changes because it reads them as numbers: 1.10 becomes 1.1, 2026_11
-    becomes 202611.
+    """Rejects unquoted texts that Hydra reads as numbers and thereby changes (1.10 to 1.1, 2026_11 to 202611).
 
     Raises:
-        ConfigError: shows the quotes that keep the text.
+        ConfigError: a text would change; the message shows it in the quotes that preserve it.
     """
     parser = OverridesParser.create()
     for text in overrides:
@@ -171,7 +173,7 @@ def check_texts(overrides: Sequence[str]) -> None:
             continue
         try:
             read = parser.parse_override(text).value()
-        except HydraException:  # composing reports it
+        except HydraException:  # the composition reports it
             continue
         if isinstance(read, int | float) and str(read) != value:
             raise ConfigError(
@@ -193,8 +195,8 @@ def to_config(node: DictConfig) -> Config:
     would otherwise be dropped silently.
 
     Raises:
-        ConfigError: a value out of range.
-        OmegaConfBaseException: a required value that is missing, a key or type that does not fit the schema.
+        ConfigError: a value is out of range.
+        OmegaConfBaseException: a required value is missing, or a key or type does not fit the schema.
     """
     values = with_overrides_file(OmegaConf.to_container(node, resolve=True))
     config = OmegaConf.to_object(OmegaConf.merge(_schema(), values))
@@ -208,7 +210,7 @@ def to_config(node: DictConfig) -> Config:
 
 
 def _use_present_names(config: Config) -> None:
-    """Replaces former names of modules and tasks, so that runs of former versions resume and compare as equal."""
+    """Replaces former names of modules and tasks, so that runs of former versions can resume and compare as equal."""
     for group, leaf in (key.split(".") for key in DOTTED):
         holder = getattr(config, group)
         setattr(holder, leaf, present_name(getattr(holder, leaf)))
@@ -220,13 +222,13 @@ def _use_present_names(config: Config) -> None:
 
 
 def save_config(config: Config, path: Path, without: Collection[str] = ()) -> None:
-    """Writes `config` as YAML, completely or not at all; `without` names groups that the run does not use."""
+    """Writes `config` as YAML in an atomic step; `without` names groups that the run does not use."""
     values = {key: value for key, value in OmegaConf.structured(config).items() if key not in without}
     write_text(path, OmegaConf.to_yaml(OmegaConf.create(values)))
 
 
 def load_config(path: Path) -> Config:
-    """Reads what `save_config` wrote, checked against the schema and `validate`.
+    """Reads a file that `save_config` wrote, and checks it against the schema and with `validate`.
 
     Raises:
         ConfigError: the file cannot be read, is not YAML, or does not fit the schema.
@@ -247,9 +249,7 @@ def load_config(path: Path) -> Config:
 
 
 def _translate_algorithm(node: DictConfig) -> None:
-    """Translates `algorithm` from the time before algorithms were listed: {equalize, relu6, bias_correction,
-    bias_images}.
-    """
+    """Translates the former fixed keys of `algorithm` (equalize, relu6, bias_correction, bias_images) to a list."""
     old = node.get("algorithm")
     if not isinstance(old, DictConfig) or not isinstance(old.get("equalize"), bool):
         return

@@ -1,4 +1,4 @@
-"""The folders that the project's data sources read, so that a missing one is found before torch is imported."""
+"""Checks the folders of the project's data sources, so that a missing one is reported before torch is imported."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from qatkit_verify.errors import ConfigError
 
-# The required contents of the folder, by the dotted path of the source.
+# The required contents of each source's folder, by the dotted path of the source.
 FOLDERS = {
     "qatkit.data.image_folder": "a folder with train/CLASS/* and val/CLASS/* (or test/CLASS/*) images",
     "qatkit.data.one_picture_each": "a folder with at least two pictures (jpg or png), one per class",

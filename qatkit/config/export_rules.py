@@ -16,7 +16,7 @@ def check_export(config: Config) -> None:
     """Checks every rule of this module.
 
     Raises:
-        ConfigError: two values that exclude each other.
+        ConfigError: two values exclude each other.
     """
     _check_weights(config)
     _check_mode(config)
@@ -33,8 +33,10 @@ def _names(chosen: Mapping[str, Any]) -> str:
 
 
 def _check_mode(config: Config) -> None:
-    """Checks the export mode: ONNX Runtime's tools take the float model, so nothing is trained and input and
-    output stay float.
+    """Checks the settings of each export mode.
+
+    The modes of ONNX Runtime's tools quantize the float model, so nothing is trained, and inputs and outputs
+    stay float.
     """
     if config.export.io == "uint8" and config.data.layout == "nhwc":
         allowed = (
@@ -78,7 +80,7 @@ def _check_mode(config: Config) -> None:
 
 
 def _check_weights(config: Config) -> None:
-    """Checks the settings of low-bit weights, which only apply to a given file; train.py uses a backend instead."""
+    """Checks the settings of low-bit weights. They only apply to a given file; train.py has a backend for this."""
     asked = config.weights
     if asked.bits is not None and config.mode != "weight_only":
         allowed = "null without onnx=FILE mode=weight_only (with train.py, use backend=weight_only)"
@@ -90,7 +92,7 @@ def _check_weights(config: Config) -> None:
 
 
 def _check_bundle(config: Config) -> None:
-    """Checks that a bundle does not need libraries, which it cannot hold."""
+    """Rejects a bundle of a model that needs libraries of custom operators, since a bundle cannot include them."""
     named = config.model.name.startswith("onnx/") and "custom_ops" in config.model.kwargs
     if config.export.bundle and named:
         allowed = "false with model.kwargs.custom_ops, since a bundle does not include these libraries"
@@ -98,7 +100,10 @@ def _check_bundle(config: Config) -> None:
 
 
 def _analysis_off(asked: AnalysisConfig) -> list[tuple[str, object, object]]:
-    """Returns the analyses that must be off for a file that is not made from a module: they need the simulation."""
+    """Returns the key, value and required value of analyses that need the simulation.
+
+    They must be off for a file that is not made from a module.
+    """
     return [
         ("analysis.isolation", asked.isolation, False),
         ("analysis.sensitivity", asked.sensitivity, "none"),
@@ -107,13 +112,11 @@ def _analysis_off(asked: AnalysisConfig) -> list[tuple[str, object, object]]:
 
 
 def _check_low_bits(config: Config) -> None:
-    """Checks low-bit types: without an int8 kernel in ONNX Runtime they run in float, and the audit would
-    always fail.
-    """
+    """Checks low-bit types. ONNX Runtime has no int8 kernels for them and computes in float, which fails the audit."""
     packed, overrides = config.export.pack_int4, config.backend.overrides
     if packed and config.export.opset < 21:
         raise ConfigError("export.opset", config.export.opset, "21 to 23 with export.pack_int4=true")
-    seen = (None, *WHOLE, *WIDE, *FORMAT_NAMES)  # the audit recognizes them in the file
+    seen = (None, *WHOLE, *WIDE, *FORMAT_NAMES)  # types that the audit recognizes in the file
     narrow = [pattern for pattern, one in overrides.items() if one.activation_dtype not in seen]
     key = "export.pack_int4=true"
     if config.backend.activation_dtype not in seen:
@@ -125,8 +128,10 @@ def _check_low_bits(config: Config) -> None:
 
 
 def _check_16_bits(config: Config) -> None:
-    """Rejects choices by latency, which mean nothing if the runtime computes the model in float, and 8-bit
-    inputs and outputs.
+    """Rejects settings that do not suit 16-bit activations or narrow biases.
+
+    Choices by latency are meaningless, since the runtime computes such a model in float. 16-bit activations
+    also exclude 8-bit inputs and outputs.
     """
     wide, narrow = config.backend.activation_dtype in WIDE, config.backend.bias_dtype in NARROW_BIASES
     if not wide and not narrow:
@@ -142,8 +147,10 @@ def _check_16_bits(config: Config) -> None:
 
 
 def _check_axes(config: Config) -> None:
-    """Checks free axes and streaming: a given ONNX file keeps its axes, and chunks need a free axis and a
-    file made from a module.
+    """Checks free axes and streaming.
+
+    The axes of a given ONNX file cannot be changed. Streaming needs a free axis and a file made from a
+    module.
     """
     wanted, name = config.export.dynamic_axes, config.model.name
     of_file = config.onnx is not None or name.startswith("onnx/")
@@ -164,7 +171,7 @@ def _check_axes(config: Config) -> None:
 
 
 def _check_encodings(config: Config) -> None:
-    """Checks fixed encodings: they need quantizers, and nothing else may choose the type of a tensor."""
+    """Checks fixed encodings: they need quantizers, and no other setting may choose the type of a tensor."""
     path = config.calibration.encodings
     if path is None:
         return
@@ -179,9 +186,7 @@ def _check_encodings(config: Config) -> None:
 
 
 def _check_table(config: Config) -> None:
-    """Checks the TensorRT table, whose ranges must belong to the float file with exactly the weights that
-    were calibrated.
-    """
+    """Checks the TensorRT table: its ranges must come from exactly the weights that are in the float file."""
     release = config.export.tensorrt_table
     if release is None:
         return

@@ -1,4 +1,4 @@
-"""The types of settings: values checked against a field's annotation, and fields as a user is shown them."""
+"""The types of settings: checks values against a field's annotation, and describes fields for users."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from qatkit_verify.errors import ConfigError, as_typed
 
 
 def checked(owner: type, name: str, key: str, value: Any) -> Any:
-    """Returns `value` for the field `name` of a dataclass, with an int converted if the field is a float.
+    """Returns `value` for the field `name` of a dataclass; an integer is converted if the field is a float.
 
     Raises:
-        ConfigError: a value of another type, or one that the field's limit does not allow.
+        ConfigError: the value has another type, or the field's limit does not allow it.
     """
     hint = typing.get_type_hints(owner)[name]
     if not _fits(value, hint):
@@ -30,9 +30,7 @@ def checked(owner: type, name: str, key: str, value: Any) -> Any:
 
 
 def hint_of(owner: type, key: str) -> Any:
-    """Returns the annotation of a field by its dotted key, or Any if none is declared, as for an entry of a
-    mapping.
-    """
+    """Returns the annotation of the field with a dotted key; Any if none is declared (entries of a mapping)."""
     name, _, rest = key.partition(".")
     hint = typing.get_type_hints(owner).get(name, Any)
     if not rest:
@@ -41,7 +39,7 @@ def hint_of(owner: type, key: str) -> Any:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Returns whether a value from YAML has a type; the contents of lists and mappings are left to the owner."""
+    """Returns whether a value from YAML has a type; the contents of lists and mappings are not checked."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return any(_fits(value, one) for one in typing.get_args(hint))
     if typing.get_origin(hint) is typing.Literal:
@@ -54,7 +52,15 @@ def _fits(value: Any, hint: Any) -> bool:
 
 @dataclass(frozen=True)
 class Setting:
-    """A field as it is shown to a user; `allowed` is "" if its type is the only limit."""
+    """The description of a field for users.
+
+    Attributes:
+        name: the name of the field.
+        type: its type as it is written in the schema.
+        default: its default as it is typed.
+        allowed: the allowed values in short form; "" if the type is the only limit.
+        doc: the meaning of the field, with its unit.
+    """
 
     name: str
     type: str
@@ -64,7 +70,7 @@ class Setting:
 
 
 def settings_of(owner: type) -> list[Setting]:
-    """Returns the fields of a dataclass that are values, not groups of their own, in order."""
+    """Returns the settings of a dataclass in order, without the fields that are groups."""
     hints = typing.get_type_hints(owner)
     return [
         Setting(
@@ -91,4 +97,4 @@ def type_name(hint: Any) -> str:
     if hint is type(None):
         return "None"
     plain = isinstance(hint, type) and not typing.get_args(hint)
-    return hint.__name__ if plain else re.sub(r"\b(?:\w+\.)+", "", str(hint))  # without modules
+    return hint.__name__ if plain else re.sub(r"\b(?:\w+\.)+", "", str(hint))  # the name without its module

@@ -26,13 +26,13 @@ from qatkit_verify.errors import ConfigError
 from qatkit_verify.installed import TWO_BITS
 
 DOC, LIMIT = "doc", "limit"
-_LARGEST = 2**31 - 1  # the libraries used keep counts in 32 bits
-# Linux allows 255 and 4,096 bytes; temporary files have longer names than the final ones.
+_LARGEST = 2**31 - 1  # the libraries in use store counts in 32 bits
+# Linux allows 255 and 4,096 bytes. Temporary files have longer names than the final ones.
 _NAME_BYTES, _PATH_BYTES = 240, 4000
 
 
 class Limit:
-    """The values that a setting may have; `str` gives a short form for tables."""
+    """The allowed values of a setting. `str` returns a short form for tables."""
 
     def holds(self, value: Any) -> bool:
         """Returns whether `value`, which has the setting's type, is allowed."""
@@ -42,7 +42,8 @@ class Limit:
         """Raises ConfigError for a value that is not allowed.
 
         Args:
-            key: as it is typed.
+            key: the key as it is typed.
+            value: the value, which has the setting's type.
             or_null: whether the message says that null is allowed too.
         """
         if not self.holds(value):
@@ -50,22 +51,24 @@ class Limit:
             raise ConfigError(key, value, f"{self.expected()}{null}{self.hint(value)}")
 
     def expected(self) -> str:
-        """Returns the allowed values as a noun phrase, which reads on after "expected"."""
+        """Returns the allowed values as a noun phrase that continues a message after "expected"."""
         return str(self)
 
     def hint(self, value: Any) -> str:
-        """Returns what may have been meant, for the end of the message."""
+        """Returns a suggestion of what may have been meant, for the end of the message."""
         return ""
 
 
 @dataclass(frozen=True)
 class Range(Limit):
-    """A closed interval of finite numbers; without an upper end, it ends at the largest 32-bit integer.
+    """A limit to an interval of finite numbers. Without an upper end, it ends at the largest 32-bit integer.
 
     Args:
-        above: excludes the lower end.
-        all_of_them: allows -1 too, which means all.
-        whole: the numbers are integers; the annotation of the field decides this.
+        low: the lower end.
+        high: the upper end.
+        above: whether the lower end is excluded.
+        all_of_them: whether -1, which means all, is allowed too.
+        whole: whether the numbers are integers, which the annotation of the field decides.
     """
 
     low: float
@@ -80,7 +83,7 @@ class Range(Limit):
         return (inside and value <= min(self.high, _LARGEST)) or (self.all_of_them and value == -1)
 
     def hint(self, value: float) -> str:
-        """Returns the implicit upper end if it is exceeded."""
+        """Returns the implicit upper end as a suggestion if it is exceeded, else ""."""
         return f", up to {_LARGEST}" if value > _LARGEST and math.isinf(self.high) else ""
 
     def expected(self) -> str:
@@ -104,13 +107,13 @@ class Range(Limit):
 
 
 def _number(value: float) -> str:
-    """Returns a number as text, whole numbers with all digits."""
+    """Returns a number as text; integers have all digits."""
     return str(int(value)) if float(value).is_integer() else f"{value:g}"
 
 
 @dataclass(frozen=True)
 class Choices(Limit):
-    """A limit to one of a few words."""
+    """A limit to one word of a list."""
 
     values: tuple[str, ...]
 
@@ -119,7 +122,7 @@ class Choices(Limit):
         return value in self.values
 
     def hint(self, value: str) -> str:
-        """Returns the nearest word."""
+        """Returns the nearest allowed word as a suggestion."""
         near = difflib.get_close_matches(value, self.values, n=1)
         return f" (did you mean {near[0]}?)" if near else ""
 
@@ -133,16 +136,16 @@ class Choices(Limit):
 
 @dataclass(frozen=True)
 class Words(Limit):
-    """A limit to a list of words, each one of a few."""
+    """A limit to a list of words, each from a list of allowed ones."""
 
     values: tuple[str, ...]
 
     def holds(self, value: Any) -> bool:
-        """Returns whether all words of the list are allowed."""
+        """Returns whether `value` is a list of allowed words."""
         return isinstance(value, list) and all(one in self.values for one in value)
 
     def hint(self, value: Any) -> str:
-        """Returns the nearest word to the first wrong one."""
+        """Returns the allowed word that is nearest to the first wrong one, as a suggestion."""
         wrong = (
             next((one for one in value if one not in self.values), "") if isinstance(value, list) else value
         )
@@ -158,13 +161,18 @@ class Words(Limit):
 
 @dataclass(frozen=True)
 class Listed(Limit):
-    """A limit to one of a few numbers or words; `because` says why there are no others."""
+    """A limit to one of several numbers or words.
+
+    Attributes:
+        values: the allowed values.
+        because: the reason why others are not allowed, as the end of the message.
+    """
 
     values: tuple[int | str, ...]
     because: str = ""
 
     def holds(self, value: Any) -> bool:
-        """Returns whether `value` is one of them."""
+        """Returns whether `value` is one of the allowed values."""
         return value in self.values
 
     def expected(self) -> str:
@@ -177,7 +185,7 @@ class Listed(Limit):
 
 @dataclass(frozen=True)
 class Switch(Limit):
-    """A limit to true, false or "auto", which decides by the case."""
+    """A limit to true, false or "auto"."""
 
     def holds(self, value: Any) -> bool:
         """Returns whether `value` is true, false or "auto"."""
@@ -193,9 +201,7 @@ class Switch(Limit):
 
 @dataclass(frozen=True)
 class Place(Limit):
-    """A limit to paths that a file system and a YAML file can hold; whether the path exists is checked where
-    it is used.
-    """
+    """A limit to valid paths, which a file system and a YAML file can store; the path need not exist."""
 
     def holds(self, value: str) -> bool:
         """Returns whether each name and the path are short enough and every character is printable."""
@@ -220,7 +226,7 @@ class Place(Limit):
 
 @dataclass(frozen=True)
 class Axes(Limit):
-    """A choice of dynamic axes: none, auto, or names by input and axis."""
+    """A limit to choices of dynamic axes: none, auto, or names by input and axis."""
 
     def holds(self, value: Any) -> bool:
         """Returns whether `value` is one of the words, or maps inputs to mappings from axes to names."""
@@ -245,7 +251,7 @@ class Axes(Limit):
 
 @dataclass(frozen=True)
 class Scales(Limit):
-    """The granularity of a weight's scales: a word, or blocks of one of a few sizes."""
+    """A limit to granularities of weight scales: a word, or a block size."""
 
     def holds(self, value: Any) -> bool:
         """Returns whether `value` names a granularity."""
@@ -267,7 +273,7 @@ FRACTION = Range(0, 1)
 COUNT = Range(1, whole=True)
 POSITIVE = Range(0, above=True)
 PLACE, SWITCH, AXES, SCALES = Place(), Switch(), Axes(), Scales()
-# Bits of weights that are multiplied by float activations.
+# Bit widths of weights that are multiplied by float activations.
 _KERNELS = f" (ONNX Runtime's MatMulNBits has kernels for 4 and 8 bits, and for 2 from {TWO_BITS}; 3 are stored in 4)"
 BITS, BLOCK = Listed((2, 3, 4, 8), _KERNELS), Listed((*BLOCK_SIZES, str(PerChannel(0))))
 
@@ -276,8 +282,8 @@ def setting(default: Any, doc: str, limit: Limit | None = None) -> Any:
     """Returns a dataclass field.
 
     Args:
-        default: a value, or a function that makes one (`dict`).
-        doc: one phrase: what the setting is, with its unit.
+        default: the default value, or a function that returns it (`dict`).
+        doc: a phrase that says what the setting is, with its unit.
         limit: the allowed values within the type. Null is always allowed if the type allows it.
     """
     metadata = {DOC: doc, LIMIT: limit}
@@ -304,7 +310,7 @@ def field_of(owner: type, name: str) -> dataclasses.Field[Any]:
 
 
 def field_limit(one: dataclasses.Field[Any]) -> Limit | None:
-    """Returns the limit of a field, whose annotation decides whether the numbers of a Range are integers."""
+    """Returns the limit of a field. The field's annotation decides whether the numbers of a Range are integers."""
     limit: Limit | None = one.metadata.get(LIMIT)
     kind = str(one.type)
     if isinstance(limit, Range) and "int" in kind and "float" not in kind:
@@ -313,14 +319,14 @@ def field_limit(one: dataclasses.Field[Any]) -> Limit | None:
 
 
 def check_limits(settings: Any, prefix: str) -> None:
-    """Checks every field of a dataclass and of the dataclasses in it; null means "not set" and is skipped.
+    """Checks every field of a dataclass and of its inner dataclasses; null means "not set" and is skipped.
 
     Args:
-        settings: an instance.
-        prefix: its key as it is typed, "export"; "" for the root.
+        settings: the instance of a dataclass.
+        prefix: its key as it is typed, such as "export"; "" for the root.
 
     Raises:
-        ConfigError: the first value that is not allowed.
+        ConfigError: a value is not allowed; the first one is reported.
     """
     for key, value, limit, or_null in values_of(settings, prefix):
         if limit is not None and value is not None:
@@ -328,7 +334,7 @@ def check_limits(settings: Any, prefix: str) -> None:
 
 
 def values_of(settings: Any, prefix: str) -> Iterator[tuple[str, Any, Limit | None, bool]]:
-    """Yields all values of a dataclass and its inner dataclasses: key, value, limit, whether null is allowed."""
+    """Yields (key, value, limit, whether null is allowed) for all values of a dataclass and its inner dataclasses."""
     for one in dataclasses.fields(settings):
         key, value = f"{prefix}.{one.name}".lstrip("."), getattr(settings, one.name)
         entries = {f"{key}.{name}": entry for name, entry in value.items()} if isinstance(value, dict) else {}
@@ -339,10 +345,10 @@ def values_of(settings: Any, prefix: str) -> Iterator[tuple[str, Any, Limit | No
 
 
 def is_path(one: dataclasses.Field[Any]) -> bool:
-    """Returns whether a field holds a path."""
+    """Returns whether the value of a field is a path."""
     return isinstance(one.metadata.get(LIMIT), Place)
 
 
 def may_be_null(one: dataclasses.Field[Any]) -> bool:
-    """Returns whether null is allowed; reads the annotation's text, since a user's type may not be importable here."""
+    """Returns whether null is allowed, by the text of the annotation: a user's type may not be importable here."""
     return any(word in str(one.type) for word in ("None", "Optional"))

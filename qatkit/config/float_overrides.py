@@ -1,4 +1,4 @@
-"""The overrides that a choice of float operators adds to those of a configuration."""
+"""The overrides that keep chosen operators in float, in addition to those of a configuration."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def float_overrides(floats: Iterable[str]) -> dict[str, OverrideConfig]:
     """Returns the overrides that keep operators in float.
 
     Args:
-        floats: sites of the operators (`qatkit_verify.placement.sites.FloatSites`); the overrides keep their
-            order.
+        floats: the sites of the operators (`qatkit_verify.placement.sites.FloatSites`), in the order of the
+            overrides.
     """
     return {one: OverrideConfig(float=True) for one in floats}

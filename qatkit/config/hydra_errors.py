@@ -1,8 +1,8 @@
-"""The translation of errors of Hydra and OmegaConf to one line: the key, the value, and what is allowed.
+"""Translates errors of Hydra and OmegaConf to one line: the key, the value, and what is allowed.
 
-Their messages span several lines and speak of structs, full keys and search paths. What a user needs is in
-the exceptions: the option that was not found and those that exist, the full key of a value, and the dataclass
-of the schema that lacks a key or has another type for it.
+The original messages span several lines and mention structs, full keys and search paths. The exceptions
+contain what a user needs: the unknown option and the existing ones, the full key of a value, and the
+dataclass of the schema that lacks a key or declares another type for it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from qatkit_verify.errors import ConfigError, did_you_mean
 
 _BY_PATTERN = "backend.overrides"
 _NOT_TYPED = "..."
-_UNREADABLE = "[ ] { } ! ="  # in a key, by Hydra's grammar
+_UNREADABLE = "[ ] { } ! ="  # not allowed in a key by Hydra's grammar
 
 
 def translate(error: Exception, overrides: Sequence[str], conf: Path) -> ConfigError:
@@ -56,18 +56,18 @@ def translate(error: Exception, overrides: Sequence[str], conf: Path) -> ConfigE
     key, _, value = _culprit(error, overrides).partition("=")
     if message.startswith("Ambiguous value") or "requires --multirun" in message:
         message = "expected one value, or the flag -m in front for a sweep over several"
-        if "/" in value:  # a path
+        if "/" in value:  # the name is a path
             message = f"{message}; type a path {_in_quotes(key, value)}"
     return ConfigError(key, value, reason=message)
 
 
 def _recipe(name: str, conf: Path) -> str:
-    """Returns what was probably meant by a recipe's name without its key, else ""."""
+    """Returns the override that was probably meant by a recipe's name without a key; "" if there is none."""
     return f" (did you mean recipe={name}?)" if (conf / "recipe" / f"{name}.yaml").is_file() else ""
 
 
 def _parseable(key: str, value: str) -> str:
-    """Returns what to type in place of a value that Hydra can't read, as a shell takes it."""
+    """Returns, quoted for a shell, what to type in place of a value that Hydra can't read."""
     if proposed := _as_an_entry(key, value):
         return proposed
     keys_bare = re.sub(r"""(['"])([^'"]*)\1(?=\s*:)""", r"\2", value)
@@ -84,7 +84,7 @@ def _parseable(key: str, value: str) -> str:
 def _as_an_entry(key: str, value: str) -> str:
     """Returns how to type an entry of `backend.overrides` if `key` names one, else "".
 
-    Patterns contain dots, which separate Hydra's keys, and characters that those can't have.
+    Patterns contain dots, which separate Hydra's keys, and characters that Hydra's keys cannot contain.
     """
     head, inside, rest = key.lstrip("+~").partition(f"{_BY_PATTERN}.")
     pattern, _, setting = (rest, "", "") if value.startswith("{") else rest.rpartition(".")
@@ -97,13 +97,13 @@ def _as_an_entry(key: str, value: str) -> str:
 
 
 def _in_quotes(key: str, value: str) -> str:
-    """Returns an override in quotes, as Hydra and a shell take it."""
+    """Returns an override, quoted for Hydra and a shell."""
     inner, outer = ('"', "'") if "'" in value else ("'", '"')
     return f"in quotes: {outer}{key}={inner}{value}{inner}{outer}"
 
 
 def _message(error: Exception) -> str:
-    """Returns the first line of the error message, or what was expected instead."""
+    """Returns the first line of the error message, or a description of what was expected."""
     message = str(error).strip().split("\n")[0] or type(error).__name__
     if isinstance(error, RecursionError):
         return "expected a value that is nested less deeply"
@@ -119,7 +119,7 @@ def _message(error: Exception) -> str:
 
 
 def _missing(file: str, overrides: Sequence[str]) -> tuple[str, str]:
-    """Returns the group and option of `file`, in the form in which they were typed, if they were."""
+    """Returns the group and option of `file`, as they were typed if they were."""
     for text in overrides:
         group, _, option = text.lstrip("+").partition("=")
         if f"{group}/{option}" == file:
@@ -129,8 +129,10 @@ def _missing(file: str, overrides: Sequence[str]) -> tuple[str, str]:
 
 
 def _culprit(error: Exception, overrides: Sequence[str]) -> str:
-    """Returns the override that causes the error: Hydra quotes it, names its value, or fails in the same way with
-    only that one.
+    """Returns the override that causes the error.
+
+    Hydra's message quotes the override or names its value, or Hydra fails in the same way with only this
+    override.
     """
     message = str(error)
     for text in overrides:
@@ -147,7 +149,7 @@ def _culprit(error: Exception, overrides: Sequence[str]) -> str:
         key = text.lstrip("+~").partition("=")[0]
         if re.search(rf"(^|\W){re.escape(key)}(\W|$)", message):
             return text
-    # Errors in Hydra's own settings show only when a run starts.
+    # Errors in Hydra's own settings occur only when a run starts.
     return next((text for text in overrides if text.lstrip("+").startswith("hydra")), " ".join(overrides))
 
 
@@ -156,14 +158,14 @@ def _fails_alike(error: Exception, override: str) -> bool:
         return False
     try:
         hydra.compose("config", overrides=[override])
-    except Exception as alone:  # see compose_config
+    except Exception as alone:  # any error may occur, as in compose_config
         alike = isinstance(error, RecursionError) or str(alone)[:80] == str(error)[:80]
         return type(alone) is type(error) and alike
     return False
 
 
 def _translate_key(error: OmegaConfBaseException, overrides: Sequence[str]) -> ConfigError:
-    """Returns the error at `full_key`: an unknown key, a value of another type, or one that cannot be resolved."""
+    """Returns the error at `full_key`: the key is unknown, or the value has a wrong type or cannot be resolved."""
     key = str(error.full_key)
     name, value = _as_typed(key, overrides)
     if isinstance(error, ConfigAttributeError | ConfigKeyError):
@@ -188,7 +190,7 @@ def _translate_key(error: OmegaConfBaseException, overrides: Sequence[str]) -> C
 def _as_typed(key: str, overrides: Sequence[str]) -> tuple[str, str]:
     """Returns the key and value of the override that `key` comes from, or `key` itself if it comes from a file.
 
-    For a typed key with a mistake in its first part, only that part is reported.
+    If the first part of a typed key is wrong, only that part is reported.
     """
     for text in reversed(overrides):
         name, _, value = text.lstrip("+~").partition("=")
@@ -199,7 +201,7 @@ def _as_typed(key: str, overrides: Sequence[str]) -> tuple[str, str]:
 
 
 def _keys(error: OmegaConfBaseException, name: str) -> list[str]:
-    """Returns the keys that may have been meant: the fields of the group that lacks the given one."""
+    """Returns the keys that may have been meant: the fields of the group that does not have the given one."""
     group = error.object_type
     if not dataclasses.is_dataclass(group):
         return [field.name for field in dataclasses.fields(Config)]
@@ -218,11 +220,11 @@ def _keys(error: OmegaConfBaseException, name: str) -> list[str]:
 
 
 def _type_name(error: OmegaConfBaseException) -> str:
-    """Returns the annotation in the schema of the key, or of the list or dictionary that holds it."""
+    """Returns the annotation of the key in the schema, or that of the list or dictionary that contains it."""
     if dataclasses.is_dataclass(error.object_type) and isinstance(error.object_type, type):
         hint: Any = typing.get_type_hints(error.object_type).get(str(error.key), Any)
     else:
         hint = error.ref_type
-    if isinstance(error.key, int):  # an item of a list, in OmegaConf's own type names
+    if isinstance(error.key, int):  # OmegaConf's own type names for an item of a list
         return str(hint).rpartition("[")[2].rstrip("]")
     return type_name(hint)

@@ -21,10 +21,11 @@ def check_override(key: str, selector: str, override: OverrideConfig) -> None:
 
     Args:
         key: the key of the override, as it is typed.
-        selector: the selector that the override is for.
+        selector: the selector of the override.
+        override: the settings.
 
     Raises:
-        ConfigError: the first setting that is not allowed.
+        ConfigError: a setting is not allowed; the first one is reported.
     """
     specs = {name: value for name, value in vars(override).items() if name not in KINDS and value is not None}
     chosen = [kind for kind in KINDS if getattr(override, kind)]
@@ -49,7 +50,7 @@ def check_override(key: str, selector: str, override: OverrideConfig) -> None:
 
 
 def _check_fixed(key: str, of: str, specs: Mapping[str, Any]) -> None:
-    """Rejects a scale, zero point or range that is not a number or that excludes another one."""
+    """Rejects a scale, zero point or range that is not a number, and combinations that exclude each other."""
     scale, zero, ends = (specs.get(f"{of}_{name}") for name in ("scale", "zero_point", "range"))
     for name, given in (("scale", scale), ("zero_point", zero)):
         several = of == "weight" and isinstance(given, Sequence) and not isinstance(given, str)
@@ -76,7 +77,7 @@ def _check_fixed(key: str, of: str, specs: Mapping[str, Any]) -> None:
 
 
 def _check_zero_point(key: str, of: str, specs: Mapping[str, Any]) -> None:
-    """Rejects a zero point together with `symmetric`, which implies it, or outside of its type."""
+    """Rejects a zero point outside the range of its type, or together with `symmetric`, which implies one."""
     zero, dtype = specs[f"{of}_zero_point"], specs.get(f"{of}_dtype")
     if specs.get(f"{of}_symmetric"):
         allowed = f"null with {of}_symmetric=true, whose zero point is the middle of the type"
@@ -92,7 +93,7 @@ def _check_zero_point(key: str, of: str, specs: Mapping[str, Any]) -> None:
 
 def _is_scale(value: Any) -> bool:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and 1.2e-38 < value < 3.4e38  # a normal float32
+    return number and 1.2e-38 < value < 3.4e38  # the range of normal float32 numbers
 
 
 def _is_whole(value: Any) -> bool:

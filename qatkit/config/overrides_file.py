@@ -1,6 +1,4 @@
-"""The setting `backend.overrides_file`: a YAML or JSON file with overrides whose selectors a command line
-does not accept.
-"""
+"""The setting `backend.overrides_file`: a YAML or JSON file for overrides that cannot be typed as arguments."""
 
 from __future__ import annotations
 
@@ -17,12 +15,12 @@ _KEY = "backend.overrides_file"
 
 
 def with_overrides_file(values: Any) -> Any:
-    """Returns a configuration's plain values with the overrides of its file before its own.
+    """Returns the plain values of a configuration, with the overrides of its file placed before its own.
 
-    The file is not needed from then on: the config.yaml of a run holds everything.
+    The file is not needed afterwards, since the config.yaml of a run contains all overrides.
 
     Raises:
-        ConfigError: the file can't be read, or does not hold overrides.
+        ConfigError: the file cannot be read, or contains no overrides.
     """
     backend = values.get("backend") if isinstance(values, dict) else None
     if not isinstance(backend, dict) or not isinstance(file := backend.get("overrides_file"), str):

@@ -1,4 +1,4 @@
-"""Settings that are paths: expands `~`, and reports errors of the file system as errors of a setting."""
+"""Settings that are paths: expands `~`, and reports file system errors as errors of a setting."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OF_PLACES = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENOTDIR, errno.EISDI
 
 
 def expand_home(settings: Any) -> None:
-    """Expands `~/` in the paths of a dataclass and of those in it: a shell does so only at the start of a word."""
+    """Expands `~/` in the paths of a dataclass and its inner ones; a shell does so only at the start of a word."""
     for one in dataclasses.fields(settings):
         value = getattr(settings, one.name)
         if dataclasses.is_dataclass(value):
@@ -28,10 +28,11 @@ def expand_home(settings: Any) -> None:
 
 @contextmanager
 def at_places(settings: Any) -> Iterator[None]:
-    """Reports an error of the file system at a path of a dataclass as an error of that setting.
+    """Reports file system errors at the paths of a dataclass as errors of the setting.
 
     Raises:
-        ConfigError: no permission, a file in the place of a folder, a link that leads to itself, ...
+        ConfigError: a path cannot be used, for example without permission, or if a file is in the place of a
+            folder.
     """
     try:
         yield
@@ -44,7 +45,7 @@ def at_places(settings: Any) -> Iterator[None]:
 
 
 def _places(settings: Any, path: str) -> list[tuple[int, str, str]]:
-    """Returns the paths that are `path`, or above or below it: number of names in common, key, value."""
+    """Returns (number of common names, key, value) for the settings whose path is `path`, or above or below it."""
     there, found = Path(path).absolute().parts, list[tuple[int, str, str]]()
     for key, value, limit, _ in values_of(settings, ""):
         if isinstance(limit, Place) and isinstance(value, str):

@@ -10,15 +10,15 @@ _HYDRAS = ("choice(", "glob(", "interval(", "range(", "shuffle(", "sort(", "str(
 
 
 def quoted(text: str) -> str:
-    """Returns a text in quotes for an override: in Hydra's grammar a backslash only escapes before a quote."""
+    """Returns a text in quotes for an override. In Hydra's grammar a backslash is an escape only before a quote."""
     escaped = re.sub(r"(\\*)'", lambda found: 2 * found[1] + "\\'", text)
     return f"'{escaped}{escaped[len(escaped.rstrip(chr(92))) :]}'"
 
 
 def calls_quoted(overrides: Iterable[str]) -> list[str]:
-    """Returns overrides in which a decision with arguments, boxes(score=0.4), is quoted.
+    """Returns overrides in which decisions with arguments, such as boxes(score=0.4), are quoted.
 
-    Hydra would take it for a call of one of its own functions.
+    Without quotes Hydra would read them as calls of its own functions.
     """
     found = []
     for text in overrides:

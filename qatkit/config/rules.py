@@ -1,8 +1,8 @@
-"""The rules that join several values of a configuration.
+"""The rules for combinations of several values in a configuration.
 
-Hydra's schema has already checked names and types when this runs, and the limit of a single value is declared
-with its field (`schema`). Every error names the key as it is typed, the value, and what is allowed, before
-anything takes long or is written.
+Hydra's schema has already checked names and types before these rules, and the limit of a single value is
+declared with its field (`schema`). Every error names the key as it is typed, the value, and what is allowed.
+The rules are checked before long work, and before any file is written.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def validate(config: Config) -> None:
     """Checks every value; null means "not set" and is skipped.
 
     Raises:
-        ConfigError: the first value that its field does not allow, or two values that exclude each other.
+        ConfigError: a field does not allow a value, or two values exclude each other; the first problem is
+            reported.
     """
     check_limits(config, "")
     _check_run(config)
@@ -69,7 +70,7 @@ def _check_run(config: Config) -> None:
 
 
 def _check_cache(cache: str | None) -> None:
-    """Checks early that the file can be written, since calibration may come after hours of training."""
+    """Checks early that the cache can be written, since hours of training may precede the calibration."""
     if cache is None:
         return
     path = Path(cache).absolute()
@@ -80,7 +81,7 @@ def _check_cache(cache: str | None) -> None:
 
 
 def _check_algorithm(chosen: Mapping[str, Any]) -> None:
-    """Checks that each entry names a class, which then checks its own settings (`algorithms.base`)."""
+    """Checks that each entry names a class; the class then checks its settings (`algorithms.base`)."""
     for name, entry in chosen.items():
         if isinstance(entry, Mapping) and isinstance(entry.get("target"), str):
             continue
@@ -97,7 +98,7 @@ def _check_algorithm(chosen: Mapping[str, Any]) -> None:
 
 
 def _check_choice(config: Config) -> None:
-    """Checks a competition of algorithms, which needs algorithms and real images to hold out."""
+    """Checks a competition of algorithms: it needs algorithms, and real images of which some are held out."""
     if config.algorithm_choice != "auto":
         return
     if not config.algorithm:
@@ -109,7 +110,7 @@ def _check_choice(config: Config) -> None:
 
 
 def _check_rescue(config: Config) -> None:
-    """Checks a rescue: its rungs are decided by figures of one machine, for a module that is trained here."""
+    """Checks a rescue: its decisions need figures from a single machine, and a module that this process trains."""
     if not config.rescue.climb:
         return
     for key, value, needed in (
@@ -122,7 +123,7 @@ def _check_rescue(config: Config) -> None:
 
 
 def _check_precision(config: Config) -> None:
-    """Checks mixed precision: a search judges and times files made from a module, and a point belongs to a front."""
+    """Checks mixed precision: a search needs files made from a module, and a point needs the front it belongs to."""
     asked = config.precision
     if (asked.front is None) != (asked.point is None):
         key, value = ("point", asked.point) if asked.front is None else ("front", asked.front)
@@ -151,7 +152,7 @@ def _check_precision(config: Config) -> None:
 
 
 def _check_schedule(config: Config) -> None:
-    """Rejects settings of a way of training that is not in use, which would otherwise be ignored silently."""
+    """Rejects settings of training methods that are not in use, since they would be ignored silently."""
     schedule = config.schedule
     if schedule.batch_norm_images and schedule.batch_norm == "fold":
         allowed = "0 with schedule.batch_norm=fold, which leaves no BatchNorm (freeze and train keep it)"
@@ -191,7 +192,7 @@ def _check_search(config: Config) -> None:
         lost = "; a study in memory is lost when its worker ends" if "://" in url else ""
         raise ConfigError("search.storage", _without_password(url), allowed + lost)
     without = _without_password(asked.storage or "")
-    if without != (asked.storage or ""):  # it would be in every run's config.yaml and report
+    if without != (asked.storage or ""):  # a password would be in the config.yaml and the report of every run
         allowed = "a URL without a password (use PGPASSWORD or ~/.pgpass)"
         raise ConfigError("search.storage", without, allowed)
     for key, value, allowed_values in (
@@ -214,9 +215,7 @@ def _in_memory(url: str) -> bool:
 
 
 def _without_password(url: str) -> str:
-    """Returns a URL with `***` where SQLAlchemy would read a password: after the user, up to the last `@`, or
-    in the query.
-    """
+    """Returns a URL with `***` in place of a password: between the user and the last `@`, or in the query."""
     url = re.sub(r"(?<=://)[^:/@]*:.*@", "***@", url)
     return re.sub(r"([?&;][^=&;]*(?:password|passwd|pwd))=[^&;]*", r"\1=***", url, flags=re.IGNORECASE)
 

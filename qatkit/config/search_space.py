@@ -1,14 +1,14 @@
 """The search space: which configuration keys are searched, and over which values.
 
     schedule.lr: {low: 1e-4, high: 3e-2, log: true}      a number, uniform on a logarithmic scale
-    schedule.epochs: {low: 1, high: 8, step: 1}          an integer if the key's numbers are
+    schedule.epochs: {low: 1, high: 8, step: 1}          an integer, as the key is one
     calibration: [minmax, mse, percentile]               one of these; a group's options work like values of a
         key
     search.space.schedule.lr.high=1e-2                   one end of a YAML file's interval, on the command
     line
 
-A proposed value becomes an override, as it would be typed. Every key, group and value that the command line
-accepts can be searched.
+A proposed value becomes an override in the form in which a user would type it. Every key, group and value
+that the command line accepts can be searched.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from qatkit_verify.errors import ConfigError
 
 Value = float | int | bool | str | None
 _NUMBER = {"low", "high", "step", "log"}
-# Keys that a study sets itself, and those that would make its trials runs that it cannot compare.
+# Keys that a study sets itself, and keys that would make its trials incomparable.
 _OWN = ("search", "output_dir", "resume", "name", "launcher", "hydra", "checkpoint", "onnx", "mode", "rescue")
-# Keys on which the figures depend, by which trials are compared.
+# Keys that would change the figures by which trials are compared.
 _ALIKE = ("seed", "verify.validation", "verify.held_out", "data.train_images")
 _REALS = 2**53
-_MOST = 1000  # values per key, each of which is tried on the configuration before the first run
+_MOST = 1000  # limit of values per key, since each is checked before the first run
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """An interval with both ends included; `step` None: every number in it."""
+    """A closed interval of numbers; if `step` is None, every number in it."""
 
     key: str
     low: float
@@ -60,7 +60,7 @@ class Numbers:
 
     @property
     def count(self) -> int:
-        """The number of values; for an interval of reals, as many as a float can distinguish."""
+        """The number of values; for an interval of reals, the number of values that a float can distinguish."""
         step = 1 if self.whole and self.step is None else self.step
         return _REALS if step is None else round((self.high - self.low) / step) + 1
 
@@ -72,13 +72,13 @@ class Numbers:
         return min(self.low + share * (self.high - self.low), self.high)
 
     def place(self, value: Any) -> float:
-        """Returns a position that is equal for values that mean the same: 0.3 may be 0.30000000000000004."""
+        """Returns the position of a value; nearly equal values (0.3 and 0.30000000000000004) have the same one."""
         return float(value) if self.step is None else round((value - self.low) / self.step)
 
 
 @dataclass(frozen=True)
 class Options:
-    """A choice of one of several values."""
+    """An axis of several listed values."""
 
     key: str
     values: tuple[Value, ...]
@@ -111,7 +111,7 @@ def hint_in_schema(key: str) -> Any:
 
 
 def flat(space: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the entries by their whole keys, in whatever form they are given.
+    """Returns the entries by their full keys, from nested or dotted keys.
 
     `search.space.schedule.lr.high=1e-2` on the command line is a mapping within a mapping, and changes the
     entry `schedule.lr` of a YAML file.
@@ -131,11 +131,12 @@ def axes(space: Mapping[str, Any], hint: Callable[[str], Any] = hint_in_schema) 
     """Returns the axes of `search.space`, in the order of their keys.
 
     Args:
-        hint: returns the type of a key, which decides whether its numbers are integers; if it is Any, the
-            numbers keep the type in which they are written.
+        space: the entries of `search.space`.
+        hint: a function that returns the type of a key, which decides whether its numbers are integers.
+            If the type is Any, the numbers keep the type in which they are written.
 
     Raises:
-        ConfigError: an entry that describes no axis.
+        ConfigError: an entry does not describe an axis.
     """
     if not space:
         allowed = "at least one key, such as 'search.space={schedule.lr:{low:1e-4,high:1e-2},calibration:[minmax,mse]}'"
@@ -160,7 +161,7 @@ def _axis(key: str, entry: Any, hint: Callable[[str], Any]) -> Axis:
 
 
 def _of_type(axis: Numbers, hint: Any, entry: Mapping[str, Any]) -> Numbers:
-    """Returns an axis with numbers of the key's type, since 0 and 1 may be typed for both integers and reals."""
+    """Returns the axis with its numbers converted to the key's type, since 0 and 1 may be typed for reals too."""
     kinds = typing.get_args(hint) or (hint,)
     if Any in kinds:
         return axis
@@ -214,7 +215,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _meant(value: Value) -> Value:
-    """Returns a key that is equal for equally typed or stored values: Optuna compares options with `==`."""
+    """Returns a key that is equal for values with the same meaning: Optuna compares options with `==`."""
     text = override("", value)[1:]
     try:
         return float(value if isinstance(value, bool) else text)
@@ -223,7 +224,7 @@ def _meant(value: Value) -> Value:
 
 
 def override(key: str, value: Value) -> str:
-    """Returns a proposed value as an override, as it is typed."""
+    """Returns a proposed value as an override in the form in which it is typed."""
     if value is None or isinstance(value, bool):
         return f"{key}={'null' if value is None else str(value).lower()}"
     if isinstance(value, str) and re.fullmatch(r"""[^\["'{].*[=,:\s(){}\[\]].*""", value):
@@ -233,7 +234,7 @@ def override(key: str, value: Value) -> str:
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
     """Returns the differences between two mappings in words; "" if there are none."""
-    # As they are written: 0 and 0.0 make different intervals, the one of integers and the other of reals.
+    # Compared as they are written: 0 begins an interval of integers, 0.0 one of reals.
     keys = [key for key in {**there, **here} if _written(there.get(key)) != _written(here.get(key))]
     return "; ".join(
         f"{key} there {there.get(key, 'absent')}, here {here.get(key, 'absent')}" for key in keys

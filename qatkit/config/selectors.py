@@ -7,9 +7,9 @@
     tensor/NAME          a tensor, by its name
     input/K/SELECTOR     the K-th input of the operators that another selector chooses
 
-`backend.exclude` and `backend.only` become overrides, so that all later code has to know only overrides. A
-selector that is not a plain text (a subgraph with its ends, the operators that `only` leaves out) is JSON
-after its prefix.
+`backend.exclude` and `backend.only` become overrides, so that later code only has to handle overrides. A
+selector that is not a plain text is stored as JSON after its prefix: a subgraph with its ends, or the
+operators that `only` selects.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ _ALLOWED = "a name, a glob, re/PATTERN, op/TYPE, subgraph/NAME or {from: [...], 
 
 
 def every_override(backend: BackendConfig) -> dict[str, OverrideConfig]:
-    """Returns the overrides with subgraphs written out, then those that `only` and `exclude` mean, which take
-    precedence.
+    """Returns the overrides with subgraphs written out, followed by those that stand for `only` and `exclude`.
+
+    The latter take precedence. Selectors are checked here, before the model is loaded.
 
     Raises:
-        ConfigError: a selector that can't be read, before the model is loaded.
+        ConfigError: a selector cannot be read.
     """
     found = {_written_out("backend.overrides", name, backend): one for name, one in backend.overrides.items()}
     if backend.only:
@@ -48,7 +49,7 @@ def every_override(backend: BackendConfig) -> dict[str, OverrideConfig]:
 
 @contextmanager
 def naming_the_list(backend: BackendConfig) -> Iterator[None]:
-    """Makes errors of selectors of `exclude` name that list, as the user typed it."""
+    """Makes errors of selectors in `exclude` name that list instead of the overrides made from it."""
     try:
         yield
     except ConfigError as error:
@@ -59,7 +60,7 @@ def naming_the_list(backend: BackendConfig) -> Iterator[None]:
 
 
 def shown(selector: str) -> str:
-    """Returns a selector in the form that a user knows."""
+    """Returns a selector in the form in which users write it."""
     if selector.startswith(ONLY):
         return "backend.only"
     ends = ends_of(selector)
@@ -67,7 +68,7 @@ def shown(selector: str) -> str:
 
 
 def ends_of(selector: str) -> dict[str, Any] | None:
-    """Returns {from: [...], to: [...]} for a subgraph that is written out, None for any other selector."""
+    """Returns {from: [...], to: [...]} for a subgraph that is written out, or None for other selectors."""
     if not selector.startswith(f"{SUBGRAPH}{{"):
         return None
     try:
@@ -81,7 +82,7 @@ def check_expression(key: str, selector: str) -> None:
     """Rejects a regular expression that Python cannot read.
 
     Raises:
-        ConfigError: says where it is wrong.
+        ConfigError: the expression is wrong; the message gives the place.
     """
     if EXPRESSION not in selector:
         return
@@ -95,7 +96,7 @@ def check_expression(key: str, selector: str) -> None:
 
 
 def _written_out(key: str, given: object, backend: BackendConfig) -> str:
-    """Returns the text of a selector, with the ends if it is a subgraph."""
+    """Returns the text of a selector; for a subgraph it includes the ends."""
     if isinstance(given, Mapping):
         return SUBGRAPH + _ends(key, given, {})
     if not isinstance(given, str) or not given:
@@ -116,7 +117,7 @@ def _written_out(key: str, given: object, backend: BackendConfig) -> str:
 
 
 def _ends(key: str, given: object, named: dict[str, Any]) -> str:
-    """Returns a subgraph's ends as JSON."""
+    """Returns the ends of a subgraph as JSON."""
     allowed = "{from: [SELECTOR, ...], to: [SELECTOR, ...]}"
     if not isinstance(given, Mapping) or set(given) != set(_ENDS):
         raise ConfigError(key, given, allowed)
@@ -140,7 +141,7 @@ def check_selectors(backend: BackendConfig) -> None:
     """Rejects selectors that can't be read, and subgraphs without ends.
 
     Raises:
-        ConfigError: the first of them.
+        ConfigError: there is such a selector; the first one is reported.
     """
     for name, given in backend.subgraphs.items():
         _ends(f"backend.subgraphs.{name}", given, {})
@@ -148,13 +149,14 @@ def check_selectors(backend: BackendConfig) -> None:
 
 
 def refuse_selectors(backend: BackendConfig, beside: str) -> None:
-    """Rejects selectors for a tool that cannot quantize by name.
+    """Rejects selectors for a tool that cannot select tensors by name.
 
     Args:
-        beside: the setting that selectors cannot be combined with.
+        backend: the settings with the selectors.
+        beside: the setting with which selectors cannot be combined.
 
     Raises:
-        ConfigError: the first list that is not empty.
+        ConfigError: a list of selectors is not empty; the first one is reported.
     """
     for name, given in (
         ("overrides", backend.overrides),

@@ -1,7 +1,7 @@
 """The limit of picture sizes: one number of pixels for a square, or [height, width].
 
-OmegaConf has no union of a number and a list, so such a field is declared as Any and its limit checks the
-type too.
+OmegaConf supports no union of a number and a list. Such a field is therefore declared as Any, and its limit
+also checks the type.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from qatkit.config.fields import Limit
 from qatkit_verify.fitting import are_sides
 
-_LARGEST = 2**31 - 1  # the limit of other counts, too
+_LARGEST = 2**31 - 1  # the same limit as for other counts
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Size(Limit):
         return "an integer of at least 1, or [height, width]"
 
     def hint(self, value: Any) -> str:
-        """Returns the upper limit if it is exceeded."""
+        """Returns the upper limit as a suggestion if it is exceeded, else ""."""
         return f", up to {_LARGEST}" if isinstance(value, int) and value > _LARGEST else ""
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""The outcome of each run of a sweep, wherever it ran, for the exit status of the sweep and the rows of its table."""
+"""The outcomes of a sweep's runs, on this machine or others, for the sweep's exit status and its table."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of one run.
+    """The outcome of one run.
 
     Attributes:
         status: the exit status.
         folder: the folder of the run; "" if it has none.
-        reason: one line that tells why the status is not 0; "" if the run has reported it itself.
+        reason: one line that says why the status is not 0; "" if the run has reported the reason itself.
         number: the number of the run in the sweep; None outside of a sweep.
-        overrides: as typed.
+        overrides: the overrides as they were typed.
         sweep: the folder of the sweep; "" outside of a sweep.
-        going: the state of a run that has not ended, in words.
+        going: a description of the state of a run that has not ended.
     """
 
     status: int

@@ -1,11 +1,10 @@
-"""The file sweep.json in a sweep's folder: where each run is and which job it is on a cluster, so that no run
-is repeated.
+"""The file sweep.json in a sweep's folder: it has the folder and cluster job of each run, so that none is repeated.
 
-    multirun/A/sweep.json     seed=0: its folder, job 12_0     seed=1: ...          interrupted
-    multirun/B/sweep.json     the same command again, which starts with what A knew
+multirun/A/sweep.json     seed=0: its folder, job 12_0     seed=1: ...          interrupted
+    multirun/B/sweep.json     the same command again, which starts with A's runs
 
-A sweep is recognized by what was typed. A sweep that ended with all of its runs is over: the same command
-starts a new one.
+    A sweep is recognized by its typed overrides. If all of its runs have ended, the same command starts a new
+    sweep.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ class Known:
     """The place of a run of a sweep.
 
     Attributes:
-        folder: absolute; "" for a run that finds its folder by itself.
-        job: the Slurm job number; "" on this machine.
-        logs: the folder of that job's files.
+        folder: the absolute path of the run's folder; "" for a run that finds its folder itself.
+        job: the number of the Slurm job; "" on this machine.
+        logs: the folder of the job's log files.
     """
 
     folder: str = ""
@@ -41,11 +40,11 @@ class Known:
 
 
 class SweepFile:
-    """The file of one sweep, written whenever something in it changes.
+    """The file of one sweep, which is written after each change.
 
     Args:
         folder: the folder of the sweep.
-        typed: its overrides.
+        typed: the overrides of the sweep.
 
     Attributes:
         ended: whether the previous sweep of the same command has reported all of its runs.
@@ -58,20 +57,20 @@ class SweepFile:
         self.ended = before is not None and before[0]
         self.runs = {} if before is None else before[1]
         if self.ended and all(map(_finished, self.runs.values())):
-            self.runs = {}  # the previous sweep is over
+            self.runs = {}  # the previous sweep has ended, so this is a new one
         self._write(ended=False)
 
     def known(self, overrides: Sequence[str]) -> Known:
-        """Returns what is known about a run."""
+        """Returns the known place of a run."""
         return self.runs.get(key(overrides), Known())
 
     def note(self, overrides: Sequence[str], run: Known) -> None:
-        """Notes where a run is from now on."""
+        """Records the place of a run."""
         self.runs[key(overrides)] = run
         self._write(ended=False)
 
     def end(self) -> None:
-        """Notes that all runs have been reported. On a full disk the sweep stays marked as interrupted."""
+        """Records that all runs have been reported. On a full disk the sweep stays marked as interrupted."""
         with suppress(OSError):
             self._write(ended=True)
 
@@ -89,7 +88,7 @@ def key(overrides: Sequence[str]) -> str:
 
 
 def _kept(typed: Sequence[str]) -> list[str]:
-    """Returns the overrides without those that only say how a run starts and where it is queued."""
+    """Returns the overrides without those that only decide how a run starts and where it is queued."""
     return [one for one in typed if not one.lstrip("+~").startswith(("resume=", "hydra.", "hydra/"))]
 
 
@@ -98,7 +97,10 @@ def _finished(run: Known) -> bool:
 
 
 def _newest(folder: Path, typed: Sequence[str]) -> tuple[bool, dict[str, Known]] | None:
-    """Returns whether the last sweep of the same command, in `folder` or next to it, has ended, and its runs."""
+    """Returns whether the last sweep of the same command has ended, and its runs; None if there is no such sweep.
+
+    Sweeps are searched in `folder` and in the folders next to it.
+    """
     there = [path for path in {folder / SWEEP_FILE, *folder.parent.glob(f"*/{SWEEP_FILE}")} if path.is_file()]
     for path in sorted(there, key=lambda path: path.stat().st_mtime_ns, reverse=True):
         try:
@@ -110,7 +112,7 @@ def _newest(folder: Path, typed: Sequence[str]) -> tuple[bool, dict[str, Known]]
                 }
                 return bool(found["ended"]), runs
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
-            continue  # the file of another program
+            continue  # the file belongs to another program
     return None
 
 
@@ -126,9 +128,9 @@ _SWEEP: ContextVar[_Sweep | None] = ContextVar("sweep", default=None)
 
 @contextmanager
 def sweeping(typed: Sequence[str] | None) -> Iterator[None]:
-    """Makes `sweep_file` return the file of the sweep of these overrides within the context; None: there is no sweep.
+    """Sets the sweep whose file `sweep_file` returns within the context; None means that there is no sweep.
 
-    An exception ends the sweep but a signal does not: its runs continue, or are resumed later.
+    An exception ends the sweep. A signal does not, since the runs continue or are resumed later.
     """
     sweep = None if typed is None else _Sweep(tuple(typed))
     token, stopped = _SWEEP.set(sweep), False
@@ -144,7 +146,7 @@ def sweeping(typed: Sequence[str] | None) -> Iterator[None]:
 
 
 def sweep_file(folder: str | Path) -> SweepFile | None:
-    """Returns the file of this sweep, whose folder is `folder`; None in a process that only makes one of its runs."""
+    """Returns the file of this sweep in `folder`; None in a process that only executes one of its runs."""
     sweep = _SWEEP.get()
     if sweep is None:
         return None
@@ -154,10 +156,10 @@ def sweep_file(folder: str | Path) -> SweepFile | None:
 
 
 def own_folder(name: str) -> str:
-    """Makes and returns the folder of this sweep: `name`, or `name_2` if another sweep from the same second has that.
+    """Creates and returns the folder of this sweep: `name`, or `name_2` if another sweep of the same second has `name`.
 
-    Without a sweep this is `name`. On a cluster, a node that makes one run takes it from what was composed
-    here.
+    Without a sweep it returns `name`. A cluster node that executes one run gets the folder from the
+    configuration that was composed here.
     """
     sweep = _SWEEP.get()
     if sweep is None:
@@ -167,7 +169,7 @@ def own_folder(name: str) -> str:
 
 
 def _made(name: str) -> str:
-    """Makes and returns the first name that is free; if none can be made, Hydra reports why."""
+    """Creates and returns the folder with the first free name; if none can be created, Hydra reports why."""
     names = itertools.chain([name], (f"{name}_{again}" for again in itertools.count(2)))
     with suppress(OSError):
         return next(new for new in names if _is_new(Path(new)))

@@ -1,14 +1,15 @@
-"""Samples as arrays by the names of a model's inputs, from NumPy files or a user's dataset of mappings.
+"""Samples as mappings from input names to arrays, from NumPy files or a user's dataset.
 
     DIR/**/*.npz, *.npy ── sorted by path ──> samples ── every other one calibrates and trains, the others verify
     DIR/train, DIR/test                       if both exist, they are the two splits
 
-An item holds its arrays as the model takes them, including the batch axis, as for `InferenceSession.run`. A file whose
-arrays all have the same first axis N > 1 holds N samples.
+The arrays of an item have the shapes that the model takes, including the batch axis, as for
+`InferenceSession.run`. A file whose arrays all have the same first axis N > 1 holds N samples.
 
-For a model with states (`qatkit.data.rollout`), a file of N samples is a sequence of N steps. Files of one sample in
-one folder are the steps of one sequence, such as frames that a program has written one by one. They are sorted by the
-numbers in their names, so step_10 comes after step_9. A state is one array per sequence, without an axis of steps.
+For a model with states (`qatkit.data.rollout`), a file of N samples is a sequence of N steps. Files with one
+sample each in the same folder are the steps of one sequence, such as frames that a program has written one by
+one. They are sorted by the numbers in their names, so step_10 comes after step_9. A state is one array per
+sequence, without an axis of steps.
 """
 
 from __future__ import annotations
@@ -52,10 +53,10 @@ class Port:
 
     Attributes:
         name: name of the input.
-        dtype: NumPy's name of its type.
-        shape: sizes of its axes; None for an open axis.
-        axis: the batch axis; None if it has none.
-        names: names of its axes in the file; "" for an axis without a name.
+        dtype: name of the input's type in NumPy.
+        shape: sizes of the axes; None for an open axis.
+        axis: the batch axis; None if the input has none.
+        names: names of the axes in the file; "" for an axis without a name.
         below: for ids, the number of rows of the smallest table that they index; None if no table is known.
         rows: number of rows of a sample along the batch axis.
     """
@@ -70,18 +71,18 @@ class Port:
 
 
 class ArrayFiles:
-    """The samples of files of arrays.
+    """A dataset of the samples in NumPy files.
 
     Args:
         paths: paths of the files, in order.
         root: folder of the data, for messages.
-        states: names of arrays with the start states of a sequence, in its first step.
+        states: names of the arrays that hold the start states of a sequence, in its first step.
 
     Attributes:
         lengths: number of consecutive samples of each sequence.
 
     Raises:
-        ConfigError: a file cannot be read, or holds no arrays of numbers.
+        ConfigError: a file cannot be read, or has no arrays of numbers or booleans.
     """
 
     def __init__(self, paths: Sequence[str], root: str, states: Collection[str] = ()) -> None:
@@ -118,7 +119,7 @@ class ArrayFiles:
         return arrays, self.targets[index]
 
     def _header(self, path: str) -> tuple[dict[str, tuple[int, ...]], NDArray[Any] | None]:
-        """Returns the shapes of a file's arrays, and its labels, which are the only values read."""
+        """Returns the shapes of a file's arrays, and its labels; no other values are read."""
         with self._reading(path):
             with open_regular_file(path) as stream:
                 found = dict(_headers(stream))
@@ -180,7 +181,9 @@ def _header(stream: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:
 
 
 def arrays(root: str | None, download: bool, seed: int, request: Request | None = None) -> Splits:
-    """Returns the samples of the .npz and .npy files of a folder and of those below it, or the steps of sequences.
+    """Returns the samples in the .npz and .npy files of a folder and its subfolders.
+
+    For a model with states, the samples are the steps of sequences.
 
     Raises:
         ConfigError: the folder does not exist or has fewer than two samples, a file cannot be read, or only some
@@ -223,7 +226,7 @@ def _by_number(path: str) -> list[list[tuple[int, str]]]:
 
 @dataclass(frozen=True)
 class ArrayBatches:
-    """The preparation of batches from samples that are arrays, as `Preprocessing` is for images.
+    """The preparation of batches from samples that are arrays; `Preprocessing` does the same for images.
 
     Attributes:
         source: dotted path of the source, for messages.
@@ -236,14 +239,14 @@ class ArrayBatches:
     states: Mapping[str, str] = field(default_factory=dict)
 
     def checked(self, item: Any, name: str) -> dict[str, Tensor]:
-        """Returns a sample as tensors by the names of the model's inputs.
+        """Returns a sample as a mapping from the names of the model's inputs to tensors.
 
         Args:
             item: a mapping of arrays, or the array of the only input.
             name: name of the sample, for messages.
 
         Raises:
-            ConfigError: an input is missing, or has another type or shape than the model takes.
+            ConfigError: an input is missing, or has a type or shape that the model does not take.
         """
         given = item if isinstance(item, Mapping) else {LONE: item}
         if not self.ports:
@@ -259,7 +262,11 @@ class ArrayBatches:
         return {port.name: self.fitted(given[port.name], port, name) for port in self.ports}
 
     def eval_batch(self, samples: Iterable[Mapping[str, Tensor]]) -> Batch:
-        """Joins samples along their batch axes: tensors by name, or the tensor of the only input."""
+        """Concatenates samples along their batch axes, into a mapping of tensors or the tensor of the only input.
+
+        Raises:
+            ConfigError: the samples differ in an input that has no batch axis.
+        """
         found = list(samples)
         axes = self.axes(found[0])
         for name in [name for name, axis in axes.items() if axis is None]:
@@ -279,11 +286,11 @@ class ArrayBatches:
         draws: Sequence[random.Random],
         policy: str,
     ) -> Batch:
-        """Joins samples as in evaluation, since arrays of unknown meaning are not augmented."""
+        """Concatenates samples as for evaluation, since arrays of unknown meaning are not augmented."""
         return self.eval_batch(samples)
 
     def axes(self, sample: Mapping[str, Tensor]) -> dict[str, int | None]:
-        """Returns the batch axis of each input."""
+        """Returns the batch axis of each input; None for an input without one."""
         return {port.name: port.axis for port in self.ports} or {
             name: 0 if one.ndim else None for name, one in sample.items()
         }
@@ -294,13 +301,13 @@ class ArrayBatches:
         return not self.ports or any(port.axis is not None for port in self.ports)
 
     def inputs(self, samples: Sequence[Mapping[str, Tensor]]) -> ArrayInputs:
-        """Returns the inputs of the model, made of some samples."""
+        """Returns the inputs of the model, built from `samples`."""
         made = self.eval_batch(samples)
         named = made if isinstance(made, dict) else {next(iter(samples[0])): made}
         return ArrayInputs(named, self.axes(samples[0]))
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns plain values for model.json: the inputs, which are not preprocessed."""
+        """Returns plain values for model.json: a description of the inputs and of the states."""
         described = [
             {"name": p.name, "type": p.dtype, "shape": list(p.shape), "batch_axis": p.axis}
             for p in self.ports
@@ -308,7 +315,7 @@ class ArrayBatches:
         return {"arrays": described} | ({"states": dict(self.states)} if self.states else {})
 
     def content(self, sample: Mapping[str, Any]) -> bytes:
-        """Returns bytes that identify a sample; states do not count, since they are computed."""
+        """Returns bytes that identify a sample; states are left out, since they are computed."""
         about = repr(dict(self.states)).encode() if self.states else b""
         parts = (
             (name.encode(), np.asarray(one).tobytes())
@@ -318,10 +325,11 @@ class ArrayBatches:
         return b"".join(part for pair in parts for part in pair) + about
 
     def fitted(self, value: Any, port: Port, name: str) -> Tensor:
-        """Returns the array of an input, converted to the input's type.
+        """Returns `value` as a tensor, converted to the type of the input `port`.
 
         Raises:
-            ConfigError: as for `checked`.
+            ConfigError: the array has a type or shape that the model does not take, or numbers that the
+                input's type cannot represent.
         """
         given = self._tensor(value, f"{name}['{port.name}']")
         wanted = np.dtype(port.dtype)

@@ -1,11 +1,12 @@
-"""Frames of WAV and FLAC files, for a model that takes the samples of a wave.
+"""Frames of WAV and FLAC files, for a model whose input is a waveform.
 
     DIR/**/*.wav, *.flac ── sorted by path ──> files ── every other one calibrates and trains, the others verify
     DIR/train, DIR/test                        where both exist they are the two splits
     file ── one channel ── data.rate ── frames of the input's length, one every data.hop samples ──> samples
 
-The frames of a file are consecutive, so for a model with states (`qatkit.data.rollout`) a file is a sequence. Samples
-after its last whole frame are not used. `qatkit.data.wave_input` finds the input's time axis.
+The frames of a file are consecutive, so for a model with states (`qatkit.data.rollout`) a file is a sequence.
+Samples after the last whole frame of a file are not used. `qatkit.data.wave_input` finds the input's time
+axis.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ _SHOWN = 5
 
 
 class AudioFrames:
-    """The frames of some files; an item is (arrays by name, target).
+    """A dataset of the frames of sound files; an item is (arrays by name, target).
 
     Args:
         files: the files, each at least one frame long.
-        wave: the input for which frames are made.
+        wave: the model's input, which defines the frames.
 
     Attributes:
         lengths: number of frames of each file.
@@ -72,11 +73,11 @@ class AudioFrames:
 
 
 def audio(root: str | None, download: bool, seed: int, request: Request | None = None) -> Splits:
-    """Returns the frames of the WAV and FLAC files of a folder and of those below it.
+    """Returns the frames of the WAV and FLAC files in a folder and its subfolders.
 
     Raises:
-        ConfigError: the folder does not exist or has fewer than two files, files cannot be used, or the model
-            does not take a wave.
+        ConfigError: the folder does not exist or has fewer than two usable files, files are unusable and not
+            to be skipped, or the model does not take a wave.
     """
     if root is None or not Path(root).is_dir():
         raise ConfigError("data.root", root, f"{_LAYOUT}; there is no such folder")
@@ -105,7 +106,7 @@ def audio(root: str | None, download: bool, seed: int, request: Request | None =
 
 
 def _kinds(paths: Sequence[str]) -> list[str]:
-    """Returns the file name extensions; names without one are ignored."""
+    """Returns the file name extensions, or the first names if no file has an extension."""
     found = sorted({os.path.splitext(path)[1].lower() for path in paths} - {""})
     return found[:_SHOWN] or [os.path.basename(path) for path in paths[:_SHOWN]]
 

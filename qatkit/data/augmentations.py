@@ -1,4 +1,4 @@
-"""Augmentations of training images, each drawn from an image's own source of random numbers."""
+"""Augmentations of training images; each image has its own source of random numbers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import Tensor
 from qatkit_verify.fitting import Fitting, Sides
 
 _CROP_AREA = (0.08, 1.0)  # share of the image's area, as in the usual ImageNet recipe
-_CROP_RATIO = (3 / 4, 4 / 3)  # width / height, relative to the input's
+_CROP_RATIO = (3 / 4, 4 / 3)  # width / height, relative to that of the input
 _CROP_ATTEMPTS = 10
-_ZOOM = (0.5, 1.5)  # the usual range of the YOLOs
+_ZOOM = (0.5, 1.5)  # the usual range in the training of YOLO models
 
 
 def mirrored(arrays: Iterable[Tensor], draws: Sequence[random.Random]) -> Iterator[Tensor]:
@@ -32,7 +32,7 @@ def flipped(batch: Tensor, draws: Sequence[random.Random]) -> Tensor:
 
 
 def shifted(batch: Tensor, draws: Sequence[random.Random]) -> Tensor:
-    """Shifts each image by up to an eighth of its height and width each way, with reflection at the edges."""
+    """Shifts each image by up to an eighth of its height and width either way, reflecting the edges."""
     height, width = batch.shape[-2:]
     down, across = height // 8, width // 8
     padded = nn_functional.pad(batch, [across, across, down, down], mode="reflect")
@@ -47,13 +47,14 @@ def shifted(batch: Tensor, draws: Sequence[random.Random]) -> Tensor:
 def random_rectangle(
     height: int, width: int, draw: random.Random, aspect: float = 1.0
 ) -> tuple[int, int, int, int]:
-    """Returns (top, left, height, width) with area and proportions drawn as in Inception training.
+    """Returns a random rectangle (top, left, height, width), with area and proportions as in Inception training.
 
-    If `_CROP_ATTEMPTS` rectangles do not fit, it is the largest centred one of an allowed ratio.
+    If `_CROP_ATTEMPTS` drawn rectangles do not fit, the result is the largest centred rectangle with an
+    allowed ratio.
 
     Args:
         height, width: size of the image.
-        draw: its source of random numbers.
+        draw: the image's source of random numbers.
         aspect: width / height of the input to which the rectangle is resized.
     """
     low, high = (ratio * aspect for ratio in _CROP_RATIO)
@@ -69,9 +70,9 @@ def random_rectangle(
 
 
 def random_zoom(scaled: Sides, size: Sides, draw: random.Random) -> Fitting:
-    """Returns a fitting with a random zoom of 0.5 to 1.5 at a random place, without changing the proportions.
+    """Returns a fitting with a random zoom from 0.5 to 1.5 and a random place; proportions do not change.
 
-    The picture is cut where it is larger than the input, and padded where it is smaller.
+    On each axis, the picture is cut if it is larger than the input, and padded if it is smaller.
 
     Args:
         scaled: (height, width) of the picture at a zoom of 1.

@@ -1,7 +1,7 @@
-"""Boxes as targets, which are scaled, cut, placed and mirrored like their pictures.
+"""Boxes as targets: they are scaled, cut, placed and mirrored like their pictures.
 
-Their random numbers come from sources in the same state as those of the pictures, so both are placed and mirrored
-in the same way. A box is dropped if less than a quarter of it remains in the input.
+Boxes and pictures draw from sources of random numbers in the same state, so both are placed and mirrored in
+the same way. A box is dropped if less than a quarter of it remains in the input.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Array = NDArray[np.float64]
 
 
 class BoxTargets:
-    """The boxes of batches, float32 [N, n, 6]: class, corners in pixels of the input, and whether they are ignored.
+    """The preparation of boxes, float32 [N, n, 6]: class, corners in pixels of the input, and whether ignored.
 
     Args:
-        pictures: the preparation of the pictures.
-        targets: targets of all pictures; batches have room for the largest number of boxes, and unused rows
-            have class -1.
+        pictures: the preprocessing of the pictures.
+        targets: targets of all pictures. Batches have as many rows as the largest number of boxes; unused
+            rows have class -1.
     """
 
     def __init__(self, pictures: Preprocessing, targets: Iterable[Any]) -> None:
@@ -38,7 +38,7 @@ class BoxTargets:
         self._most = max((len(one) for one in targets if not isinstance(one, int)), default=0)
 
     def eval_targets(self, targets: Sequence[Any], pictures: Sequence[Sides]) -> Tensor:
-        """Returns boxes as in evaluation; `pictures` are their heights and widths."""
+        """Returns the boxes for evaluation; `pictures` are the (height, width) of the pictures."""
         hows = [self._pictures.fitting(picture) for picture in pictures]
         return self._batch(targets, pictures, hows, [False] * len(hows))
 
@@ -49,7 +49,7 @@ class BoxTargets:
         augment: str,
         draws: Sequence[random.Random],
     ) -> Tensor:
-        """Returns boxes as in training; `draws` are in the state that those of the pictures had."""
+        """Returns the boxes for training; `draws` are in the same state as when the pictures were prepared."""
         own = self._pictures
         hows, flips = [], []
         for picture, draw in zip(pictures, draws, strict=True):
@@ -68,7 +68,7 @@ class BoxTargets:
         *,
         within: bool = False,
     ) -> Tensor:
-        """Returns all boxes of a batch; `within`: pictures are mirrored in place, not the whole input."""
+        """Returns all boxes of a batch; with `within`, only the picture is mirrored and not its padding."""
         found = np.full((len(targets), max(self._most, 1), VALUES), -1, np.float32)
         width = sides(self._pictures.image_size)[1]
         for rows, target, picture, how, flip in zip(found, targets, pictures, hows, flips, strict=True):
@@ -83,14 +83,14 @@ class BoxTargets:
 
 
 def _mirrored(boxes: Array, width: int) -> Array:
-    """Returns the boxes [n, 6] of a picture that is mirrored left to right."""
+    """Returns the boxes [n, 6], mirrored left to right within `width` pixels."""
     found = boxes.copy()
     found[:, 1], found[:, 3] = width - boxes[:, 3], width - boxes[:, 1]
     return found
 
 
 def _placed(boxes: Array, picture: Sides, how: Fitting) -> Array:
-    """Returns the boxes [n, 6] of a picture in the input, without those that are mostly outside."""
+    """Returns the boxes [n, 6] of a picture in pixels of the input, without boxes mostly outside it."""
     found = boxes.copy()
     for axis, columns in ((0, [2, 4]), (1, [1, 3])):
         moved = boxes[:, columns] * (how.scaled[axis] / picture[axis]) + (how.place[axis] - how.start[axis])

@@ -1,13 +1,13 @@
-"""Pictures with boxes of objects, as Pascal VOC and COCO publish them.
+"""Pictures with boxes of objects, in the layouts of Pascal VOC and COCO.
 
     voc_boxes     ROOT/JPEGImages/NAME.jpg  ROOT/Annotations/NAME.xml  ROOT/ImageSets/Main/{trainval,test}.txt
     coco_boxes    ROOT/annotations/instances_{train,val}*.json  ROOT/{train,val}*/NAME.jpg
                   ROOT/{train,test}/_annotations.coco.json among the pictures
 
-`trainval` trains and `test` verifies; if one of them is missing, `train` and `val` are used. All annotations are read
-before any long work: one that names a missing picture ends the run, and so do boxes without area or outside their
-picture, unless data.bad=skip leaves those boxes out. VOC's difficult objects and COCO's crowds are ignored: detections
-of them count neither as right nor as wrong.
+`trainval` trains and `test` verifies; if one of them is missing, `train` and `val` are used. All annotations
+are read before any long work. An annotation that names a missing picture ends the run. Boxes without area or
+outside their picture end it too, unless data.bad=skip leaves them out. VOC's difficult objects and COCO's
+crowds are ignored: detections of them count neither as right nor as wrong.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ class _Picture:
 
 
 def voc_boxes(root: str | None, download: bool, seed: int, request: Request | None = None) -> Splits:
-    """Returns pictures and annotations in Pascal VOC's layout, with classes in alphabetical order.
+    """Returns the splits of a folder in Pascal VOC's layout, with classes in alphabetical order.
 
     Raises:
-        ConfigError: the folder does not exist, an annotation cannot be read or names no picture, or boxes are
-            wrong.
+        ConfigError: the folder does not exist, an annotation cannot be read, lacks its picture or differs
+            from it in size, or boxes are wrong.
     """
     top = _voc_folder(data_folder(VOC_BOXES, root))
     for trains, tests in _VOC_PARTS:
@@ -80,7 +80,7 @@ def voc_boxes(root: str | None, download: bool, seed: int, request: Request | No
 
 
 def coco_boxes(root: str | None, download: bool, seed: int, request: Request | None = None) -> Splits:
-    """Returns pictures and annotations in COCO's layout, with classes in the order of their numbers.
+    """Returns the splits of a folder in COCO's layout, with classes in the order of their ids.
 
     Raises:
         ConfigError: as for `voc_boxes`, or the categories of the splits differ.
@@ -105,10 +105,11 @@ def _skips(request: Request | None) -> bool:
 def _splits(
     top: str, train: Sequence[_Picture], test: Sequence[_Picture], names: Sequence[str], skip: bool
 ) -> Splits:
-    """Returns the splits of pictures whose annotations were read.
+    """Returns the splits of the given pictures, and checks them and their boxes.
 
     Raises:
-        ConfigError: a picture is missing, boxes are wrong, or the training pictures lack a class of the test split.
+        ConfigError: a picture is missing, boxes are wrong, or no training picture has a class that occurs in
+            the test split.
     """
     every = [*train, *test]
     missing = [picture.path.name for picture in every if not picture.path.is_file()]
@@ -133,10 +134,12 @@ def _splits(
 
 
 def _check_sizes(top: str, pictures: Sequence[_Picture]) -> None:
-    """Checks the headers of all pictures; the survey of all files reports unreadable ones later.
+    """Compares the sizes in the headers of all pictures with the annotations.
+
+    The survey of all files reports unreadable pictures later.
 
     Raises:
-        ConfigError: a picture does not have the size in its annotation.
+        ConfigError: the size of a picture differs from the size in its annotation.
     """
 
     def look(picture: _Picture) -> str:
@@ -198,7 +201,11 @@ def _problem(box: _Box, picture: _Picture) -> str:
 
 
 def _voc_folder(top: Path) -> Path:
-    """Returns the folder itself, or the only one below it with annotations (VOCdevkit/VOC2012)."""
+    """Returns `top`, or the only folder below it with annotations (VOCdevkit/VOC2012).
+
+    Raises:
+        ConfigError: no folder or several folders have annotations.
+    """
     for depth in ("Annotations", "*/Annotations", "*/*/Annotations"):
         found = sorted(path.parent for path in top.glob(depth) if path.is_dir())
         if len(found) == 1:
@@ -209,7 +216,7 @@ def _voc_folder(top: Path) -> Path:
 
 
 def _voc_list(top: Path, parts: Sequence[str]) -> list[str]:
-    """Returns the names of the first part that has a list."""
+    """Returns the picture names in the first list that exists among `parts`; [] if none exists."""
     for part in parts:
         path = top / "ImageSets" / "Main" / f"{part}.txt"
         if path.is_file():
@@ -237,7 +244,7 @@ def _voc_picture(top: Path, name: str) -> _Picture:
 
 
 def _voc_box(page: ElementTree.Element) -> _Box:
-    """Returns the box of an object, converted from VOC's pixel numbers, which start at 1."""
+    """Returns the box of an object; VOC counts pixels from 1, so the lower corner is shifted by 1."""
     x1, y1, x2, y2 = (float(_text(page, f"bndbox/{key}")) for key in ("xmin", "ymin", "xmax", "ymax"))
     difficult = (page.findtext("difficult") or "0").strip() == "1"
     return _Box(_text(page, "name").strip(), (x1 - 1, y1 - 1, x2, y2), IGNORED if difficult else 0)
@@ -251,7 +258,7 @@ def _text(page: ElementTree.Element, path: str) -> str:
 
 
 def _coco_file(top: Path, parts: Sequence[str]) -> Path | None:
-    """Returns the annotation file of the first part that has one."""
+    """Returns the first annotation file that exists among `parts`; None if none exists."""
     for part in parts:
         own = top / part / _OWN_FILE
         found = [own] if own.is_file() else sorted(top.glob(f"annotations/instances_{part}*.json"))
@@ -263,7 +270,7 @@ def _coco_file(top: Path, parts: Sequence[str]) -> Path | None:
 def _coco_pictures(top: Path, path: Path) -> tuple[list[_Picture], list[str]]:
     """Returns the pictures of an annotation file, and the names of its categories.
 
-    A category without objects that only groups others (a supercategory) is left out.
+    Categories without objects that only group others (supercategories) are left out.
 
     Raises:
         ConfigError: the file cannot be read.

@@ -1,6 +1,6 @@
-"""A split as the loaders read it, with every item of the source checked against what the source declared.
+"""Splits as the loaders read them: every item is checked against what the source declared.
 
-A source may be a user's code. Its exceptions, items that are not images, and targets that differ from `targets`
+A source may be user code. Its exceptions, items that are not images, and targets that differ from `targets`
 are reported in one line with the index of the item, in workers and in the main process.
 """
 
@@ -24,25 +24,26 @@ from qatkit_verify.errors import ConfigError
 from qatkit_verify.foreign import calling, check_call
 from qatkit_verify.pictures import as_eight_bits, check_size, reason
 
-_SHOWN = 60  # characters of a value
+_SHOWN = 60  # characters of a value in a message
 
 
 class CheckedImages:
-    """A dataset with checked items: (Pillow image, L or RGB, or uint8 tensor (C, H, W); target).
+    """A dataset of checked items (image, target); images are Pillow's (L or RGB) or uint8 tensors (C, H, W).
 
     Args:
-        dataset: dataset of a source.
+        dataset: the dataset of a source.
         part: "train" or "test", for messages.
         source: dotted path of the source, for messages.
         task: the task of the targets.
-        arrays: the preparation that checks arrays by name, or recordings; None: items are images.
+        arrays: the preparation that checks arrays or recordings; None if items are images.
 
     Attributes:
         targets: the target of each image in the task's form; plain ints for labels.
-        groups: the group of each image, over which choices of images are balanced; a classifier's labels.
+        groups: the group of each image, such as its label; choices of images are balanced over groups.
 
     Raises:
-        ConfigError: there are no labels, not as many as images, or labels of another kind.
+        ConfigError: there are no labels, their number differs from that of the images, or they do not suit
+            the task.
     """
 
     def __init__(
@@ -68,10 +69,10 @@ class CheckedImages:
         return len(self.targets)
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
-        """Returns the image, or the tensors of a sample by name, and its target.
+        """Returns (sample, target); the sample is an image, a mapping of tensors by name, or a recording.
 
         Raises:
-            ConfigError: the source raised an exception, or returned something else.
+            ConfigError: the source raised an exception, or returned something other than such a pair.
         """
         with calling("data.source", self.source, self.dataset):
             item: Any = self.dataset[index]
@@ -87,7 +88,7 @@ class CheckedImages:
         return self._image(item[0], name), label
 
     def label_map(self, target: Any) -> Tensor:
-        """Returns the map that a target of a task with `maps` stands for, uint8 [1, height, width].
+        """Returns the label map of a target, uint8 [1, height, width], for a task with `maps`.
 
         Raises:
             ConfigError: the source has no maps, or a map cannot be read.
@@ -117,7 +118,7 @@ class CheckedImages:
             raise self._wrong(f"{name} can't be read as an image ({reason(error)})") from error
 
     def _target(self, value: Any, name: str) -> Any:
-        """Returns a target of Python, NumPy or torch in the task's form, such as a label as an int."""
+        """Converts a target of Python, NumPy or torch to the task's form, such as an int for a label."""
         try:
             return self.task.target(value)
         except (TypeError, ValueError) as error:
@@ -134,7 +135,7 @@ def _kind(value: Any) -> str:
 
 
 def splits_of(source: Source, config: DataConfig, seed: int, request: Request | None = None) -> Splits:
-    """Returns the splits of a source, which receives the request if it has a parameter for it."""
+    """Calls a source with its arguments, and with the request if it has that parameter; returns its splits."""
     check_call("data.source", config.source, source, "root", "download", "seed")
     check_own_settings(config, source)
     with calling("data.source", config.source, source):
@@ -149,7 +150,7 @@ def checked_splits(
     """Returns the checked train and test splits of a source.
 
     Raises:
-        ConfigError: the source returned something else, or its targets do not suit the task.
+        ConfigError: the source did not return valid `Splits`, or its targets do not suit the task.
     """
     if not isinstance(splits, Splits):
         raise ConfigError(
@@ -177,7 +178,7 @@ def checked_splits(
 
 
 def check_array_settings(config: DataConfig) -> None:
-    """Raises ConfigError for a setting that is only for images, when samples are arrays."""
+    """Raises ConfigError for a setting that does not apply to samples that are arrays."""
     plain = {"augment": "none", "policy": "none", "cache": "none"}
     if config.source != AUDIO:  # audio files can be skipped
         plain["bad"] = "refuse"
@@ -204,11 +205,11 @@ def check_array_settings(config: DataConfig) -> None:
 
 
 def recordings_in(splits: Splits, config: DataConfig, task: Task) -> Recordings | None:
-    """Returns the preparation of recordings; None for splits of other samples.
+    """Returns the preparation of recordings; None if the samples are not recordings.
 
     Raises:
-        ConfigError: a setting does not apply to the samples, or the samples are pictures and the task or the
-            augmentation is for recordings.
+        ConfigError: a setting does not apply to the samples, or the task or the augmentation needs recordings
+            and the samples are pictures.
     """
     if getattr(splits, "recordings", False):
         return recordings_of(config)

@@ -1,9 +1,9 @@
-"""Random samples, for a model with known inputs but without data.
+"""Random samples for a model whose inputs are known, if there are no data.
 
     type, shape, range of each input ── seed, split, number of the sample ──> arrays by the names of the inputs
 
-A file made from them runs and has its final size and speed. But its ranges do not fit real data, and no accuracy
-figure is meaningful: the report, the table at the end and the bundle's manifest say so.
+A file made from them runs and has its final size and speed. But its ranges do not fit real data, and no
+accuracy figure is meaningful. The report, the final table and the bundle's manifest say so.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ NOTE = (
     "agreement applies to it; calibrate and verify with real samples (data=arrays, data=audio or data=pictures) before "
     "you use the file"
 )
-_COUNT = 64  # samples of a split
-_STEPS = 32  # steps of a sequence, for a model with states
-# Sizes of open axes: a side of a picture, samples of a wave, any other.
+_COUNT = 64  # default number of samples of a split
+_STEPS = 32  # number of steps of a sequence, for a model with states
+# Default sizes of open axes: the side of a picture, the number of samples of a wave, and any other size.
 _PIXELS, _SECOND, _OTHER = 224, 16000, 64
 _SIZES_FORM = "{AXIS: SIZE}, {INPUT: SIZE} or {INPUT: [SIZE, ...]}"
 _RANGES_FORM = "{INPUT: [LOW, HIGH]}"
@@ -38,16 +38,16 @@ _RANGES_FORM = "{INPUT: [LOW, HIGH]}"
 
 @dataclass(frozen=True)
 class Draw:
-    """The values of an input.
+    """The distribution of an input's random values.
 
     Attributes:
         name: name of the input.
-        dtype: NumPy's name of its type.
+        dtype: name of the input's type in NumPy.
         shape: shape of a sample, with the batch axis.
-        span: both ends of the range, included; None: normal(0, 1).
-        whole: the values are whole numbers.
-        constant: all samples have the same values, as for an input without a batch axis.
-        because: the origin of the range, in words.
+        span: both ends of the range, inclusive; None for the standard normal distribution.
+        whole: whether the values are whole numbers.
+        constant: whether all samples have the same values, as for an input without a batch axis.
+        because: a phrase that tells where the range comes from.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Draw:
     because: str
 
     def array(self, *parts: object) -> NDArray[Any]:
-        """Returns the values of a sample, which depend on `parts`."""
+        """Returns the values of a sample, with `parts` as the seed."""
         draw = np.random.default_rng(seed_of("drawn", self.name, *(parts[:1] if self.constant else parts)))
         if self.span is None:
             made: NDArray[Any] = draw.standard_normal(self.shape)
@@ -74,19 +74,19 @@ class Draw:
 
     @property
     def text(self) -> str:
-        """Returns the input in words."""
+        """A description of the input: its name, type, shape and range."""
         told = "normal(0, 1)" if self.span is None else f"{self.span[0]:.15g}..{self.span[1]:.15g}"
         because = f" ({self.because})" if self.because else ""
         return f"{self.name} {self.dtype} {list(self.shape)} {told}{because}"
 
 
 class DrawnArrays:
-    """Samples of some inputs; an item is (arrays by name, target).
+    """A dataset of random samples; an item is (arrays by name, target).
 
     Args:
-        draws: the inputs.
+        draws: the distributions of the inputs.
         count: number of samples.
-        parts: a seed and the split, which distinguish these samples from others.
+        parts: the seed and the name of the split, from which the samples are drawn.
 
     Attributes:
         lengths: number of samples of each sequence, for models with states.
@@ -109,7 +109,8 @@ def drawn(root: str | None, download: bool, seed: int, request: Request | None =
     """Returns samples drawn for the inputs of a model, `data.count` in each split.
 
     Raises:
-        ConfigError: the model does not declare its inputs or takes text, or settings do not fit its inputs.
+        ConfigError: the model does not declare its inputs, an input has a type that cannot be drawn, or
+            settings do not fit the inputs.
     """
     asked = request if request is not None else Request(DataConfig())
     settings = asked.settings
@@ -159,7 +160,8 @@ def _span(port: Port, asked: Any) -> tuple[float, float]:
     """Returns the ends of the range in the configuration.
 
     Raises:
-        ConfigError: they are not two numbers in order, are fractions for an input of integers, or exceed its type.
+        ConfigError: the ends are not two numbers in ascending order, are fractions for an integer input, or
+            exceed the range of its type.
     """
     kind = np.dtype(port.dtype)
     numbers = isinstance(asked, list | tuple) and all(isinstance(one, int | float) for one in asked)
@@ -168,13 +170,13 @@ def _span(port: Port, asked: Any) -> tuple[float, float]:
     if kind.kind != "f":
         low, high = (0, 1) if kind.kind == "b" else (np.iinfo(kind).min, np.iinfo(kind).max)
         if any(one != int(one) for one in asked) or asked[0] < low or asked[1] > high:
-            allowed = f"two whole numbers from {low} to {high} for an input of type {port.dtype}"
+            allowed = f"two integers from {low} to {high} for an input of type {port.dtype}"
             raise ConfigError(f"data.ranges.{port.name}", asked, allowed)
     return asked[0], asked[1]
 
 
 class _Sizes:
-    """The sizes of open axes; axes of one name have one size.
+    """The sizes of open axes; axes with the same name have the same size.
 
     Raises:
         ConfigError: `data.sizes` has another form, an unknown name, or sizes that are not positive integers.
@@ -210,7 +212,8 @@ class _Sizes:
     def _size(self, port: Port, axis: int, places: Sequence[int], of_input: int | None) -> int:
         """Returns the size of an open axis.
 
-        It is the one set for its name or for its input, else that of another axis with its name, else the default.
+        The first of these that exists: the size set for the axis name, the size set for the input, the size
+        of another axis with the same name, the default.
         """
         name = port.names[axis] if port.names else ""
         named = self.asked.get(name) if name else None
@@ -236,7 +239,7 @@ def _default(port: Port, places: Sequence[int]) -> int:
 
 
 def _check_names(key: str, asked: Any, known: set[str], form: str) -> None:
-    """Raises ConfigError if the setting is not a mapping or has a name that the model does not have."""
+    """Raises ConfigError if the setting is not a mapping or has a name that is unknown to the model."""
     if asked is not None and not isinstance(asked, Mapping):
         raise ConfigError(f"data.{key}", asked, form)
     for name in asked or {}:

@@ -1,4 +1,4 @@
-"""Digests that distinguish items, and whole datasets, from others."""
+"""Digests that identify items and whole datasets."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ def fingerprint(
 ) -> str:
     """Returns hex digits that identify a dataset by its classes, labels and contents.
 
-    The contents of a few items count, unless the source returns different ones at every call.
+    The contents of a few items are included, unless the source returns different contents at every call.
 
     Args:
         images: the dataset.
-        chosen: the indices of the items that count.
+        chosen: the indices of the items that are included.
         classes: names of the labels.
-        ends: digests of both ends of files by index, if all files were checked; all of them count then.
+        ends: digests of both ends of files by index, if all files were checked; they then replace the
+            contents of the few items.
         seed: seed of the choice of a few items.
     """
     if ends:
@@ -41,7 +42,7 @@ def fingerprint(
 
 
 def digest(images: CheckedImages, index: int) -> str:
-    """Returns hex digits that identify an item: a digest of its file if it has one, else of its values."""
+    """Returns the digest of an item's file as hex digits; without a file, the digest of its values."""
     files = images.dataset
     if isinstance(files, DatasetFolder | ImageFiles):
         with open_regular_file(files.samples[index][0]) as stream:

@@ -17,9 +17,9 @@ class ImageFiles:
 
     Args:
         samples: (path, label) of each image.
-        upright: images are turned upright by their EXIF data, unlike in torchvision and in the published
-            figures on ImageNet.
-        complete: every class must have a readable image.
+        upright: whether images are turned upright by their EXIF data. torchvision and the published figures
+            on ImageNet do not turn them.
+        complete: whether every class must have a readable image.
 
     Attributes:
         targets: the label of each image.

@@ -1,8 +1,8 @@
-"""A loader of batches that are prepared as a whole, with worker processes if they pay off.
+"""A loader of datasets that prepare whole batches; it uses worker processes if they save time.
 
-    in order   the first batch here ── the rest would take longer than to start processes? ─ no ─> here
-                                                                                          └─ yes ─> theirs
-    a sampler's order, or processes of an earlier pass that are alive ───────────────────────────> theirs
+    in order   first batch: this process ── would the rest take longer than starting workers? ─ no ──> this process
+                                                                                              └─ yes ─> workers
+    a sampler's order, or workers of an earlier pass are alive ───────────────────────────────────────> workers
 
 Most passes over a small data set finish before a process has started. The batches and their order do not depend on
 the process that prepares them.
@@ -24,12 +24,12 @@ from qatkit_verify.errors import ConfigError, first_line
 from qatkit_verify.stopping import leave_to_parent, serving
 
 Batch = tuple[Any, Tensor]  # float32 (N, C, H, W), or tensors by the names of inputs; int64 (N,)
-_AT_ONCE = 2**24  # floats
+_AT_ONCE = 2**24  # maximum number of floats in a batch of pictures
 _TO_START = 0.1  # seconds that a process takes to start
 
 
 class Failure(NamedTuple):
-    """A ConfigError on its way out of a worker, which can only pass exceptions with one argument."""
+    """The contents of a ConfigError, since a worker can only pass on exceptions with one argument."""
 
     key: str
     value: str
@@ -44,7 +44,7 @@ class Failure(NamedTuple):
 
 
 def _as_is(batch: Any) -> Any:
-    """Returns the batch unchanged, as the collate function: the dataset has already made it."""
+    """Returns the batch unchanged; it is the collate function, since datasets return whole batches."""
     return batch
 
 
@@ -62,7 +62,7 @@ class _InOrder(Sampler[int]):
 
 
 def at_once(wanted: int, shape: Sequence[int]) -> int:
-    """Returns the size of a batch of pictures of a shape: `wanted`, or as many as 64 MiB of floats hold."""
+    """Returns the batch size for pictures of a shape: `wanted`, but at most 64 MiB of floats."""
     return min(wanted, max(1, _AT_ONCE // math.prod(shape)))
 
 
@@ -72,10 +72,10 @@ class ImageLoader(DataLoader[Batch]):
     Args:
         dataset: `EvalImages` or `TrainImages`.
         batch_size: images per batch.
-        workers: number of processes for long passes; 0: batches are prepared in this process.
-        persistent: keeps the workers for the next pass.
-        sampler: order of the keys; None: 0, 1, 2, ...
-        drop_last: leaves out a last batch that is not full.
+        workers: number of processes for long passes; with 0, batches are prepared in this process.
+        persistent: whether the workers are kept for the next pass.
+        sampler: order of the keys; None for 0, 1, 2, ...
+        drop_last: whether a last batch that is not full is left out.
     """
 
     def __init__(
@@ -93,15 +93,15 @@ class ImageLoader(DataLoader[Batch]):
             batch_size,
             sampler=_InOrder(len(dataset)) if sampler is None else sampler,  # type: ignore[arg-type]
             num_workers=workers,
-            # From Python 3.14 on, the default is another method. Spawned processes take seconds to start, copy the
-            # images in memory, and cannot use a source that cannot be pickled.
+            # From Python 3.14 on, the default start method is not fork. Spawned processes take seconds to
+            # start, copy the images in memory, and cannot use a source that cannot be pickled.
             multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
             collate_fn=_as_is,
             pin_memory=torch.cuda.is_available(),
             drop_last=drop_last,
             persistent_workers=persistent and workers > 0,
             worker_init_fn=leave_to_parent if serving() else None,
-            generator=torch.Generator(),  # otherwise every pass would draw from torch's global one
+            generator=torch.Generator(),  # otherwise every pass would draw from torch's global generator
         )
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]

@@ -24,8 +24,8 @@ class Inputs(ABC):
     """The inputs of a model, for any batch size.
 
     Attributes:
-        shape: the axes of one sample of the first input, without the batch.
-        said_by: a clause on the settings that define the form of a batch, to follow "as" in messages.
+        shape: the shape of one sample of the first input, without the batch axis.
+        said_by: a clause that names the settings of the inputs; it follows "as" in messages.
     """
 
     shape: tuple[int, ...]
@@ -41,10 +41,10 @@ class Inputs(ABC):
 
     @abstractmethod
     def timed(self, count: int) -> Sequence[int] | Mapping[str, NDArray[Any]]:
-        """Returns the inputs that files are timed with: the shape of a batch of noise, or arrays by name."""
+        """Returns the inputs for timing a file: the shape of a batch of noise, or arrays by name."""
 
     def timed_by(self, batch: int) -> Sequence[int] | Mapping[str, NDArray[Any]]:
-        """Returns `timed` in the form that `qatkit_verify.latency` takes: a shape without the batch."""
+        """Returns `timed` for `qatkit_verify.latency`: a shape without the batch axis, or arrays by name."""
         given = self.timed(batch)
         return given if isinstance(given, Mapping) else given[1:]
 
@@ -56,11 +56,11 @@ class Inputs(ABC):
     @property
     @abstractmethod
     def text(self) -> str:
-        """The shape of a batch in words."""
+        """A description of the shape of a batch."""
 
     @abstractmethod
     def stored(self) -> dict[str, Any]:
-        """Returns the entries of a checkpoint from which `inputs_of` makes them again."""
+        """Returns the entries of a checkpoint from which `inputs_of` restores the inputs."""
 
 
 @dataclass(frozen=True)
@@ -93,14 +93,14 @@ class ImageInputs(Inputs):
 
 @dataclass(frozen=True)
 class ArrayInputs(Inputs):
-    """Arrays by the names of a model's inputs.
+    """Inputs that are arrays, with the names of the model's inputs.
 
     Attributes:
-        samples: the first samples of the data, each of one batch.
-        axes: the batch axis of each input; None if it has none and all samples share one value.
-        lengths: maximum lengths of an example, by input and axis. If the file takes any length, a short
-            example is as good as a long one and takes less time and memory.
-        lone: the model is called with one tensor rather than with tensors by name.
+        samples: the first samples of the data as one batch, by input.
+        axes: the batch axis of each input; None if all samples share one value.
+        lengths: maximum lengths of an example, by input and axis. If the model accepts any length, short
+            examples save time and memory.
+        lone: whether the model is called with one tensor rather than with tensors by name.
     """
 
     said_by = "data.source gives them"
@@ -155,7 +155,7 @@ class ArrayInputs(Inputs):
         return next(iter(found.values())) if self.lone else found
 
     def _repeated(self, name: str, count: int) -> Tensor:
-        """Returns `count` samples of an input, repeated from the first if there are fewer."""
+        """Returns `count` samples of an input; if there are fewer, they are repeated in order."""
         axis, one = self.axes[name], self.samples[name]
         if axis is None:
             return one
@@ -163,7 +163,7 @@ class ArrayInputs(Inputs):
 
 
 def inputs_of(about: Mapping[str, Any]) -> Inputs:
-    """Returns the inputs of the run that a checkpoint describes."""
+    """Returns the inputs of a run from the entries of its checkpoint (`Inputs.stored`)."""
     if "inputs" in about:
         stored = about["inputs"]
         return ArrayInputs(stored["samples"], stored["axes"], stored.get("lengths", {}))

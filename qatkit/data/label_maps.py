@@ -1,7 +1,7 @@
-"""Maps of labels as targets, which are resized, cropped, filled and mirrored like their pictures.
+"""Label maps as targets: they are resized, cropped, padded and mirrored like their pictures.
 
-A pixel of the result has the number of the nearest pixel; padding counts as ignored. Random numbers come from sources
-in the same state as those of the pictures, so both are cut and mirrored at the same places.
+Each pixel of the result has the class number of the nearest pixel; padding is ignored. Maps and pictures draw
+from sources of random numbers in the same state, so both are cut and mirrored in the same way.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from qatkit_verify.fitting import LEVELS, Fitting, Sides
 
 
 class LabelMaps:
-    """The preparation of maps of labels, uint8 [1, height, width], together with their pictures.
+    """The preparation of label maps, uint8 [1, height, width], that matches the preparation of their pictures.
 
     Args:
-        pictures: the preparation of the pictures.
-        label_map: returns the map of a target (`CheckedImages.label_map`).
+        pictures: the preprocessing of the pictures.
+        label_map: a function that returns the map of a target (`CheckedImages.label_map`).
     """
 
     def __init__(self, pictures: Preprocessing, label_map: Callable[[Any], Tensor]) -> None:
         self._prepared, self._label_map = _Maps.beside(pictures), label_map
 
     def eval_targets(self, targets: Sequence[Any], pictures: Sequence[Sides]) -> Tensor:
-        """Returns maps as in evaluation, int64 [N, height, width]."""
+        """Returns the label maps for evaluation, int64 [N, height, width]."""
         return self._prepared.eval_batch(map(self._label_map, targets))[:, 0].long()
 
     def train_targets(
@@ -41,16 +41,19 @@ class LabelMaps:
         augment: str,
         draws: Sequence[random.Random],
     ) -> Tensor:
-        """Returns maps as in training, int64 [N, height, width]; `draws` are in the state of the pictures' draws."""
+        """Returns the label maps for training, int64 [N, height, width].
+
+        `draws` are in the same state as when the pictures were prepared.
+        """
         return self._prepared.train_batch(map(self._label_map, targets), augment, draws)[:, 0].long()
 
 
 class _Maps(Preprocessing):
-    """A preparation that takes each pixel from the nearest one."""
+    """A preprocessing that resizes by nearest-neighbour interpolation."""
 
     @classmethod
     def beside(cls, pictures: Preprocessing) -> _Maps:
-        """Returns the preparation of maps that matches that of pictures."""
+        """Returns the preprocessing of label maps that matches the preprocessing `pictures`."""
         values = {one.name: getattr(pictures, one.name) for one in fields(Preprocessing)}
         plain = {"mean": (0.0,), "std": (1.0,), "pixels": LEVELS, "order": "rgb", "layout": "nchw"}
         return cls(**values | plain | {"pad_value": float(IGNORED)})

@@ -1,13 +1,13 @@
-"""Pictures, each with a label picture that holds the number of a class for every pixel.
+"""Pictures, each with a label picture that holds a class number for every pixel.
 
     ROOT/train/NAME.jpg  ROOT/train_labels/NAME.png      ROOT/val/...  ROOT/test/...      (train_masks, trainannot, ...)
     ROOT/images/train/NAME.jpg  ROOT/labels/train/NAME.png                                (masks, annotations, ...)
 
 `train` trains and calibrates, and `test` (or `val`, if there is no `test`) verifies. Class names are the lines of
-`classes.txt` in ROOT, one per number; without it they are the numbers up to the largest one that occurs. Pixels with
-a number in `data.ignored` (255 by default) count neither as right nor as wrong. Label pictures are read before any
-long work: one that differs in size from its picture, has colours, or has a number that is not a class ends the run
-with a message that names it.
+`classes.txt` in ROOT, one per number. Without this file, they are the numbers up to the largest one that
+occurs. Pixels with a number in `data.ignored` (255 by default) count neither as right nor as wrong. Label
+pictures are read before any long work. A label picture ends the run with a message that names it if it
+differs in size from its picture, has colours, or has a number that is not a class.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from qatkit.data.image_files import ImageFiles
 from qatkit.data.sources import Splits
 from qatkit.progress import shown
 from qatkit.tasks.segmentation import IGNORED
-from qatkit_verify.errors import ConfigError
+from qatkit_verify.errors import ConfigError, counted
 from qatkit_verify.pictures import check_size, is_image_name, is_litter, open_regular_file, reason
 
 if TYPE_CHECKING:
@@ -42,12 +42,12 @@ _CLASSES, _THREADS, _PART, _SHOWN, _MANY = "classes.txt", 8, 64, 3, 1000
 
 
 class LabelPictures(ImageFiles):
-    """Pictures, and the files of their labels.
+    """A dataset of pictures and their label pictures.
 
     Args:
         samples: (path of the picture, path of the label picture below `root`).
         root: folder of all label pictures.
-        ignored: numbers of pixels that do not count.
+        ignored: class numbers whose pixels are ignored.
     """
 
     samples: list[Any]
@@ -58,7 +58,7 @@ class LabelPictures(ImageFiles):
         self.root, self.ignored = root, tuple(ignored)
 
     def label_map(self, target: Any) -> Tensor:
-        """Returns the numbers of a label picture, uint8 [1, height, width], with `IGNORED` where they do not count.
+        """Returns the class numbers of a label picture, uint8 [1, height, width]; ignored ones become `IGNORED`.
 
         Raises:
             ConfigError: the file cannot be read; the message names it.
@@ -71,7 +71,8 @@ def label_pictures(root: str | None, download: bool, seed: int, request: Request
     """Returns the pictures and label pictures of a folder, in one of the layouts above.
 
     Raises:
-        ConfigError: the folder does not exist or has another layout, a picture has no labels, or labels do not fit.
+        ConfigError: the folder does not exist or has another layout, a picture has no label picture, or a
+            label picture does not fit.
     """
     top = data_folder(MAPS, root)
     train, test = _pairs(top, _TRAIN), _pairs(top, _TEST)
@@ -86,7 +87,7 @@ def label_pictures(root: str | None, download: bool, seed: int, request: Request
 
 
 def _pairs(top: Path, parts: Sequence[str]) -> list[tuple[str, str]] | None:
-    """Returns (picture, label picture below `top`) of the first part with both, sorted; None if there is none."""
+    """Returns sorted pairs (picture, label picture below `top`) of the first part with both folders, or None."""
     for part in parts:
         beside = [(top / part, top / f"{part}{labels}") for labels in _LABELS]
         apart = [
@@ -101,7 +102,13 @@ def _pairs(top: Path, parts: Sequence[str]) -> list[tuple[str, str]] | None:
 
 
 def _matched(top: Path, pictures: Path, labels: Path) -> list[tuple[str, str]]:
-    """Returns pictures with the label picture of the same name, which may have a suffix after _ or -."""
+    """Returns sorted pairs of pictures and label pictures with the same name.
+
+    The name of a label picture may have a suffix after _ or -.
+
+    Raises:
+        ConfigError: a picture has no label picture or several, or there are no pictures.
+    """
     known: dict[str, list[Path]] = {}
     for path in sorted(labels.iterdir()):
         if is_image_name(path.name) and not is_litter(path.name):
@@ -119,19 +126,20 @@ def _matched(top: Path, pictures: Path, labels: Path) -> list[tuple[str, str]]:
         if len(own) == 1:
             found.append((str(path), own[0].relative_to(top).as_posix()))
         else:
-            missing.append(f"{path.name} ({'none' if not own else f'{len(own)} of them'})")
+            missing.append(f"{path.name} ({'none' if not own else f'{len(own)} found'})")
     if missing or not found:
         allowed = f"one label picture in {labels.name} for each picture in {pictures.name}"
-        told = f"it is missing or ambiguous for {len(missing)}: {', '.join(missing[:_SHOWN])}"
+        count = counted(len(missing), "picture")
+        told = f"it is missing or ambiguous for {count}: {', '.join(missing[:_SHOWN])}"
         raise ConfigError("data.root", str(top), f"{allowed}; {told if missing else 'there are no pictures'}")
     return found
 
 
 def largest_label(top: Path, pairs: Sequence[tuple[str, str]], ignored: Sequence[int]) -> int:
-    """Returns the largest number that counts in all label pictures.
+    """Returns the largest class number in all label pictures, without ignored numbers.
 
     Raises:
-        ConfigError: a label picture does not fit its picture, or no number counts.
+        ConfigError: a label picture cannot be read or does not fit its picture, or all numbers are ignored.
     """
 
     def look(pair: tuple[str, str]) -> int:
@@ -143,8 +151,8 @@ def largest_label(top: Path, pairs: Sequence[tuple[str, str]], ignored: Sequence
             told = f"{pair[1]} has {own} pixels, but its picture has {size[0]} x {size[1]}"
             allowed = f"label pictures with the sizes of their pictures; {told}"
             raise ConfigError("data.root", str(top), allowed)
-        counted = numbers[~np.isin(numbers, ignored)]
-        return int(counted.max()) if counted.size else -1
+        kept = numbers[~np.isin(numbers, ignored)]
+        return int(kept.max()) if kept.size else -1
 
     largest = -1
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -163,7 +171,7 @@ def _classes(top: Path, largest: int) -> tuple[str, ...]:
     """Returns the names of the classes.
 
     Raises:
-        ConfigError: a number without a name.
+        ConfigError: a number has no name.
     """
     path = top / _CLASSES
     if not path.is_file():
@@ -180,10 +188,10 @@ def _classes(top: Path, largest: int) -> tuple[str, ...]:
 
 
 def label_numbers(path: Path) -> NDArray[np.uint8]:
-    """Returns the numbers of a label picture, uint8 [height, width].
+    """Returns the class numbers of a label picture, uint8 [height, width].
 
     Raises:
-        ConfigError: it cannot be read, or has colours.
+        ConfigError: the file cannot be read, has colours, or has a number above 255.
     """
     try:
         with open_regular_file(str(path)) as stream, Image.open(stream) as image:

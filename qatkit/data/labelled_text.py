@@ -1,12 +1,12 @@
-"""Texts, or pairs of texts, with labels: the .tsv, .csv and .jsonl files of a folder, or a folder for each class.
+"""Texts or pairs of texts with labels, from .tsv, .csv and .jsonl files or from a folder for each class.
 
     DIR/**/*.tsv, *.csv, *.jsonl   names with "test" ──> verify
                                    the others ─────────> calibrate and train
     DIR/{train,test}/CLASS/*.txt   one text per file
 
-The first line of a table names its columns; in a .jsonl file, the keys of each line do. A label is the name or the
-number of one of the model's classes. If the model names none, the classes are the labels of the training texts, in
-order. A sample is a row of tokens, padded to the longest text of the data.
+The first line of a table names its columns; in a .jsonl file, the keys of each line name them. A label is the
+name or the number of one of the model's classes. If the model names none, the classes are the labels of the
+training texts, in order. A sample is a row of tokens, padded to the longest text of the data.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from qatkit_verify.pictures import class_folders, files_below
 
 _SOURCE = "qatkit.data.labelled_text.labelled_text"
 _PARTS = ("train", "test")
-_SHOWN = 8  # classes in a message
+_SHOWN = 8  # maximum number of classes in a message
 
 
 class TextRows:
     """Labelled texts as rows of tokens; an item is ({"input_ids", "attention_mask", ...: int64 [1, T]}, label).
 
     Args:
-        rows: one for each text or pair of texts.
+        rows: the rows of tokens, one for each text or pair of texts.
         labels: labels of the texts.
     """
 
@@ -87,7 +87,7 @@ def _of_tables(top: Path, root: str, columns: Sequence[str] | None) -> list[list
 
 
 def _of_folders(top: Path) -> list[list[LabelledText]]:
-    """Returns the texts of train/CLASS/*.txt and test/CLASS/*.txt; none if these folders hold no such files."""
+    """Returns the texts of train/CLASS/*.txt and test/CLASS/*.txt; an empty list if one of the two has none."""
     found = []
     for part in (top / name for name in _PARTS):
         texts = []
@@ -99,7 +99,11 @@ def _of_folders(top: Path) -> list[list[LabelledText]]:
 
 
 def _whole(path: Path) -> str:
-    """Returns the text of a file that is one sample."""
+    """Returns the text of a file that is one sample.
+
+    Raises:
+        ConfigError: the file has no text.
+    """
     text = text_of(path).strip()
     if not text:
         raise ConfigError("data.root", path.parent, reason=f"{path.name} has no text")
@@ -119,7 +123,7 @@ def _classes(train: Sequence[LabelledText], root: str) -> list[str]:
 
 
 def _numbers(classes: Sequence[str], *, numbered: bool) -> dict[str, int]:
-    """Returns the class of each known label: a name in upper or lower case, or the number of a model's class."""
+    """Returns the class number of each accepted label: a name in any case or, if `numbered`, a number as text."""
     folded = {name.casefold(): number for number, name in enumerate(classes)}
     names = folded if len(folded) == len(classes) else {}
     exact = {name: number for number, name in enumerate(classes)}

@@ -1,14 +1,17 @@
 """Loaders that can stop after any batch and continue as if they had never stopped.
 
-An uninterrupted run and a resumed one must see the same batches, bit for bit. So no random generator has a state:
+An uninterrupted run and a resumed one must see the same batches, bit for bit. Therefore no random generator
+keeps a state:
 
-- the order of epoch e is a permutation seeded by (seed, e); rank r of w takes every w-th image of it;
+- the order of epoch e is a permutation seeded by (seed, e); rank r of w takes every w-th image, from image r
+  on;
 - the augmentation of image i in epoch e is drawn from (seed, e, i), whichever worker prepares it;
 - the position consists of two numbers, the epoch and the images passed to training by all ranks together. Batches
   are counted when they leave the loader, so prefetched ones do not count.
 
-An optimizer step takes the same images, whatever the number of processes and accumulated batches that share them.
-A run may continue with other numbers of both, as long as the number of images per step stays the same.
+An optimizer step takes the same images, however many processes and accumulated batches share them. A run may
+continue with another number of processes or accumulated batches if the number of images per step stays the
+same.
 
 Nothing is drawn from torch's global generator either, so the number of workers does not affect the training.
 """
@@ -57,7 +60,7 @@ def seed_of(*parts: object) -> int:
 
 
 def balanced_subset(labels: Sequence[Hashable], count: int, *parts: object) -> list[int]:
-    """Returns `count` indices with classes as balanced as possible, in an order and choice seeded by `parts`.
+    """Returns `count` indices with classes as balanced as possible; `parts` seed the choice and the order.
 
     Every class contributes one image per round, in random order of the classes, until it is exhausted. Any prefix
     of the result is therefore balanced too, as are the batches cut from it.
@@ -74,7 +77,7 @@ def balanced_subset(labels: Sequence[Hashable], count: int, *parts: object) -> l
 
 
 def balanced(labels: Sequence[Hashable], indices: Sequence[int], count: int, *parts: object) -> list[int]:
-    """Returns `count` of the `indices`, whose images have these `labels`, chosen by `balanced_subset`."""
+    """Returns `count` of the `indices`, chosen by `balanced_subset`; `labels` are those of all images."""
     return [indices[p] for p in balanced_subset([labels[index] for index in indices], count, *parts)]
 
 
@@ -107,7 +110,7 @@ def held_out_of(train: Sequence[int], groups: Sequence[Hashable], count: int | N
     Args:
         train: indices of the split.
         groups: groups of all images, by index.
-        count: number of held-out images; None: a fifth, but no more than 1000.
+        count: number of held-out images; None for a fifth of the split, but at most 1000.
         seed: seed of the choice.
 
     Raises:
@@ -229,16 +232,16 @@ def _height_and_width(image: Any) -> Sides:
 
 
 class EpochSampler(Sampler[_Key]):
-    """A sampler of this rank's share of each epoch's permutation, without the first `skip` images of all ranks.
+    """A sampler of this rank's share of each epoch's permutation; it leaves out the epoch's first `skip` images.
 
-    All ranks get the same number of images: those after the last whole step are left out of the epoch.
+    All ranks get the same number of images: images after the last whole step are left out of the epoch.
 
     Args:
         indices: indices of the training images.
         seed: seed of the order.
-        rank: number of this rank, out of `world_size`.
+        rank: index of this rank, below `world_size`.
         world_size: number of ranks.
-        step: images of an optimizer step over all ranks; by default one per rank.
+        step: number of images of an optimizer step over all ranks; by default one per rank.
     """
 
     def __init__(
@@ -265,8 +268,8 @@ class TrainLoader(ImageLoader):
     (from a checkpoint written at the end of an epoch of a run with `max_steps`), and its `set_epoch` comes
     after the pass has begun. A pass starts when its first batch is requested, not before.
 
-    A batch counts as consumed once it is returned. Save the state between training steps (as callbacks do
-    after a batch), not within one.
+    A batch counts as consumed once it is returned. Save the state between training steps, as callbacks do
+    after a batch, not during a step.
 
     Attributes:
         passes: the passes begun since the loader was created, with their times.
@@ -303,14 +306,14 @@ class TrainLoader(ImageLoader):
             now.spent += time.monotonic() - asked
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position, and the settings on which its meaning depends."""
+        """Returns the position in the epoch, and the settings that define the order of the images."""
         return {"epoch": self._epoch, "images": self._images, "settings": self._settings()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues after the last batch that `state` counts.
+        """Restores the position after the last batch that `state` includes.
 
         Raises:
-            ConfigError: a setting that defines the batches differs from that of the state.
+            ConfigError: a setting that defines the batches differs from the setting in `state`.
         """
         for key, value in self._settings().items():
             if (saved := state["settings"][key]) == value:
@@ -330,7 +333,7 @@ class TrainLoader(ImageLoader):
 
 
 def steps_per_epoch(images: int, size: int, batches: int) -> int:
-    """Returns the optimizer steps of an epoch.
+    """Returns the number of optimizer steps of an epoch.
 
     Args:
         images: number of images.

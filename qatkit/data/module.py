@@ -1,4 +1,4 @@
-"""The data of a run: one object that trains, validates, calibrates and verifies on the same preprocessing.
+"""The data of a run: batches for training, validation, calibration and verification, with one preprocessing.
 
 `PreparedSplits` holds the samples; the batches for each purpose are read here. Calibration images come from
 the train split only, so they cannot be test images.
@@ -31,15 +31,16 @@ from qatkit_verify.errors import ConfigError
 class DataModule(PreparedSplits, lightning.LightningDataModule):
     """The batches of `PreparedSplits`, with its arguments, for training, validation, calibration and verification.
 
-    With several processes each trains on its own share (`Trainer(use_distributed_sampler=False)`, the sampler
-    here does this instead), and each validates on the whole test split, so that all get the same figure.
+    With several processes, each one trains on its own share. The sampler here selects it, so the trainer
+    needs `use_distributed_sampler=False`. `val_dataloader` is the same in each process, so all get the same
+    figure.
     """
 
     _loader: TrainLoader | None = None
     _resume: dict[str, Any] | None = None
 
     def train_dataloader(self) -> TrainLoader:
-        """Returns augmented batches of this process's share; `data.batch_size` is per process.
+        """Returns the augmented batches of this process; `data.batch_size` is the number of images per process.
 
         A step of the trainer takes a batch of each process, or several (`accumulate_grad_batches`).
 
@@ -50,7 +51,7 @@ class DataModule(PreparedSplits, lightning.LightningDataModule):
         rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
         config = self.config
         batches = world_size * (self.trainer.accumulate_grad_batches if self.trainer else 1)
-        if self.trainer is None or self.trainer.max_steps != 0:  # else it only writes a checkpoint
+        if self.trainer is None or self.trainer.max_steps != 0:  # else the trainer only writes a checkpoint
             self.steps_per_epoch(batches)
         sampler = EpochSampler(self._train, self.seed, rank, world_size, batches * config.batch_size)
         dataset = TrainImages(
@@ -64,21 +65,21 @@ class DataModule(PreparedSplits, lightning.LightningDataModule):
 
     @property
     def pace(self) -> str:
-        """The pace of the last training in words; "" if there was none."""
+        """A description of the speed of the last training; "" if there was none."""
         if self._loader is None:
             return ""
         return pace_of(self._loader.passes, self._block.note if self._block else "")
 
     def steps_per_epoch(self, batches: int = 1) -> int:
-        """Returns the optimizer steps of an epoch, as `qatkit.data.loading.steps_per_epoch`."""
+        """Returns the number of optimizer steps of an epoch (`qatkit.data.loading.steps_per_epoch`)."""
         return steps_per_epoch(len(self._train), self.config.batch_size, batches)
 
     def val_dataloader(self) -> ImageLoader:
-        """Returns the held-out images in order, as in evaluation; if there are none, the test split."""
+        """Returns the held-out images, preprocessed as for evaluation; if there are none, the test split."""
         return self.validation_batches()
 
     def validation_batches(self, rank: int = 0, world_size: int = 1) -> ImageLoader:
-        """Returns one process's share of `val_dataloader`, which may be empty."""
+        """Returns one process's share of the images of `val_dataloader`; it may be empty."""
         held_out, test = (self._train_loaded, self.held_out), (self._test_loaded, self._test)
         images, chosen = held_out if self.held_out else test
         return self._read(images, chosen[rank::world_size], self.eval_rows, persistent=True)
@@ -92,21 +93,21 @@ class DataModule(PreparedSplits, lightning.LightningDataModule):
         here: bool = False,
         persistent: bool = False,
     ) -> ImageLoader:
-        """Returns a loader of images as in evaluation, in batches of `size`, by the workers or in this process."""
+        """Returns a loader of images, preprocessed as for evaluation; with `here`, it uses no workers."""
         dataset = EvalImages(images, indices, self._prepared, self.task)
         workers = 0 if here else self.config.workers
         return ImageLoader(dataset, self.rows(size), workers, persistent=persistent)
 
     def held_out_batches(self) -> ImageLoader:
-        """Returns the training images held out: float32 (N, C, H, W) and int64 (N,), as in evaluation."""
+        """Returns the held-out images, preprocessed as for evaluation: float32 (N, C, H, W) and int64 (N,)."""
         return self.image_batches(self.held_out, self.eval_rows)
 
     def test_batches(self) -> ImageLoader:
-        """Returns the test split: float32 (N, C, H, W) and int64 (N,), always the same ones."""
+        """Returns the batches of the test split in a fixed order: float32 (N, C, H, W) and int64 (N,)."""
         return self._read(self._test_loaded, self._test, self.eval_rows)
 
     def test_subset_of(self, images: int | None) -> ImageLoader:
-        """Returns `test_batches`, or only `images` of the test images, balanced over the classes."""
+        """Returns `test_batches`, or a class-balanced choice of `images` test images."""
         if images is None or images >= len(self._test):
             return self.test_batches()
         return self.test_subset(images, self.eval_rows)
@@ -134,7 +135,7 @@ class DataModule(PreparedSplits, lightning.LightningDataModule):
         return balanced(self._train_images.groups, self._train, images, "calibration", self.seed)
 
     def check_calibration(self, images: int, batch_size: int, least: int = 1) -> None:
-        """Checks that there are enough images to calibrate with.
+        """Checks that there are enough images for calibration.
 
         Raises:
             ConfigError: `images`, or all training images if there are fewer, do not fill one batch, or are
@@ -150,7 +151,7 @@ class DataModule(PreparedSplits, lightning.LightningDataModule):
             raise ConfigError("calibration.images", there, allowed)
 
     def calibration_batches(self, images: int, batch_size: int) -> ImageLoader:
-        """Returns the images of `calibration_indices(images)`, as in evaluation: no augmentation.
+        """Returns the images of `calibration_indices(images)`, preprocessed as for evaluation.
 
         Raises:
             ConfigError: `images` or `batch_size` is not positive (at the call, not at the first batch).
@@ -158,7 +159,7 @@ class DataModule(PreparedSplits, lightning.LightningDataModule):
         return self.image_batches(self.calibration_indices(images), batch_size)
 
     def image_batches(self, indices: Sequence[int], batch_size: int) -> ImageLoader:
-        """Returns images of `splits.train` by their indices, as in evaluation: no augmentation.
+        """Returns the images of `splits.train` at `indices`, preprocessed as for evaluation.
 
         Raises:
             ConfigError: `batch_size` is not positive (at the call, not at the first batch).
@@ -167,10 +168,10 @@ class DataModule(PreparedSplits, lightning.LightningDataModule):
         return self._read(self._train_loaded, indices, batch_size)
 
     def first_batch(self, count: int) -> Any:
-        """Returns a batch of `count` training samples, as in evaluation; samples repeat if there are fewer.
+        """Returns a batch of `count` calibration samples, not augmented; samples repeat if there are fewer.
 
         Raises:
-            ConfigError: one of them, or the first test image, does not match what the source declared.
+            ConfigError: one of the samples, or the first test image, does not match what the source declared.
         """
         chosen = self.calibration_indices(min(count, len(self._train)))
         again = [chosen[position % len(chosen)] for position in range(self.rows(count))]
@@ -179,9 +180,10 @@ class DataModule(PreparedSplits, lightning.LightningDataModule):
         return batch
 
     def full_batches(self, count: int, size: int) -> list[Any]:
-        """Returns `count` training samples, or all if there are fewer, in batches of one size, as in evaluation.
+        """Returns `count` calibration samples, or all if there are fewer, not augmented, in batches of one size.
 
-        If they do not fill one batch, some of them occur in it repeatedly.
+        If the samples do not fill one batch, some are repeated. Samples after the last full batch are left
+        out.
         """
         size = self.rows(size)
         chosen = self.calibration_indices(min(count, len(self._train)))
@@ -196,7 +198,7 @@ class DataModule(PreparedSplits, lightning.LightningDataModule):
         return [self._test_images[index][0] for index in chosen]
 
     def joined(self, samples: Sequence[Any]) -> Any:
-        """Returns samples as one batch, as in evaluation."""
+        """Returns samples as one batch, preprocessed as for evaluation."""
         return self._prepared.eval_batch(samples)
 
     def state_dict(self) -> dict[str, Any]:

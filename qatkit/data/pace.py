@@ -1,4 +1,4 @@
-"""The pace of a training: images per second, pass by pass."""
+"""The speed of a training run: images per second of each pass."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class Pass:
     """A pass over the images of an epoch.
 
     Attributes:
-        images: number of trained images of all ranks.
-        waited, spent: seconds that training waited for images, and seconds in all.
+        images: number of images on which all ranks trained.
+        waited, spent: seconds spent waiting for images, and seconds in total.
     """
 
     images: int = 0
@@ -21,7 +21,7 @@ class Pass:
 
 
 def pace_of(passes: Sequence[Pass], cache: str = "") -> str:
-    """Returns the pace in words; "" if nothing was trained on.
+    """Returns the speed in words; "" if there was no training.
 
     Args:
         passes: the passes in order.

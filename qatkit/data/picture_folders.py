@@ -1,13 +1,13 @@
-"""Folders of pictures without a folder for each class; every other picture verifies.
+"""Folders of pictures without class folders; every other picture is used for verification.
 
     one_picture_each   DIR/*.jpg  ─ sorted by name: the labels ─>   0 1 2 3 4 5 ...   even ones train and calibrate
     pictures           DIR/**/*   ─ sorted by path, unlabelled ─>   0 1 2 3 4 5 ...   even ones calibrate
 
 ImageNet's sample images are published as one picture per class, so every class is in only one of the two splits. The
 accuracy of a trained model on the odd pictures is meaningful, but a classifier cannot learn from the labels of the even
-ones. Fine-tuning uses distillation (`schedule.distill=1`), as for pictures without labels. For these, every target is
-`NO_LABEL` and `Splits.classes` is empty. Pictures may have any size and any mode that Pillow reads, and are turned
-upright by their EXIF data.
+ones. Fine-tuning uses distillation (`schedule.distill=1`), as for pictures without labels. For pictures
+without labels, every target is `NO_LABEL` and `Splits.classes` is empty. Pictures may have any size and any
+mode that Pillow reads, and are turned upright by their EXIF data.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ _SUFFIXES = (".jpg", ".jpeg", ".png")
 
 
 def one_picture_each(root: str | None, download: bool, seed: int) -> Splits:
-    """Returns the pictures of `root`, whose positions among the sorted file names are their labels.
+    """Returns the pictures of `root`; the label of each is its position among the sorted file names.
 
-    ImageNet's sample images (`n01440764_tench.jpg` to `n15075141_toilet_tissue.jpg`) so have ImageNet's labels.
+    ImageNet's sample images (`n01440764_tench.jpg` to `n15075141_toilet_tissue.jpg`) therefore have
+    ImageNet's labels.
 
     Raises:
         ConfigError: the folder does not exist or has fewer than two pictures.

@@ -3,9 +3,9 @@
     ROOT/targets.csv                              file,value (or several columns of numbers)
     ROOT/train/targets.csv  ROOT/test/targets.csv  (or val)
 
-A table's first line names its columns: `file` is the path of a picture below the table's folder, and every other column
-is a number to predict. With one table, pictures below `test/` or `val/` verify; if there are none, every fifth of the
-sorted files verifies.
+A table's first line names its columns: `file` is the path of a picture below the table's folder, and every
+other column holds a number to predict. With one table, pictures below `test/` or `val/` verify; if there are
+none, every fifth of the sorted files verifies.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Samples = list[tuple[str, Any]]
 
 
 def pictures_with_values(root: str | None, download: bool, seed: int) -> Splits:
-    """Returns the pictures that tables name, and their numbers.
+    """Returns the pictures listed in the tables, and their numbers.
 
     Raises:
-        ConfigError: the folder or the table does not exist, the table lacks these columns, a line names no picture
-            or no number, or there are fewer than two pictures.
+        ConfigError: the folder or the table does not exist, the table lacks a column, a line lacks a picture
+            or a number, or a split has no pictures.
     """
     top = data_folder(_SOURCE, root)
     if (top / TABLE).is_file():
@@ -42,7 +42,7 @@ def pictures_with_values(root: str | None, download: bool, seed: int) -> Splits:
     else:
         names, train, test = _of_two(top, root)
     if not train or not test:
-        has = f"it has {len(train)} to train and {len(test)} to verify"
+        has = f"it has {len(train)} for training and {len(test)} for verification"
         raise ConfigError("data.root", root, f"{FOLDERS[_SOURCE]}; {has}")
     listed = {path for path, _ in (*train, *test)}
     found, _ = files_below(top, is_image_name, "data.root")
@@ -54,7 +54,7 @@ def pictures_with_values(root: str | None, download: bool, seed: int) -> Splits:
 
 
 def _of_two(top: Path, root: str | None) -> tuple[tuple[str, ...], Samples, Samples]:
-    """Returns the tables of train/ and test/."""
+    """Returns the names of the numbers, and the samples of train/ and of test/ or val/."""
     part = next((one for one in _TESTS if (top / one / TABLE).is_file()), None)
     if part is None or not (top / "train" / TABLE).is_file():
         raise ConfigError("data.root", root, f"{FOLDERS[_SOURCE]}; there is no {TABLE}")

@@ -25,8 +25,8 @@ def apply_policy(batch: Tensor, policy: str, draws: Sequence[random.Random]) -> 
     """Applies a policy to each image of a batch.
 
     torchvision draws from torch's global generator. It is seeded from each image's own source and restored after
-    the batch, so an image's change depends only on its source, and later random numbers of the training do not
-    change.
+    the batch, so the change of an image depends only on its own source, and later random numbers in training
+    are not affected.
 
     Args:
         batch: float32 (N, 1 or 3, height, width) in 0..255, which is rounded to whole levels, since policies

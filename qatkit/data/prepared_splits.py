@@ -40,17 +40,19 @@ class PreparedSplits:
 
     Args:
         config: the data group.
-        source: called as `source(config.root, config.download, seed)`, with a `request` where it takes one.
+        source: the source, which is called as `source(config.root, config.download, seed)`, with a `request`
+            if it has such a parameter.
         seed: seed of the split, the subsets, the order and the augmentation.
         weights_preprocessing: preprocessing of the pretrained weights; `config` overrides it, and it
             overrides the source's default.
-        progress: shows a progress bar while files are checked.
-        held_out: number of training images that neither train nor calibrate, balanced over the classes until
-            a fifth of a class is used up; None: a fifth of all training images, at most 1000.
+        progress: whether a progress bar is shown while files are checked.
+        held_out: number of training images left out of training and calibration, balanced over the classes
+            until a fifth of a class is used up; None: a fifth of all training images, at most 1000.
         task: the task, which defines targets and their batches.
-        ports: the model's inputs, if they are known and samples are arrays by their names.
-        states: states of a model whose outputs are inputs of its next step; None: samples hold all inputs.
-        image_size: size of the model's images, if the model declares it; `weights_preprocessing` has its own.
+        ports: the model's inputs, if they are known; they apply to samples that are arrays.
+        states: the states of a model that feeds outputs back into its next step; None if samples hold all
+            inputs.
+        image_size: size of the model's images, if the model declares it; unused with `weights_preprocessing`.
         about: facts from the model's file in addition to its graph.
 
     Attributes:
@@ -58,7 +60,8 @@ class PreparedSplits:
         notes: the report's notes on the images.
         fingerprint: hex digits that identify the training and held-out images, their order and their labels.
         held_out: indices of the held-out images in `splits.train`, in ascending order.
-        recordings, of_pictures: the preparation of recordings, or None; whether samples are images.
+        recordings: the preparation of recordings; None for other samples.
+        of_pictures: whether samples are images.
 
     Raises:
         ConfigError: a value is out of range, the source returns something unexpected, or files cannot be read.
@@ -79,7 +82,7 @@ class PreparedSplits:
         image_size: int | Sequence[int] | None = None,
         about: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__()  # Lightning's, in `DataModule`
+        super().__init__()  # Lightning's constructor, in `DataModule`
         check_limits(config, "data")
         checked.check_augmentation(config, task)
         self.config, self.seed, self.task = config, seed, task
@@ -135,11 +138,11 @@ class PreparedSplits:
 
     @property
     def of_arrays(self) -> bool:
-        """Returns whether samples are arrays by name rather than images."""
+        """Returns whether samples are mappings of arrays by name rather than images."""
         return self._arrays is not None
 
     def one_at_a_time(self) -> bool:
-        """Makes every batch one sample from now on, and returns whether batches were larger before."""
+        """Limits batches to one sample from now on, and returns whether larger batches were possible before."""
         if self._arrays is None or not self._arrays.ports or not self._arrays.batched:
             return False
         ports = tuple(replace(port, axis=None) for port in self._arrays.ports)
@@ -151,30 +154,30 @@ class PreparedSplits:
 
     @property
     def states(self) -> Mapping[str, str]:
-        """Returns the outputs of a step that are inputs of the next one, by input; empty for most models."""
+        """Returns the output of the previous step that feeds each state input; empty without states."""
         return {} if self._arrays is None else self._arrays.states
 
     def sequences(self) -> Iterator[StepSequence]:
-        """Yields the test sequences of a model with states: all, or the first `data.test_images` steps of them."""
+        """Yields the test sequences of a model with states, at most `data.test_images` steps in all."""
         assert isinstance(self.splits.test, Rollout)
         return self.splits.test.sequences(self.config.test_images)
 
     def calibration_sequences(self, limit: int) -> Iterator[StepSequence]:
-        """Yields the sequences that calibrate a model with states, at most `limit` steps in all."""
+        """Yields the calibration sequences of a model with states, at most `limit` steps in all."""
         assert isinstance(self.splits.train, Rollout)
         return self.splits.train.sequences(limit)
 
     def about_inputs(self) -> dict[str, Any]:
-        """Returns how model.json describes the preparation of an input."""
+        """Returns the description of the preprocessing for model.json."""
         return self._prepared.as_dict()
 
     def rows(self, wanted: int) -> int:
-        """Returns the number of samples per batch: `wanted`, or one if the model takes no more."""
+        """Returns the number of samples per batch: `wanted`, or 1 if the model takes only one sample."""
         return wanted if self._arrays is None or self._arrays.batched else 1
 
     @property
     def eval_rows(self) -> int:
-        """Number of test samples read at a time: `data.eval_batch_size`, or as many pictures as 64 MiB hold."""
+        """Number of test samples per batch: `data.eval_batch_size`, but at most 64 MiB of pictures."""
         wanted = self.rows(self.config.eval_batch_size)
         return wanted if self.of_arrays else at_once(wanted, self.inputs.shape)
 
@@ -206,11 +209,11 @@ class PreparedSplits:
 
     @property
     def validation_count(self) -> int:
-        """Number of images that a training is validated on."""
+        """Number of validation images."""
         return len(self.held_out or self._test)
 
     def array_axes(self) -> dict[str, int | None]:
-        """Returns the batch axis of each input of a model of arrays."""
+        """Returns the batch axis of each input of a model that takes arrays."""
         assert self._arrays is not None
         return self._arrays.axes(self._test_images[self._test[0]][0])
 

@@ -49,7 +49,7 @@ from qatkit_verify.fitting import (
 )
 from qatkit_verify.preprocess import GREY, GREY_UNIT, INTERPOLATIONS, unit_scale
 
-_STACKED = 2**26  # bytes
+_STACKED = 2**26  # approximate maximum number of bytes in a stack
 # Fields of `Preprocessing` that have a usual value, and the key of the data group that sets each.
 KEYS = {"fit": "fit", "pad_value": "pad_value", "align": "align", "order": "channels", "layout": "layout",
         "pixels": "pixels"}  # fmt: skip
@@ -57,7 +57,7 @@ KEYS = {"fit": "fit", "pad_value": "pad_value", "align": "align", "order": "chan
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """The preprocessing of images for a model, which the bundle holds as JSON.
+    """The preprocessing of images for a model; the bundle holds it as JSON.
 
     Args:
         image_size: height and width of the model's input, in pixels: one number, or both.
@@ -66,15 +66,15 @@ class Preprocessing:
         mean: mean of each channel of the model's input, in the units of `pixels`. Its length is the number of
             channels.
         std: standard deviation of each channel, in the units of `pixels`.
-        interpolation: nearest | bilinear | bicubic.
+        interpolation: method of resizing: nearest | bilinear | bicubic.
         upright: whether picture files are turned upright by their EXIF data when they are opened, before
             everything else.
-        fit: crop | resize | letterbox (`qatkit_verify.fitting`).
+        fit: how a picture is fitted to the input: crop | resize | letterbox (`qatkit_verify.fitting`).
         pad_value: for fit "letterbox", the value of the padding, in 0..255.
-        align: for fit "letterbox", center | top_left.
+        align: for fit "letterbox", the place of the picture in the input: center | top_left.
         order: order of the channels: rgb | bgr.
         layout: axes of the model's input: nchw | nhwc.
-        pixels: 0..1 | 0..255.
+        pixels: range of the pixels before they are normalised: 0..1 | 0..255.
 
     Raises:
         ConfigError: a value is out of range, or `mean` and `std` differ in length.
@@ -116,12 +116,12 @@ class Preprocessing:
 
     @property
     def channels(self) -> int:
-        """Channels of the model's input."""
+        """Number of channels of the model's input."""
         return len(self.mean)
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Shape of one image as the model sees it, in the order of `layout`."""
+        """Shape of one preprocessed image, in the order of `layout`."""
         height, width = sides(self.image_size)
         return (height, width, self.channels) if self.layout == "nhwc" else (self.channels, height, width)
 
@@ -167,7 +167,7 @@ class Preprocessing:
         return cls(**known | {"mean": tuple(values["mean"]), "std": tuple(values["std"])})
 
     def eval_batch(self, images: Iterable[Image.Image | Tensor]) -> Tensor:
-        """Returns images as the model sees them in evaluation.
+        """Returns images, preprocessed for evaluation.
 
         Args:
             images: Pillow images or uint8 tensors (channels, height, width), of any sizes.
@@ -184,7 +184,7 @@ class Preprocessing:
         draws: Sequence[random.Random],
         policy: str = "none",
     ) -> Tensor:
-        """Returns images as the model sees them in training.
+        """Returns images, augmented and preprocessed for training.
 
         Args:
             images: Pillow images or uint8 tensors (channels, height, width), of any sizes.
@@ -198,7 +198,7 @@ class Preprocessing:
         """
         if (
             self.fit == "letterbox" and augment == "flip"
-        ):  # the picture is mirrored, not the place where it lies
+        ):  # mirror only the picture, not its position in the input
             batch = self._fitted(mirrored((pixels(image, self.channels) for image in images), draws))
         elif augment == "resized_crop":
             crops = [
@@ -224,7 +224,7 @@ class Preprocessing:
         return self._finished(batch)
 
     def noise(self, count: int, generator: torch.Generator) -> Tensor:
-        """Returns `count` images of noise as the model sees them.
+        """Returns `count` images of noise in the form of preprocessed images.
 
         They are standard normal, like normalised pixels on average; for a model that takes 0..255, pixels are
         uniform in that range before they are normalised.
@@ -241,7 +241,7 @@ class Preprocessing:
         return fitted[0] if len(fitted) == 1 else torch.cat(fitted)
 
     def zoomed(self, picture: Sides, draw: random.Random) -> Fitting:
-        """Returns a random size and place of a picture (height, width) in the input, around those of evaluation."""
+        """Returns the fitting of a picture (height, width) with a random zoom and place, relative to `fitting`."""
         return random_zoom(self.fitting(picture).scaled, sides(self.image_size), draw)
 
     def fitting(self, picture: Sides) -> Fitting:
@@ -336,12 +336,12 @@ def pixels(image: Image.Image | Tensor, channels: int) -> Tensor:
 
 
 def decoded(image: Image.Image | Tensor) -> NDArray[np.uint8]:
-    """Returns an unprocessed image as uint8 (height, width, channels), with its own channels."""
+    """Returns an unprocessed image as uint8 (height, width, channels), with its original channels."""
     return as_tensor(image).permute(1, 2, 0).contiguous().numpy()
 
 
 def _grey(array: Tensor) -> Tensor:
-    """Returns colour as grey, uint8 (1, height, width): the integer parts of weighted sums, exact in float32."""
+    """Converts colour to grey, uint8 (1, height, width): weighted sums, exact in float32 and rounded down."""
     red, green, blue = array.unbind(0)
     total = red.mul(float(GREY[0])).add_(green, alpha=GREY[1]).add_(blue, alpha=GREY[2])
     return total.div_(GREY_UNIT).to(torch.uint8)[None]

@@ -1,11 +1,11 @@
-"""The cache of decoded images in memory (`data.cache=ram`), as bytes, at the size of their files.
+"""The cache of decoded images in memory (`data.cache=ram`), as uint8 pixels at their original size.
 
-    worker ── image 17 ── known? ── yes ── its bytes, where they lie
+    worker ── image 17 ── known? ── yes ── its pixels in shared memory
                               └──── no ─── decoded, and stored after the last one while there is room
 
-One block of anonymous shared memory is mapped before workers are forked. So an image is decoded and stored only once,
-whatever the number of workers. Memory is used only as pages are filled. Files in /dev/shm would have a separate limit
-(64 MB in a container) and would remain after a kill.
+One block of anonymous shared memory is mapped before workers are forked. Each image is therefore decoded and
+stored only once, whatever the number of workers. Memory is used only as pages are filled. Files in /dev/shm
+would have a separate limit (64 MB in a container) and would remain after a kill.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Block:
     """Shared memory for the images of all splits.
 
     Args:
-        megabytes: its capacity.
+        megabytes: capacity of the memory, in units of 10^6 bytes.
 
     Raises:
         ConfigError: the system cannot map that much memory.
@@ -49,13 +49,13 @@ class Block:
         except (OSError, OverflowError, ValueError) as error:
             allowed = f"an amount of memory that the system can map ({type(error).__name__}: {error})"
             raise ConfigError("data.cache_mb", megabytes, allowed) from error
-        self._used = np.frombuffer(mmap.mmap(-1, 16), np.int64)  # bytes, images
+        self._used = np.frombuffer(mmap.mmap(-1, 16), np.int64)  # numbers of used bytes and of stored images
         forks = "fork" in multiprocessing.get_all_start_methods()
         self.lock = multiprocessing.get_context("fork" if forks else None).Lock()
 
     @property
     def note(self) -> str:
-        """The contents of the block, in words."""
+        """The number of stored images and their size, for the report."""
         used, images = self._used.tolist()
         return f"{images:,} decoded images kept in {used / _MB:,.0f} MB"
 
@@ -69,7 +69,7 @@ class Block:
 
 
 class KeptImages:
-    """A dataset whose images come from memory once they have been decoded: uint8 (channels, height, width).
+    """A dataset that decodes each image once and then returns it from memory, uint8 (channels, height, width).
 
     Args:
         images: a dataset that returns the same item at every call.
@@ -87,7 +87,7 @@ class KeptImages:
         """Returns the image and its label.
 
         Raises:
-            ConfigError: as `CheckedImages`.
+            ConfigError: as for `CheckedImages`.
         """
         row = self._rows[index].tolist()
         if row[_START]:
@@ -127,13 +127,13 @@ class KeptImages:
 
 
 def check_cache(cache: str, workers: int) -> None:
-    """Raises ConfigError if workers are spawned, not forked, so that each would fill a cache of its own."""
+    """Raises ConfigError if workers are spawned, not forked, so that each would fill its own cache."""
     if cache == "ram" and workers and not sys.platform.startswith("linux"):
         allowed = f"none on {sys.platform} with data.workers={workers}, or data.workers=0"
         raise ConfigError("data.cache", cache, allowed)
 
 
 def cached_images(images: CheckedImages, block: Block | None) -> CheckedImages | KeptImages:
-    """Returns `images` with the cache, or unchanged if they are in memory already."""
+    """Returns `images` with the cache; unchanged without a block, or if they are in memory already."""
     source: Any = images.dataset
     return images if block is None or isinstance(source, TensorImages) else KeptImages(images, block)

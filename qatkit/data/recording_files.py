@@ -1,4 +1,4 @@
-"""Splits of recordings in files, each with the name of its class; all files are read before any long work."""
+"""Splits of sound files with class names; all files are read before any long work."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RecordingFiles:
 
     Args:
         files: recordings with their labels.
-        rate: the rate to which samples are converted.
+        rate: the sampling rate in Hz to which samples are converted.
 
     Attributes:
         targets: the label of each recording.
@@ -48,11 +48,12 @@ def recording_splits(
     Args:
         root: folder of the files, for messages.
         train, test: files of each split.
-        request: its settings define the length and the rate of recordings.
+        request: the request; its settings define the length and the rate of recordings.
         notes: lines for the report.
 
     Raises:
-        ConfigError: there is only one class, a class occurs in only one split, or files cannot be used.
+        ConfigError: there is only one class, a class occurs in only one split, a split loses all usable files
+            of a class, or unusable files are not to be skipped.
     """
     classes = _classes(root, train, test)
     settings: DataConfig = request.settings
@@ -93,7 +94,7 @@ def _classes(root: str, train: Named, test: Named) -> tuple[str, ...]:
     """Returns the names of the classes, sorted.
 
     Raises:
-        ConfigError: as for `recording_splits`.
+        ConfigError: the classes of the splits differ, or there is only one class.
     """
     mine, other = ({label for _, label in part} for part in (train, test))
     if mine != other:

@@ -1,4 +1,4 @@
-"""The preparation of recordings as batches of features, by `qatkit_verify.sound`.
+"""The preparation of recordings as batches of features, computed by `qatkit_verify.sound`.
 
     data.rate, seconds, features, ... ── SoundPreprocess, which the bundle carries as JSON ──> [N, 1, frames, bands]
     data.features_in=graph                                                                 ──> [N, samples]
@@ -30,15 +30,15 @@ from qatkit_verify.sound_limits import LARGEST_WINDOW, LOG_MEL, LONGEST, MFCC, W
 
 _RATES = {DIGITS_SPOKEN: 8000, TONES: 8000}
 _WINDOW = 0.04  # seconds
-# Approximate mean and standard deviation of speech followed by zeros: 300 spoken digits have -9.7 and 5.2, as MFCC -6.5
-# and 21.1.
+# Approximate mean and standard deviation of speech followed by zeros: 300 spoken digits have -9.7 and 5.2 as
+# log-mel features, and -6.5 and 21.1 as MFCCs.
 _USUAL = {LOG_MEL: (-9.0, 5.0), MFCC: (-6.0, 20.0)}
-_SHIFT, _GAIN, _NOISE = 0.1, 6.0, (10.0, 40.0)  # seconds and decibels each way; decibels below the recording
+_SHIFT, _GAIN, _NOISE = 0.1, 6.0, (10.0, 40.0)  # maximum shift in s, maximum gain in dB, noise level in dB
 
 
 @dataclass(frozen=True)
 class RecordingInputs(ImageInputs):
-    """Recordings as the model takes them: features [1, frames, bands], or samples [T]."""
+    """The inputs of a model that takes recordings: features [1, frames, bands], or samples [T]."""
 
     said_by = "data.seconds and data.features define them"
 
@@ -52,8 +52,8 @@ class Recordings:
     """The preparation of batches of recordings.
 
     Attributes:
-        sound: the preprocessing from samples to features, even if the model computes the features.
-        in_graph: the model takes samples and computes the features.
+        sound: the preprocessing from samples to features; complete even if the model computes the features.
+        in_graph: whether the model takes samples and computes the features.
     """
 
     sound: SoundPreprocess
@@ -61,7 +61,7 @@ class Recordings:
 
     @property
     def taken(self) -> SoundPreprocess:
-        """Returns the preprocessing that is left to do before the model."""
+        """Returns the part of the preprocessing that is computed outside the model."""
         return replace(self.sound, features=WAVEFORM) if self.in_graph else self.sound
 
     @property
@@ -81,7 +81,7 @@ class Recordings:
         """Returns an item of a source as int16 or float32 [T].
 
         Raises:
-            ConfigError: it is not a recording.
+            ConfigError: the item is not a recording.
         """
         found = np.asarray(item)
         right = found.ndim == 1 and found.size and (found.dtype.kind == "f" or found.dtype == np.int16)
@@ -105,7 +105,7 @@ class Recordings:
         draws: Sequence[random.Random],
         policy: str = "none",
     ) -> Tensor:
-        """Returns recordings as the model takes them in training.
+        """Returns recordings as the model takes them in training, float32 [N, *shape].
 
         Args:
             recordings: recordings of any lengths.
@@ -124,7 +124,7 @@ def in_unit(recording: NDArray[Any]) -> Samples:
 
 
 def augmented(recording: NDArray[Any], augment: str, draw: random.Random, rate: int) -> NDArray[Any]:
-    """Returns a recording shifted in time, with another gain and with white noise, as `augment` selects."""
+    """Returns a recording with a random time shift and, if `augment` names them, a random gain and white noise."""
     if augment == "none":
         return recording
     samples = in_unit(recording)
@@ -140,7 +140,7 @@ def augmented(recording: NDArray[Any], augment: str, draw: random.Random, rate: 
 
 
 def _shifted(samples: Samples, by: int) -> Samples:
-    """Returns samples shifted later or earlier and padded with zeros; some of the recording always remains."""
+    """Returns samples shifted later or earlier and padded with zeros; at least half of the recording remains."""
     if by >= 0:
         return np.concatenate([np.zeros(by, np.float32), samples])
     by = min(-by, len(samples) // 2)
@@ -151,7 +151,7 @@ def recordings_of(config: DataConfig) -> Recordings:
     """Returns the preparation that the data group describes.
 
     Raises:
-        ConfigError: sizes do not fit together, or a setting is only for pictures.
+        ConfigError: sizes do not fit together, or a setting applies only to pictures.
     """
     _check_plain(config)
     rate = rate_of(config)
@@ -179,12 +179,12 @@ def recordings_of(config: DataConfig) -> Recordings:
 
 
 def rate_of(config: DataConfig) -> int:
-    """Returns the sampling rate to which recordings are converted."""
+    """Returns the sampling rate in Hz to which recordings are converted."""
     return config.rate or _RATES.get(config.source, RATE)
 
 
 def _check_plain(config: DataConfig) -> None:
-    """Raises ConfigError for a setting that is only for pictures."""
+    """Raises ConfigError for a setting that applies only to pictures."""
     told = f"with data.source={config.source}, which gives recordings"
     for key in ("image_size", "resize", "fit", "pad_value", "align", "channels", "layout", "pixels"):
         if getattr(config, key) is not None:

@@ -33,8 +33,9 @@ class Request:
     Attributes:
         settings: the data group.
         inputs: inputs of the model, without its states; empty if they are unknown.
-        states: inputs of the model that are outputs of the previous step, with these outputs. Items are steps
-            then, and both splits have an attribute `lengths`, the number of items of each sequence, in order.
+        states: the output of the previous step that feeds each state input. If there are any, items are
+            steps, and both splits need an attribute `lengths` with the number of items of each sequence, in
+            order.
         about: facts from the model's file in addition to its graph: its metadata, and the inputs fixed to one
             number.
     """

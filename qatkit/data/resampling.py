@@ -1,4 +1,4 @@
-"""Sound at another sampling rate."""
+"""Resampling of sound to another sampling rate."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _LARGEST_STEP = 2**18
 
 
 def resampled(samples: Samples, rate: int, wanted: int) -> Samples:
-    """Returns samples of one rate at another one, by a polyphase filter.
+    """Returns samples resampled from `rate` to `wanted`, both in Hz, by a polyphase filter.
 
     Raises:
-        ValueError: the greatest common divisor of the rates is too small for a filter of reasonable length.
+        ValueError: the rates have a common divisor so small that the filter would be too long.
     """
     if rate == wanted:
         return samples

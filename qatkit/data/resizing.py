@@ -1,6 +1,6 @@
 """Resizing of stacked images, bit for bit as in `qatkit_verify.preprocess`.
 
-Bytes are resized by ATen's kernels, floats by our own.
+Bytes are resized by ATen's kernels, and floats by our own operations.
 """
 
 from __future__ import annotations

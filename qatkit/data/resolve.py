@@ -1,4 +1,4 @@
-"""The preprocessing of a run, from its settings, then from the weights, then from the source."""
+"""The preprocessing of a run: its settings override the weights', and these override the source's."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from qatkit.data.preprocessing import KEYS, Preprocessing
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.fitting import LEVELS
 
-# What every picture needs, with the values that ImageNet's models use.
+# Settings that every picture needs, with the values of ImageNet models as examples.
 _EXAMPLES = {"image_size": "224", "mean": "[0.485,0.456,0.406]", "std": "[0.229,0.224,0.225]"}
 
 
 def resolve_preprocessing(config: DataConfig, base: Preprocessing | None) -> Preprocessing:
-    """Returns `base` with the settings of the configuration; an image size without a resize means no crop margin.
+    """Returns `base` with the settings of the configuration.
+
+    An image size without a resize means no crop margin.
 
     Raises:
         ConfigError: a value is neither configured nor in `base`, or settings exclude each other.
@@ -41,7 +43,7 @@ def resolve_preprocessing(config: DataConfig, base: Preprocessing | None) -> Pre
 
 
 def _check_complete(chosen: Mapping[str, Any]) -> None:
-    """Raises ConfigError that names every missing key, with a value to type."""
+    """Raises ConfigError that names every missing key, with an example value."""
     missing = [key for key in _EXAMPLES if chosen[key] is None]
     if missing:
         typed = " ".join(shlex.quote(f"data.{key}={_EXAMPLES[key]}") for key in missing)

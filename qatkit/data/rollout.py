@@ -3,8 +3,9 @@
     step 0 ── float file ─> state ── step 1 ── float file ─> state ── step 2 ...
     sample 0 = step 0 + start          sample 1 = step 1 + state
 
-A sequence starts from the arrays in its first step that are named like the states, or from zeros. All later
-stages (calibration, algorithms, fine-tuning, the comparison of files) thus see ordinary samples with all inputs.
+A sequence starts from the arrays in its first step that have the names of states; without them, states start
+at zero. All later stages (calibration, algorithms, fine-tuning, the comparison of files) thus see ordinary
+samples with all inputs.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class States:
 
     Attributes:
         outputs: for each state input, the output that feeds it.
-        opened: opens the file.
+        opened: a function that opens the file.
     """
 
     outputs: Mapping[str, str]
@@ -46,14 +47,14 @@ class States:
 
 
 class Rollout:
-    """The steps of a split as samples; only every n-th step if the states of all would exceed `KEPT` bytes.
+    """The steps of a split as samples; only every n-th step if all states would exceed `KEPT` bytes.
 
     Args:
         steps: the steps, whose items hold all inputs except the states.
         ports: the state inputs.
         run: the float file.
-        begin: states from which the first sequence continues; None: it has its own start.
-        progress: shows a progress bar.
+        begin: states from which the first sequence continues; None if it has its own start states.
+        progress: whether a progress bar is shown.
 
     Attributes:
         targets: targets of the samples.
@@ -106,8 +107,8 @@ class Rollout:
             left -= len(span)
 
     def _start(self, index: int) -> Arrays:
-        """Returns the states from which a sequence starts: those of its first step, or zeros."""
-        _ = self.steps[index]  # checked, so an item is a pair
+        """Returns the start states of a sequence: arrays of its first step, or zeros."""
+        _ = self.steps[index]  # checks that the item is a pair
         with calling("data.source", self.steps.source, self.steps.dataset):
             given: Any = self.steps.dataset[index][0]
         known = given if isinstance(given, Mapping) else {}
@@ -120,7 +121,11 @@ class Rollout:
         }
 
     def _keep(self, index: int, state: Mapping[str, NDArray[Any]]) -> None:
-        """Stores the states that a step begins with."""
+        """Stores the states at the beginning of a step, if the step is a sample.
+
+        Raises:
+            ConfigError: the shape of a state differs from that in the first sequence.
+        """
         if not self._kept:
             steps, size = len(self.steps), sum(one.nbytes for one in state.values())
             self.every = max(1, math.ceil(steps * size / KEPT))
@@ -146,10 +151,11 @@ def rolled_out(
 
     Args:
         splits: splits of a source whose items are steps.
+        states: the states of the model.
         ports: all inputs of the model.
         source: dotted path of the source, for messages.
         task: the task of the targets.
-        progress: shows progress bars.
+        progress: whether progress bars are shown.
 
     Raises:
         ConfigError: items are images or do not form sequences, or as for `Rollout`.
@@ -216,7 +222,7 @@ def _zeros(port: Port, source: str) -> NDArray[Any]:
 
 
 class _Numbers:
-    """The numbers 0, 1, ... in the form of `shown`'s batches."""
+    """An iterable over 0, 1, ... in the form of batches, for `shown`."""
 
     def __init__(self, count: int) -> None:
         self.count = count

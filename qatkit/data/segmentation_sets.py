@@ -1,10 +1,10 @@
-"""Pascal VOC and Cityscapes as torchvision lists them, for segmentation: train to train, val to verify.
+"""Pascal VOC and Cityscapes for segmentation, as torchvision lists them; `train` trains and `val` verifies.
 
     ROOT/VOCdevkit/VOC2012/{JPEGImages,SegmentationClass,ImageSets/Segmentation}     data=voc_segmentation
     ROOT/leftImg8bit/{train,val}/CITY/*.png  ROOT/gtFine/{train,val}/CITY/*.png      data=cityscapes
 
-`data.download` fetches VOC; Cityscapes requires an account and is never downloaded. Label pictures are read before
-any long work, like those of `label_pictures`.
+`data.download` fetches VOC; Cityscapes requires an account and is never downloaded. All label pictures are
+read before any long work, as in `label_pictures`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def voc_segmentation(root: str | None, download: bool, seed: int) -> Splits:
     Borders (255) are ignored.
 
     Raises:
-        ConfigError: the files are missing and cannot be fetched, or hold other numbers.
+        ConfigError: the files are missing and cannot be fetched, or label pictures have unknown numbers.
     """
     top = data_folder(_VOC, root)
     base = top / "VOCdevkit" / f"VOC{_YEAR}"
@@ -61,7 +61,7 @@ def cityscapes(root: str | None, download: bool, seed: int) -> Splits:
     Other labels are ignored.
 
     Raises:
-        ConfigError: the files are missing, or hold other numbers.
+        ConfigError: the files are missing, or label pictures have unknown numbers.
     """
     top = data_folder(_CITYSCAPES, root)
     try:
@@ -80,7 +80,7 @@ def cityscapes(root: str | None, download: bool, seed: int) -> Splits:
 
 
 class CityLabels(LabelPictures):
-    """Pictures, and label pictures of Cityscapes' ids.
+    """A dataset of pictures and label pictures that hold Cityscapes' ids.
 
     Args:
         samples: (path of the picture, path of the label picture below `root`).
@@ -96,7 +96,10 @@ class CityLabels(LabelPictures):
         self._table = table
 
     def label_map(self, target: Any) -> Tensor:
-        """Returns the training ids of a label picture, uint8 [1, height, width]; `IGNORED` for ids without one."""
+        """Returns the training ids of a label picture, uint8 [1, height, width].
+
+        Ids without a training id become `IGNORED`.
+        """
         return torch.from_numpy(self._table[label_numbers(self.root / str(target))])[None]
 
 
@@ -107,7 +110,7 @@ def _below(top: Path, pictures: Sequence[Any], labels: Sequence[Any]) -> list[tu
 
 
 def _check(top: Path, pairs: Sequence[tuple[str, str]], ignored: Sequence[int], largest: int) -> None:
-    """Raises ConfigError for an unreadable label picture, one of another size, or a number above `largest`."""
+    """Raises ConfigError if a label picture is unreadable, differs in size, or has a number above `largest`."""
     found = largest_label(top, pairs, ignored)
     if found > largest:
         raise ConfigError(

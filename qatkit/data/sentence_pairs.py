@@ -1,11 +1,12 @@
-"""Pairs of sentences with a score, for encoders of text: the .tsv files of a folder.
+"""Pairs of sentences with a score, for text encoders: the .tsv files of a folder.
 
     DIR/**/*.tsv   names with "test" ──> verify
                    the others ─────────> calibrate and train
 
-The first line of a file names its columns: the names of two begin with "sentence", and that of one ends with "score"
-(SICK's sentence_A, sentence_B, relatedness_score; STS's sentence1, sentence2, score). Scores are scaled to 0..1 by the
-smallest and the largest of all files. A pair is a sample of two rows, padded to the longest sentence of the data.
+The first line of a file names its columns: two names begin with "sentence", and one ends with "score" (SICK's
+sentence_A, sentence_B, relatedness_score; STS's sentence1, sentence2, score). Scores are scaled to 0..1 by
+the smallest and the largest score of all files. A pair is a sample of two rows, padded to the longest
+sentence of the data.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class PairRows:
     """Pairs as rows of tokens; an item is ({"input_ids", "attention_mask", ...: int64 [2, T]}, score).
 
     Args:
-        rows: two for each pair.
+        rows: the rows of tokens, two for each pair.
         scores: scores of the pairs, 0..1.
     """
 
@@ -62,8 +63,8 @@ def sentence_pairs(root: str | None, download: bool, seed: int, request: Request
     """Returns the pairs of a folder's files.
 
     Raises:
-        ConfigError: the folder does not exist or lacks one kind of files, a file lacks these columns, a score is not a
-            number, or as for `qatkit.data.token_rows.token_rows`.
+        ConfigError: the folder does not exist or has no files for a split, a file lacks a column, a score is
+            not a number, or as for `qatkit.data.token_rows.token_rows`.
     """
     asked = request if request is not None else Request(DataConfig())
     top = data_folder(_SOURCE, root)

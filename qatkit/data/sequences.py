@@ -1,4 +1,4 @@
-"""Items that are the steps of sequences, and the distribution of sequences over the two splits.
+"""Datasets whose items are the steps of sequences, and the division of sequences between the two splits.
 
 several sequences   every other one calibrates and trains, the others verify
 a single one        the first half calibrates and trains; the second half, which continues it, verifies
@@ -25,13 +25,13 @@ class Items(Protocol):
 
 
 class Part:
-    """Some items of a dataset.
+    """A dataset of some items of another dataset.
 
     Args:
         whole: the dataset.
         indices: indices of the items, in order.
         lengths: number of items of each sequence, in order; empty if items are not steps.
-        continues: the first sequence continues the last one of the training split.
+        continues: whether the first sequence continues the last one of the training split.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Part:
 
 
 def shared_out(whole: Items, lengths: Sequence[int]) -> tuple[Part, Part]:
-    """Returns the training and the test part of consecutive sequences.
+    """Returns the training part and the test part of a dataset of consecutive sequences.
 
     Args:
         whole: the dataset, with at least two items.

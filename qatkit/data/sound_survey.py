@@ -1,4 +1,4 @@
-"""The survey of sound files, which reads each file once before any long work and finds unusable files.
+"""The survey of sound files: each file is read once before any long work, to find unusable files.
 
 Samples stay in memory up to a limit.
 """
@@ -29,7 +29,7 @@ class Recording:
 
     Attributes:
         path: path of the file.
-        rate: sampling rate of the file.
+        rate: sampling rate of the file, in Hz.
         count: number of samples at the model's rate.
         digest: digest of these samples.
         kept: these samples, or None if the limit on memory was reached.
@@ -47,7 +47,7 @@ class SoundSurvey:
 
     Args:
         root: folder of the data, for messages.
-        rate: the rate to which samples are converted.
+        rate: the sampling rate in Hz to which samples are converted.
         least: minimum number of samples of a usable file.
         bad: "refuse" or "skip", for files that cannot be used.
     """
@@ -95,8 +95,10 @@ class SoundSurvey:
                 )
         except ImportError as error:
             name = printable(os.path.relpath(path, self.root))
-            told = f"{name} is a FLAC file and needs the extra audio: {install_extra('audio')} ({one_line(error)})"
-            raise ConfigError("data.root", self.root, reason=told) from error
+            needed = (
+                f"{name} is a FLAC file and needs the extra audio; install it with {install_extra('audio')}"
+            )
+            raise ConfigError("data.root", self.root, reason=f"{needed} ({one_line(error)})") from error
         except Exception as error:  # damaged bytes may raise anything in decoders
             strerror = error.strerror if isinstance(error, OSError) else None
             self.unusable[path] = strerror.lower() if strerror else one_line(error)

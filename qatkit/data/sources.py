@@ -34,8 +34,8 @@ _SYNTHETIC_CLASSES, _SYNTHETIC_TRAIN, _SYNTHETIC_TEST = 10, 2000, 500
 class ImageDataset(Protocol):
     """A map-style dataset of pairs (input, target).
 
-    An input is an image, arrays by name or the samples of a recording. The task defines what a target is: by
-    default the label of a class.
+    An input is an image, arrays by name or the samples of a recording. The task defines the targets; by
+    default, they are class labels.
     """
 
     @property
@@ -56,17 +56,18 @@ class Splits:
 
     Args:
         train: images for training and calibration.
-        test: images for accuracy only.
-        classes: name of each label; empty for tasks without classes, and where every target is `NO_LABEL`.
-        default_preprocessing: used if neither the configuration nor the model's weights define one.
+        test: images for verification only.
+        classes: name of each label; empty for tasks without classes, and if every target is `NO_LABEL`.
+        default_preprocessing: the preprocessing that is used if neither the configuration nor the model's
+            weights define one.
         notes: the report's notes on the images, one line each.
-        arrays: items are (arrays by the names of the model's inputs, target) instead of images
+        arrays: whether items are (arrays by the names of the model's inputs, target) instead of images
             (`qatkit.data.arrays`).
-        batched: a batch may hold several samples; False if the axis that the model's file declares as the
-            batch has another meaning.
-        recordings: items are (samples [T] of a recording at `data.rate`, target) instead of images: float32
-            in -1..1, or int16 (`qatkit.data.recordings`).
-        drawn: samples were drawn at random, so that no figure is meaningful for real data.
+        batched: whether a batch may hold several samples; False if the axis that the model's file declares as
+            the batch has another meaning.
+        recordings: whether items are (samples [T] of a recording at `data.rate`, target) instead of images:
+            float32 in -1..1, or int16 (`qatkit.data.recordings`).
+        drawn: whether samples were drawn at random, so that no figure is meaningful for real data.
     """
 
     train: ImageDataset
@@ -105,11 +106,11 @@ class TensorImages:
 
 
 def digits(root: str | None, download: bool, seed: int) -> Splits:
-    """Returns scikit-learn's 1,797 handwritten digits, 8x8 grey. They come with it: `root` and `download` are unused.
+    """Returns scikit-learn's 1,797 handwritten digits, 8x8 grey.
 
-    A fifth of each class, drawn by `seed`, is the test split. By default the images are enlarged to 32x32 and
-    repeated over three channels, as torchvision's models require; `data.mean` with one number keeps one
-    channel.
+    They are part of scikit-learn, so `root` and `download` are unused. A fifth of each class, drawn by
+    `seed`, is the test split. By default the images are enlarged to 32x32 and repeated over three channels,
+    as torchvision's models require; `data.mean` with one number keeps one channel.
     """
     # scikit-learn takes a second to import, and only this source needs it.
     from sklearn.datasets import load_digits
@@ -230,8 +231,8 @@ def _torchvision_splits(
     Args:
         cls: the dataset's class.
         root: folder of the files.
-        download: fetches missing files.
-        place: which files to put where by hand, for the message.
+        download: whether missing files are fetched.
+        place: advice for messages that names the files and the folder to put them into.
 
     Raises:
         ConfigError: the files are missing and cannot be fetched, or are damaged.

@@ -1,10 +1,11 @@
-"""Recordings, one folder per class, as Google Speech Commands has them (Warden, 2018, https://arxiv.org/abs/1804.03209).
+"""Recordings in one folder per class, as in Google Speech Commands (Warden, 2018, https://arxiv.org/abs/1804.03209).
 
     ROOT/CLASS/SPEAKER_nohash_N.wav      ROOT/testing_list.txt, ROOT/validation_list.txt: lines CLASS/NAME.wav
 
-Files of the testing list verify, those of the validation list are left out, and all others train and calibrate. Without
-lists, the rule of the data set's README applies: a hash of the speaker's name puts 10 % of the speakers into testing
-and 10 % into validation, so no speaker is in two splits. `_background_noise_` is not a class.
+Files in the testing list verify, files in the validation list are left out, and all others train and
+calibrate. Without lists, the rule of the data set's README applies: a hash of the speaker's name puts 10 % of
+the speakers into testing and 10 % into validation, so no speaker is in two splits. `_background_noise_` is
+not a class.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from qatkit_verify.sound_files import SUFFIXES
 from qatkit_verify.untrusted import read_text
 
 _NOISE, _LISTS = "_background_noise_", {"testing": "testing_list.txt", "validation": "validation_list.txt"}
-_PERCENT, _MOST = 10.0, 2**27 - 1  # of the README's function which_set
+_PERCENT, _MOST = 10.0, 2**27 - 1  # constants of the README's function which_set
 _SHOWN = 3
 
 
 def speech_commands(root: str | None, download: bool, seed: int, request: Request | None = None) -> Splits:
-    """Returns the recordings of the class folders in a folder.
+    """Returns the recordings in the class folders of `root`.
 
     Raises:
         ConfigError: the folder does not exist or has no class folders, a list names a missing file, or as for

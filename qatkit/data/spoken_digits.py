@@ -1,6 +1,6 @@
 """Recordings in one folder, named LABEL_SPEAKER_N.wav, as in the Free Spoken Digit Dataset.
 
-The split is that of its README: for each speaker and label, recordings with N from 0 to 4 verify, and the others
+The split follows its README: for each speaker and label, recordings with N from 0 to 4 verify, and the others
 train and calibrate.
 """
 
@@ -28,7 +28,7 @@ def spoken_digits(root: str | None, download: bool, seed: int, request: Request 
     """Returns the recordings in a folder, or in its subfolder `recordings`.
 
     Raises:
-        ConfigError: the folder does not exist, a file has another form of name, a split is empty, or as for
+        ConfigError: the folder does not exist, a file is named differently, a split is empty, or as for
             `recording_splits`.
     """
     top = data_folder(DIGITS_SPOKEN, root)

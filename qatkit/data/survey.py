@@ -1,12 +1,13 @@
-"""The survey of image files before any long work, which finds unreadable files and files in both splits.
+"""The survey of image files before any long work; it finds unreadable files and files in both splits.
 
     paths ── stat ── seen before, unchanged? ─yes────────────────────────────────────┐
                 └─ no: header, size, mode, end of the file ── suspect? ── decoded ───┴─> reason, or an image
     digests of both ends equal in train and test ── whole contents equal? ──> the same image in both
 
-For most files, only the header and both ends are read. A truncated file still has a whole header, but JPEG, PNG, GIF,
-WebP and BMP mark their end. A file without its end mark is decoded at once, because some cameras append data after the
-end and only a decoder can tell. Whole files are cached by path, size and modification time.
+For most files, only the header and both ends are read. A truncated file still has an intact header, but JPEG,
+PNG, GIF, WebP and BMP mark their end. A file without its end mark is decoded at once, because some cameras
+append data after the end and only a decoder can tell. Results for readable files are cached by path, size and
+modification time.
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ from qatkit_verify.files import cache_folder, write_text
 from qatkit_verify.pictures import check_kind, check_mode, check_size, open_regular_file, reason
 
 _END = 4096  # bytes at either end that distinguish files and contain the end mark of a format
-_MANY = 2000  # files; with fewer, neither a bar nor a cache is worth it
+_MANY = 2000  # files; with fewer, neither a progress bar nor a cache is worth it
 _THREADS = 8  # to overlap reads from disk; a header takes the processor only 30 µs
 _A_PART = 256  # files per task of a thread
 _SHOWN = 5
-_RULES = f"1 {PIL.__version__}"  # what a cached result depends on in addition to the file
+_RULES = f"1 {PIL.__version__}"  # version of the rules and of Pillow on which cached results depend
 
 T = TypeVar("T")
 
 
 class Look(NamedTuple):
-    """The result for a file.
+    """The result of checking a file.
 
     Attributes:
-        reason: why it is not a readable image; "" if it is one.
+        reason: the reason why the file is not a readable image; "" if it is one.
         ends: a digest of the size, the first and the last bytes.
     """
 
@@ -72,16 +73,16 @@ class Survey:
 
 
 def survey(train: object, test: object, bad: str, *, progress: bool = False) -> Survey:
-    """Checks the files of two splits; a split that is not an `ImageFiles` is returned unchecked.
+    """Checks the files of two splits; all items of a split that is not an `ImageFiles` count as usable.
 
     Args:
         train, test: the datasets of the splits.
         bad: "refuse" or "skip", for files that are not readable images.
-        progress: shows a progress bar.
+        progress: whether a progress bar is shown.
 
     Raises:
         ConfigError: files cannot be read and are not to be skipped, or no readable image is left in a split
-            or, in a complete one, in a class.
+            or, if the split must be complete, in a class.
     """
     parts = {name: one for name, one in (("train", train), ("test", test)) if isinstance(one, ImageFiles)}
     looks = look_at([path for part in parts.values() for path, _ in part.samples], progress=progress)
@@ -105,7 +106,7 @@ def survey(train: object, test: object, bad: str, *, progress: bool = False) -> 
 
 
 def _listed(found: Mapping[str, str], root: str) -> str:
-    """Returns the first paths, each with its note."""
+    """Returns the first paths as text, each with its note."""
     some = [f"{printable(os.path.relpath(path, root))} ({why})" for path, why in list(found.items())[:_SHOWN]]
     return ", ".join(some) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
 
@@ -146,7 +147,7 @@ def look_at(paths: Sequence[str], *, progress: bool = False) -> dict[str, Look]:
 
 
 def _of_link(path: str, error: Exception) -> str:
-    """Returns the reason why a path leads to no file, in words."""
+    """Returns the reason why a path does not lead to a readable file."""
     if isinstance(error, OSError) and os.path.islink(path):
         return "a link to a missing file" if isinstance(error, FileNotFoundError) else "a link to itself"
     return reason(error)
@@ -200,7 +201,7 @@ def _ends_well(kind: str, first: bytes, last: bytes, size: int) -> bool:
 
 
 def _in_both(train: Mapping[str, Look], test: Mapping[str, Look]) -> dict[str, str]:
-    """Returns the test files with the same bytes as a training file, and that file.
+    """Returns, for each test file with the same bytes as a training file, that training file.
 
     Accuracy on such files means little.
     """
@@ -233,10 +234,10 @@ def _root(paths: Sequence[str]) -> str:
 
 
 class _Cache:
-    """The cached results for the whole files of a folder: {path: [size, modification time, digest of the ends]}.
+    """The cached results for a folder's readable files: {path: [size, modification time, digest of the ends]}.
 
-    The first line of the file is the digest of the rest. A file that is damaged, missing or was written under
-    other rules counts as empty.
+    The first line of the file is the digest of the rest. A cache file that is damaged, missing or was written
+    under other rules counts as empty.
     """
 
     def __init__(self, paths: Sequence[str]) -> None:

@@ -33,14 +33,14 @@ CONTEXT = 512
 _SOURCE = "qatkit.data.text.text"
 _LONGEST = (
     1 << 24
-)  # characters that are tokenized at once, since a tokenizer needs many times its text's memory
+)  # characters that are tokenized at once, since a tokenizer needs many times the memory of its text
 
 
 class TokenWindows:
-    """Windows of consecutive tokens; an item is ({"input_ids": int64 [1, T]}, the same tokens).
+    """A dataset of windows of consecutive tokens; an item is ({"input_ids": int64 [1, T]}, the same tokens).
 
     Args:
-        tokens: int32 [windows, T].
+        tokens: the tokens, int32 [windows, T].
 
     Attributes:
         targets: the tokens of each window, as the bytes of int32.

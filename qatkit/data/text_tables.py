@@ -1,4 +1,4 @@
-"""Files of labelled texts: .tsv, .csv with quotes, and .jsonl, whose columns are found by their names."""
+"""Files of labelled texts: .tsv, .csv with quotes, and .jsonl; their columns are found by name."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class LabelledText:
     """A text, or two texts that are read together, with a label.
 
     Attributes:
-        label: the text of the label in the file; numbers as digits.
-        place: file and line, for messages.
+        label: the label as it is written in the file.
+        place: the file and line, for messages.
     """
 
     text: str | tuple[str, str]
@@ -39,7 +39,7 @@ def read_table(path: str, columns: Sequence[str] | None) -> list[LabelledText]:
 
     Args:
         path: path of the file.
-        columns: [TEXT, LABEL] or [TEXT, SECOND, LABEL]; None: columns are found by their names.
+        columns: [TEXT, LABEL] or [TEXT, SECOND, LABEL]; None if columns are to be found by their names.
 
     Raises:
         ConfigError: the file is not UTF-8 or not a table, lacks a column, or has an empty text or label.
@@ -65,7 +65,7 @@ def text_of(path: Path) -> str:
     """Returns the text of a file in UTF-8, with or without a byte order mark.
 
     Raises:
-        ConfigError: it is not UTF-8.
+        ConfigError: the file is not UTF-8.
     """
     try:
         return path.read_text(encoding="utf-8-sig")
@@ -74,10 +74,10 @@ def text_of(path: Path) -> str:
 
 
 def checked_columns(columns: Sequence[str]) -> Sequence[str]:
-    """Returns `columns`.
+    """Checks and returns `columns`.
 
     Raises:
-        ConfigError: they are not two or three different names.
+        ConfigError: `columns` are not two or three different names.
     """
     if not 2 <= len(set(columns)) == len(columns) <= 3:
         raise ConfigError(_KEY, list(columns), "[TEXT, LABEL] or [TEXT, SECOND, LABEL] with different names")
@@ -85,7 +85,7 @@ def checked_columns(columns: Sequence[str]) -> Sequence[str]:
 
 
 def _rows(text: str, path: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Yields the rows of a table by the names of its columns, with their line numbers."""
+    """Yields the line number of each row of a table, and the row as a mapping by column names."""
     tabs = path.lower().endswith(".tsv")
     reader = (
         csv.reader(io.StringIO(text, newline=""), delimiter="\t", quoting=csv.QUOTE_NONE)
@@ -139,7 +139,7 @@ def _cell(row: Mapping[str, Any], column: str, path: str, number: int) -> str:
         return str(value)
     if not isinstance(value, str):
         raise _wrong(
-            path, f"has {json.dumps(value)} as '{column}' in line {number}; expected a text or a whole number"
+            path, f"has {json.dumps(value)} as '{column}' in line {number}; expected a string or an integer"
         )
     if not value.strip():
         raise _wrong(path, f"has an empty '{column}' in line {number}")

@@ -1,4 +1,4 @@
-"""Texts as rows of tokens of one length: shorter texts are padded to the longest one."""
+"""Texts as rows of tokens: all rows are padded to the length of the longest text."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 # Inputs of text models.
 TOKENS, MASK, TYPES = "input_ids", "attention_mask", "token_type_ids"
-_LONGEST = 128  # tokens of a text if data.context is null
+_LONGEST = 128  # maximum number of tokens of a text if data.context is null
 _DTYPES = {TOKENS: np.int32, MASK: np.bool_, TYPES: np.int8}
-_PARTS = {TOKENS: "ids", MASK: "attention_mask", TYPES: "type_ids"}  # of an encoding of tokenizers
+_PARTS = {TOKENS: "ids", MASK: "attention_mask", TYPES: "type_ids"}  # attributes of an encoding by tokenizers
 
 
 @dataclass(frozen=True)
@@ -27,21 +27,21 @@ class Rows:
     """Rows of tokens, by the names of a model's inputs.
 
     Attributes:
-        arrays: input_ids int32, attention_mask bool, and token_type_ids int8 of a model that takes them, each
+        arrays: input_ids int32, attention_mask bool, and token_type_ids int8 if the model takes them, each
             [rows, T].
     """
 
     arrays: Mapping[str, NDArray[Any]]
 
     def at(self, rows: slice) -> dict[str, NDArray[Any]]:
-        """Returns some rows as models take them, int64 [rows, T]."""
+        """Returns the inputs of some rows, int64 [rows, T]."""
         return {name: one[rows].astype(np.int64) for name, one in self.arrays.items()}
 
 
 def token_rows(parts: Sequence[Sequence[str | tuple[str, str]]], asked: Request) -> list[Rows]:
     """Returns the tokens of the texts of each part, or of pairs of texts that are read together.
 
-    All rows have the length of the longest one, at most `data.context`.
+    All rows have the length of the longest text, at most `data.context`.
 
     Raises:
         ConfigError: `data.context` exceeds the model's positions, or as for `qatkit.data.tokenizer.tokenizer_of`.
@@ -62,7 +62,7 @@ def token_rows(parts: Sequence[Sequence[str | tuple[str, str]]], asked: Request)
 
 
 def _filled(coded: Sequence[Any], longest: int, name: str, about: Mapping[str, str]) -> NDArray[Any]:
-    """Returns one input of all rows, [rows, T]."""
+    """Returns the values of the input `name` for all rows, [rows, T]."""
     value = int(about.get(PADDING, 0)) if name == TOKENS else 0
     found: NDArray[Any] = np.full((len(coded), longest), value, _DTYPES[name])
     for row, one in enumerate(coded):

@@ -29,10 +29,10 @@ def tokenizer_of(settings: DataConfig, about: Mapping[str, str]) -> Tokenizer:
 
     Args:
         settings: the data group.
-        about: facts that the model declares: the place of its tokenizer, and its number of tokens.
+        about: facts that the model declares: the folder or id of its tokenizer, and its number of tokens.
 
     Raises:
-        ConfigError: neither names one, it can't be read, or it belongs to another model.
+        ConfigError: neither names a tokenizer, it cannot be read, or it belongs to another model.
     """
     place = settings.tokenizer or about.get(PLACE)
     if place is None:
@@ -60,7 +60,9 @@ def _read(place: str) -> Tokenizer:
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
-        reason = f"text needs the extra transformers: {install_extra('transformers')} ({error})"
+        reason = (
+            f"text needs the extra transformers; install it with {install_extra('transformers')} ({error})"
+        )
         raise ConfigError(KEY, place, reason=reason) from error
     file = Path(place, "tokenizer.json") if Path(place).is_dir() else Path(place)
     try:

@@ -1,4 +1,4 @@
-"""Four kinds of tones in noise (rising, falling, steady and pulsed), to try the whole chain without any file."""
+"""Four kinds of tones in noise (rising, falling, steady and pulsed), for a trial without any file."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Tones:
 
     Args:
         count: number of tones.
-        samples: number of samples of each.
+        samples: number of samples of each tone.
         rate: samples per second.
-        parts: seeds that distinguish these tones from others.
+        parts: the seed and the name of the split, from which the tones are drawn.
 
     Attributes:
-        targets: the label of each.
+        targets: the label of each tone.
     """
 
     def __init__(self, count: int, samples: int, rate: int, *parts: object) -> None:
@@ -50,7 +50,7 @@ class Tones:
 
 
 def tones(root: str | None, download: bool, seed: int, request: Request | None = None) -> Splits:
-    """Returns 1,024 tones to train and calibrate and 512 to verify, each as long as `data.seconds` says.
+    """Returns 1,024 tones to train and calibrate and 512 to verify, each of length `data.seconds`.
 
     Raises:
         ConfigError: a folder is given, although no files are read.

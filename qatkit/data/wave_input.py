@@ -1,6 +1,7 @@
 """The input of a model that takes the samples of a wave: its time axis, frame length, rate and type.
 
-The time axis is the only one that is neither the batch nor of size 1: [N, T], [N, 1, T], [T], [N, T, 1].
+The time axis is the only axis that is not the batch axis and whose size may differ from 1: [N, T], [N, 1, T],
+[T], [N, T, 1].
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from qatkit.data.request import Request
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.sound_files import Samples
 
-RATE = 16000  # the default
+RATE = 16000  # default rate, in Hz
 _RATE_NAMES = ("sr", "fs", "samplerate", "samplingrate", "samplerateh", "sampleratehz", "audiosamplerate")
 _RATES = range(1000, 400_000)
 # For each value of `data.axes`: the number of axes, and the time axis.
@@ -31,17 +32,17 @@ _INT16 = 2**15
 
 @dataclass(frozen=True)
 class WaveInput:
-    """An input that takes frames.
+    """An input that takes frames of a wave.
 
     Attributes:
         name: name of the input.
         shape: shape of a frame, with the batch axis.
         axis: the time axis.
-        dtype: NumPy's name of its type.
+        dtype: name of the input's type in NumPy.
         full: the value that represents a sample of 1.
         rate: samples per second.
         hop: number of samples from the start of a frame to the start of the next one.
-        because: origin of the rate, in words.
+        because: a phrase that tells where the rate comes from.
     """
 
     name: str
@@ -60,18 +61,18 @@ class WaveInput:
 
     @property
     def batched(self) -> bool:
-        """Returns whether the input has an axis other than time, which may hold several frames."""
+        """Returns whether the input has an axis besides time, so that a batch may hold several frames."""
         return len(self.shape) > 1
 
     @property
     def text(self) -> str:
-        """Returns the frames in words."""
+        """A description of the frames: their length, range, distance and rate."""
         levels = f" in -{self.full}..{self.full - 1}" if self.full > 1 else ""
         told = f"frames of {self.frame} samples{levels} for '{self.name}', one every {self.hop} samples"
         return f"{told}, at {self.rate} Hz ({self.because})"
 
     def array(self, samples: Samples) -> NDArray[Any]:
-        """Returns a frame as the input takes it.
+        """Returns a frame in the shape, range and type of the input.
 
         Args:
             samples: the samples, in [-1, 1].
@@ -85,7 +86,7 @@ class WaveInput:
 
 
 def wave_input(request: Request) -> WaveInput:
-    """Returns the input that takes a wave; for a model that declares no inputs, one of floats [N, T].
+    """Returns the input that takes a wave; for a model that declares no inputs, it takes floats [N, T].
 
     Raises:
         ConfigError: the model has several inputs, its input does not take samples of a wave, or settings do not
@@ -154,7 +155,7 @@ def _frame(port: Port, axis: int, settings: DataConfig) -> int:
 
 
 def _rate(settings: DataConfig, about: Mapping[str, str]) -> tuple[int, str]:
-    """Returns the rate and its origin."""
+    """Returns the rate in Hz, and a phrase that tells where it comes from."""
     if settings.rate is not None:
         return settings.rate, "data.rate"
     for name, value in about.items():

@@ -1,11 +1,12 @@
-"""Files that hold weights or data, encrypted on disk: `export.encrypt=KEYFILE`.
+"""Encrypts files with weights or data on disk: `export.encrypt=KEYFILE`.
 
-    cipher     one file: AES-256-GCM in chunks, and the key file
-    memory     temporary files in memory, in a folder that is removed with its process, however that ends
-    guard      the process that removes the folder if this process can't
-    vault      the interface: `protected` around a job, `secret` to write a file, `readable` to read one
+    cipher     encrypts one file by AES-256-GCM in chunks, and reads key files
+    memory     keeps temporary files in memory, in a folder that is removed when its process ends for any reason
+    guard      is the process that removes the folder if this process cannot
+    sealed     detects damaged checkpoints
+    vault      is the interface: `protected` around a job, `secret` to write a file, `readable` to read one
     command    makes a key, or decrypts a file
 
-Without a key `secret` is `files.whole` and `readable` gives the path itself. Nothing here needs torch, and
-`cryptography` is imported only if there is a key.
+Without a key, `secret` is the same as `files.whole`, and `readable` yields the path itself. Nothing here needs torch,
+and `cryptography` is imported only if there is a key.
 """

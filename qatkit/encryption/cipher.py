@@ -1,16 +1,16 @@
-"""The format of one encrypted file: AES-256-GCM in chunks that encode their position and which of them is the last.
+"""Encrypts and decrypts one file: AES-256-GCM in chunks whose nonces encode the position and mark the last chunk.
 
     "qatkitE1" ─ check of the key, 8 bytes ─ salt, 16 random bytes ─ chunk 0 ─ chunk 1 ─ ... ─ the last chunk
 
-    key of the file  = HKDF-SHA256(key, salt, "file")       so that no nonce is ever used twice with a key
-    nonce of chunk i = i as 11 bytes, 1 for the last chunk or 0
-    chunk            = up to 1 MiB of the content and its tag of 16 bytes; the 32 bytes before all chunks are
-                       authenticated with each
+    key of the file  = HKDF-SHA256(key, salt, "file"), so that no nonce is ever used twice with the same key
+    nonce of chunk i = i as 11 bytes, then 1 for the last chunk or 0 for any other
+    chunk            = up to 1 MiB of the content and a tag of 16 bytes, which also authenticates the 32 bytes before
+                       the first chunk
 
-A chunk that was changed, moved, left out or added fails its tag. So does a truncated file, since only the
-true last chunk is marked as the last. This is the STREAM construction (Hoang, Reyhanitabar, Rogaway, Vizár
-2015), which the format of age uses too. The check of the key distinguishes a wrong key from a damaged file
-and reveals nothing about the key.
+If a chunk was changed, moved, removed or added, its tag does not match. A truncated file is detected as well, since
+only the last chunk is marked as such. This is the STREAM construction (Hoang, Reyhanitabar, Rogaway, Vizár 2015), which
+the age format uses too. The check of the key distinguishes a wrong key from a damaged file and reveals nothing about
+the key.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _LARGEST_KEY_FILE = 1024
 
 
 class WrongKeyError(ValueError):
-    """The error for a file that was encrypted with another key."""
+    """Raised for a file that was encrypted with another key."""
 
 
 def new_key(path: Path) -> None:
-    """Writes a random key, 64 hexadecimal digits in one line, readable only by its owner.
+    """Writes a random key as one line of 64 hexadecimal digits, to a file that only its owner can read.
 
     Raises:
-        FileExistsError: the file exists; overwriting a key would lose what it encrypts.
+        FileExistsError: the file exists. Without an old key, the files that it encrypts could not be read any more.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as stream:
@@ -51,10 +51,10 @@ def new_key(path: Path) -> None:
 
 
 def read_key(path: str) -> bytes:
-    """Returns the 32 bytes of a key file, which holds them as 64 hexadecimal digits or as they are.
+    """Returns the 32 bytes of the key in a file, which contains 64 hexadecimal digits or the bytes themselves.
 
     Raises:
-        ConfigError: the file holds no key, or `cryptography` is not installed.
+        ConfigError: the file contains no key, or `cryptography` is not installed.
     """
     allowed = (
         "a key file with 64 hexadecimal digits or 32 bytes, as written by python -m qatkit.encryption.command key"
@@ -89,7 +89,7 @@ def is_encrypted(path: Path) -> bool:
 
 
 def encrypt(source: Path, target: Path, key: bytes) -> None:
-    """Encrypts `source` into `target`, which is replaced."""
+    """Encrypts the file `source` into `target`, which is overwritten."""
     salt = secrets.token_bytes(_SALT)
     header = _MAGIC + _derived(key, b"", b"check", _CHECK) + salt
     cipher = _cipher(key, salt)
@@ -100,11 +100,11 @@ def encrypt(source: Path, target: Path, key: bytes) -> None:
 
 
 def decrypt(source: Path, target: Path, key: bytes) -> None:
-    """Decrypts `source` into `target`, which may be left incomplete by an error.
+    """Decrypts the file `source` into `target`; an error may leave `target` incomplete.
 
     Raises:
-        WrongKeyError: it was encrypted with another key.
-        ValueError: it is damaged, incomplete, or not in this format.
+        WrongKeyError: `source` was encrypted with another key.
+        ValueError: `source` is damaged, incomplete, or not in this format.
     """
     from cryptography.exceptions import InvalidTag
 
@@ -123,7 +123,7 @@ def decrypt(source: Path, target: Path, key: bytes) -> None:
 
 
 def _chunks(stream: IO[bytes], size: int) -> Iterator[tuple[int, bytes, bool]]:
-    """Yields (number, bytes, whether it is the last chunk); an empty file has one empty chunk."""
+    """Yields the chunks as (number, bytes, whether it is the last one); an empty file has one empty chunk."""
     number, chunk = 0, stream.read(size)
     while True:
         following = stream.read(size)

@@ -1,4 +1,4 @@
-"""python -m qatkit.encryption.command key FILE, or: open FILE KEYFILE OUTPUT."""
+"""The command `python -m qatkit.encryption.command`: `key FILE` makes a key, `open FILE KEYFILE OUTPUT` decrypts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qatkit_verify.files import whole
 
 
 def main(typed: Sequence[str] | None = None) -> int:
-    """Makes a new key or decrypts a file; returns the exit status, 2 for a mistake."""
+    """Makes a new key or decrypts a file; returns the exit status: 0, or 2 for an error of the user."""
     parser = argparse.ArgumentParser("python -m qatkit.encryption.command")
     commands = parser.add_subparsers(dest="command", required=True)
     key = commands.add_parser("key", help="write a new random key")

@@ -1,8 +1,7 @@
-"""Removes a folder once its process is gone: `python guard.py FOLDER PROCESS`, a child of that process.
+"""Removes a folder when its process has ended: `python guard.py FOLDER PROCESS`, as a child of that process.
 
-A process that is killed can't clean up after itself. This one does only that. It ignores the signals that a
-terminal or a cluster sends to all processes, and imports nothing from this project, so that it starts in
-milliseconds.
+A process that is killed cannot remove its folder, so the guard does it instead. The guard ignores the signals that a
+terminal or a cluster sends to all processes. It imports nothing from this project, so that it starts in milliseconds.
 """
 
 import fcntl
@@ -12,7 +11,7 @@ import signal
 import sys
 import time
 
-_SECONDS = 0.1  # between two checks
+_SECONDS = 0.1  # time between two checks
 
 
 def main() -> None:
@@ -22,9 +21,9 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     try:
         held = os.open(os.path.join(folder, ".lock"), os.O_RDONLY)
-    except FileNotFoundError:  # the job was over at once
+    except FileNotFoundError:  # the job has ended already
         return
-    fcntl.flock(held, fcntl.LOCK_SH)  # prevents another process from taking the folder for an abandoned one
+    fcntl.flock(held, fcntl.LOCK_SH)  # other processes see that the folder is in use
     while os.getppid() == parent and os.path.isdir(folder):
         time.sleep(_SECONDS)
     while os.path.isdir(folder):  # other children of the parent may still be writing

@@ -1,9 +1,9 @@
-"""Temporary files in memory: a folder on a tmpfs that replaces /tmp for this process and its children.
+"""Keeps temporary files in memory: a folder on a tmpfs replaces /tmp for this process and its children.
 
-ONNX Runtime, the exporter and OpenVINO need unencrypted files with names. So `tempfile` and TMPDIR point to a
-folder that is never on a disk. The folder is removed at the end of the job, or by its guard if the process is
-killed. If both are killed, its bytes stay in memory, and the next encrypted run of that user removes them: it
-recognizes the folder by a lock that nobody holds.
+ONNX Runtime, the exporter and OpenVINO need unencrypted files with names. Therefore `tempfile` and TMPDIR point to a
+folder that is never on a disk. The folder is removed at the end of the job, or by its guard if the process is killed.
+If both are killed, the folder stays in memory until the next encrypted run of the same user removes it. This run
+recognizes such a folder because its lock is free.
 """
 
 from __future__ import annotations
@@ -36,20 +36,24 @@ def temporary_files_in_memory(key_file: str) -> Iterator[Path]:
         key_file: the key file, for the error message if there is no such folder.
 
     Raises:
-        ConfigError: no folder in memory is known on this machine.
+        ConfigError: this machine has no known folder in memory.
     """
     place = _folder_in_memory(key_file)
-    import fcntl  # available wherever there are such folders
+    import fcntl  # exists on every system with such folders
     import resource
 
     _clear_left(place)
     new = Path(tempfile.mkdtemp(prefix="qatkit-", dir=place))
     held = os.open(new / _LOCK, os.O_RDWR | os.O_CREAT)
     fcntl.flock(held, fcntl.LOCK_SH)
-    folder = new.rename(place / new.name.replace("qatkit-", _PREFIX))  # locked before it has its final name
+    folder = new.rename(
+        place / new.name.replace("qatkit-", _PREFIX)
+    )  # it is locked before it gets its final name
     limits = resource.getrlimit(resource.RLIMIT_CORE)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, limits[1]))  # a core dump is a file with all memory
-    watching = subprocess.Popen(  # noqa: S603 - our own file
+    resource.setrlimit(
+        resource.RLIMIT_CORE, (0, limits[1])
+    )  # no core dump, which would write all memory to a file
+    watching = subprocess.Popen(  # noqa: S603 - runs our own file
         [sys.executable, "-I", guard.__file__, str(folder), str(os.getpid())],
         stdin=subprocess.DEVNULL,
         start_new_session=True,
@@ -78,7 +82,7 @@ def _folder_in_memory(key_file: str) -> Path:
 
 
 def _file_system(place: Path) -> str:
-    """Returns the type of the file system that is mounted there; "" if unknown."""
+    """Returns the type of the file system that contains a folder; "" if it is unknown."""
     real = str(place.resolve())
     found = ("", "")
     with contextlib.suppress(OSError):
@@ -96,7 +100,7 @@ def _clear_left(place: Path) -> None:
     import fcntl
 
     for folder in place.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # it belongs to another user, or is locked
+        with contextlib.suppress(OSError):  # a folder of another user, or a locked one
             descriptor = os.open(folder / _LOCK, os.O_RDONLY)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

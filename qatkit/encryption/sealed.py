@@ -1,10 +1,10 @@
-"""A checksum inside a checkpoint, so that a checkpoint damaged on a disk or in transfer is never resumed.
+"""Stores a checksum inside a checkpoint, so that a checkpoint with damage from a disk or a transfer is never resumed.
 
     zip archive of torch.save ... end of central directory ─ length of the comment ─ "sha256:" + 64 digits
 
-The comment of the archive, which every reader skips, holds the digest of all bytes before its length. A
-flipped bit anywhere in the file is found, even in names and padding, which the archive's own checksums do not
-cover. One file holds both, so that a kill cannot separate them. Nothing here needs torch.
+The comment of the archive, which every reader skips, contains the digest of all bytes before the comment's length. Any
+flipped bit in the file is found, even in names and padding, which the archive's own checksums do not cover. The digest
+is in the same file as the data, so that a kill cannot separate them. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pathlib import Path
 
 _MARK = b"sha256:"
 _COMMENT = len(_MARK) + 64
-_TAIL = 2 + _COMMENT  # with its length, the last field of the archive
-_END = b"PK\x05\x06"  # without a comment, the last 22 bytes of an archive begin with this
+_TAIL = 2 + _COMMENT  # bytes of the comment and its length, the last field of the archive
+_END = b"PK\x05\x06"  # the last 22 bytes of an archive without a comment begin with this
 _END_BYTES = 22
 
 
@@ -36,9 +36,9 @@ def seal(path: Path) -> None:
 
 
 def damage(path: Path) -> str:
-    """Returns what is wrong with a checkpoint, in words; "" if it is complete.
+    """Returns a description of what is wrong with a checkpoint; "" if nothing is wrong.
 
-    For a checkpoint of an older version, without a digest, the archive's own checksums are tested.
+    A checkpoint of an older version has no digest, so the archive's own checksums are tested instead.
     """
     content = path.read_bytes()
     if content[-_TAIL:-_COMMENT] == struct.pack("<H", _COMMENT) and content[-_COMMENT:].startswith(_MARK):

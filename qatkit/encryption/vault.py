@@ -1,7 +1,7 @@
-"""The interface for writing and reading secret files, with and without a key.
+"""Writes and reads secret files, with or without a key.
 
 with protected(config.export.encrypt):  # once, around a job
-with secret(path) as temporary: ...     # like files.whole; encrypted on its way into the folder
+with secret(path) as temporary: ...     # like files.whole; encrypts the file if there is a key
 with readable(path) as plain: ...       # the file itself, or its decrypted content in memory
 """
 
@@ -19,7 +19,7 @@ from qatkit_verify.files import whole
 
 
 class _Held:
-    """The key of the current job of this process, and the file that it comes from."""
+    """The key of the current job of this process, and the file from which it was read."""
 
     key: bytes | None = None
     file: str | None = None
@@ -31,18 +31,18 @@ def key_held() -> bytes | None:
 
 
 def key_file_held() -> str | None:
-    """Returns the file that the key comes from."""
+    """Returns the file from which the key was read; None if the job encrypts nothing."""
     return _Held.file
 
 
 @contextmanager
 def protected(key_file: str | None) -> Iterator[None]:
-    """Makes `secret` encrypt and puts temporary files in memory within the block; None changes nothing.
+    """Within the block, makes `secret` encrypt and puts temporary files in memory; does nothing without a key file.
 
     Raises:
-        ConfigError: the file holds no key, or there is no folder in memory.
+        ConfigError: the file contains no key, or this machine has no folder in memory.
     """
-    if key_file is None or (_Held.key is not None and _Held.file == key_file):  # a run within a run
+    if key_file is None or (_Held.key is not None and _Held.file == key_file):  # for a run within a run
         yield
         return
     key = read_key(key_file)
@@ -56,7 +56,7 @@ def protected(key_file: str | None) -> Iterator[None]:
 
 @contextmanager
 def secret(path: str | Path) -> Iterator[Path]:
-    """Yields a temporary path like `files.whole`; with a key the file is encrypted, and plain only in memory."""
+    """Yields a temporary path like `files.whole`; with a key, this path is in memory and `path` gets encrypted."""
     if _Held.key is None:
         with whole(path) as temporary:
             yield temporary
@@ -69,7 +69,7 @@ def secret(path: str | Path) -> Iterator[Path]:
 
 
 def encrypted_copy(plain: Path, path: Path) -> None:
-    """Writes `path`, completely or not at all, as an encrypted copy of a plain file in memory."""
+    """Writes `path` atomically as an encrypted copy of an unencrypted file in memory."""
     assert _Held.key is not None
     with whole(path) as temporary:
         encrypt(plain, temporary, _Held.key)
@@ -77,10 +77,10 @@ def encrypted_copy(plain: Path, path: Path) -> None:
 
 @contextmanager
 def readable(path: str | Path) -> Iterator[Path]:
-    """Yields a path where the content of a file can be read: its own, or a decrypted copy in memory.
+    """Yields a path with the unencrypted content of a file: `path` itself, or a decrypted copy in memory.
 
     Raises:
-        ConfigError: it is encrypted and damaged, or with another key than this job's.
+        ConfigError: the encrypted file is damaged, or this job does not have its key.
     """
     path = Path(path)
     if not is_encrypted(path):

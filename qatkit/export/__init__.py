@@ -1,1 +1,1 @@
-"""The ONNX file: export, lowering to the opset, names."""
+"""Exports ONNX files, lowers them to an opset, and converts given files to other number types."""

@@ -1,7 +1,7 @@
-"""Reads and sets the accuracy level of products with packed weights (MatMulNBits): how ONNX Runtime computes them.
+"""Reads and sets the accuracy level of products with packed weights (MatMulNBits).
 
-    0   activations in float: what the simulation computes
-    4   activations rounded to 8 bits in blocks, by integer kernels: faster
+    0   ONNX Runtime keeps activations in float, like the simulation.
+    4   ONNX Runtime rounds activations to 8 bits in blocks and uses integer kernels, which is faster.
 
 Source: ONNX Runtime, docs/ContribOperators.md, com.microsoft.MatMulNBits.
 """

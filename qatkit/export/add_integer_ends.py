@@ -33,7 +33,7 @@ from qatkit_verify.integer_ends import WEIGHT, IntegerIO, bias_steps
 
 @dataclass(frozen=True)
 class _Ends:
-    """The QuantizeLinear that reads the input, and what makes the output."""
+    """The QuantizeLinear that reads the input, and the node that computes the output."""
 
     quantize: ir.Node
     output: ir.Node
@@ -46,12 +46,13 @@ def to_integer_io(
     std: Sequence[float],
     ends_of_output: tuple[float, float],
 ) -> IntegerIO:
-    """Writes `source` with integer ends to `target` (may be the same), atomically.
+    """Writes `source` with integer inputs and outputs to `target`, atomically.
 
     Args:
         source: a QDQ file with one input, normalized float images [N, C, H, W], and one output.
-        mean, std: the normalization of pixels in 0..1, C numbers each.
-        ends_of_output: the lowest and the highest output that the file can give; values beyond are clipped.
+        target: the file to write, which may be `source`.
+        mean, std: the normalization of pixels in 0..1, with one number per channel.
+        ends_of_output: the lowest and the highest output that the file can represent; others are clipped.
 
     Raises:
         ConfigError: the input is not a batch of images, or its first operator does not quantize it to 8 bits.
@@ -100,7 +101,7 @@ def _normalisation(
     std: Sequence[float],
     dtype: np.dtype[Any],
 ) -> list[ir.Node]:
-    """Returns the nodes from the pixels to `quantize`, which then reads the last one."""
+    """Returns the nodes that normalize pixels; `quantize` then reads the last one."""
     image = graph.inputs[0]
     spread = np.asarray(std, np.float64)
     step, weight_scale = 1 / 255, 1 / (spread * WEIGHT)
@@ -128,7 +129,7 @@ def _normalisation(
         return made
 
     pixels = node("DequantizeLinear", [image, at["pixel_scale"], at["pixel_zero_point"]])
-    if dtype == np.int8:  # a kernel's input and output have one type: pixels - 128, at the same scale
+    if dtype == np.int8:  # kernels need the same type for input and output: pixels - 128, with the same scale
         signed = [at["pixel_scale"], at["signed_zero_point"]]
         pixels = node("QuantizeLinear", [pixels, *signed])
         pixels = node("DequantizeLinear", [pixels, *signed])
@@ -143,7 +144,7 @@ def _normalisation(
 def _quantized_output(
     graph: ir.Graph, last: ir.Node, ends_of_output: tuple[float, float], dtype: np.dtype[Any]
 ) -> tuple[float, int]:
-    """Makes the output of the file a quantized tensor of the same name; returns its scale and zero_point."""
+    """Replaces the output of the file by a quantized tensor of the same name; returns its scale and zero_point."""
     output = graph.outputs[0]
     name = output.name
     before = made_by(operand(last, 0), "QuantizeLinear") if last.op_type == "DequantizeLinear" else None

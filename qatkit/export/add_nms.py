@@ -28,7 +28,7 @@ def add_nms(source: Path, target: Path, how: Suppression) -> None:
     Args:
         source: a file whose outputs are corners [N, boxes, 4] and scores [N, boxes, classes].
         target: the path of the new file.
-        how: which boxes to keep.
+        how: the limits of score, overlap and number by which boxes are kept.
 
     Raises:
         ConfigError: the outputs are not boxes and scores of these shapes.

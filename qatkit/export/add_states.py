@@ -1,6 +1,6 @@
 """Makes the states of a file's recurrent layers inputs and outputs, so that it processes a recording in chunks.
 
-    input [N, 1, frames, bands] ── ... ── GRU ── ... ──> output        (as it was; frames of one chunk)
+    input [N, 1, frames, bands] ── ... ── GRU ── ... ──> output        (unchanged, for the frames of one chunk)
     state_0 [N, size] ── Unsqueeze ──────> │
                                            └ Y_h ── Squeeze ──> state_0_next [N, size]
 
@@ -31,8 +31,8 @@ def add_states(source: Path, target: Path) -> Stream:
     """Writes `source` with the states of its LSTM, GRU and RNN as inputs and outputs to `target`, atomically.
 
     Raises:
-        ConfigError: the file has no such layer, one that reads backwards, several inputs, or not exactly one free
-            axis other than the batch.
+        ConfigError: the file has no such layer, a layer reads backwards, the file has several inputs, or it does not
+            have exactly one free axis besides the batch.
     """
     model = ir.load(source)
     graph = model.graph
@@ -76,7 +76,7 @@ def _cut_axis(graph: ir.Graph) -> int:
         sizes = [size if isinstance(size, int) else str(size.value) for size in shape]
         shown = ", ".join(map(str, sizes))
         told = f"chunks of any length need exactly one free axis in addition to the batch; the input is [{shown}]"
-        hint = "export.dynamic_axes={input: {2: frames}} frees the frames of features"
+        hint = "for features, export.dynamic_axes={input: {2: frames}} frees the axis of the frames"
         raise ConfigError(KEY, True, reason=f"{told}; {hint}")
     return free[0]
 

@@ -1,4 +1,4 @@
-"""The converted module as the reference for a file: its outputs, and its integers by the names in the file.
+"""Runs the converted module as the reference for a file: gives its outputs, and its integers by the file's names.
 
 The exporter names a node by the path of its module (`qatkit.export.node_names`), so the QuantizeLinear of a pair
 at "conv1_quant" is "conv1_quant/QuantizeLinear" in the file. A pair that is called several times has several
@@ -47,7 +47,7 @@ class ConvertedReference:
 
     @cached_property
     def _named(self) -> fx.GraphModule:
-        """The graph as it is exported: every call is a module at the path by which the file names it."""
+        """The graph that is exported, in which every call is a module at the path that names its nodes in the file."""
         return name_functions(self._converted).eval()
 
     def integers(self, images: Any, file: Path) -> dict[str, NDArray[Any]]:
@@ -77,7 +77,7 @@ class ConvertedReference:
         }
 
     def _calls(self) -> dict[str, list[str]]:
-        """Returns, by path of the pair, the path of the module that each of its calls reads; "" for other nodes."""
+        """Returns, for each call of each pair, the path of the module that it reads; "" if it reads another node."""
         found: dict[str, list[str]] = defaultdict(list)
         for node in self._named.graph.nodes:
             if node.op == "call_module" and isinstance(module_of(node), _PAIRS):
@@ -96,7 +96,7 @@ def _recorder(found: list[NDArray[Any]]) -> Callable[..., None]:
 
 
 def _file_nodes(model: ir.Model) -> dict[str, list[tuple[_Call, str]]]:
-    """Returns, by path, the input and the output name of each QuantizeLinear node, in the file's order."""
+    """Returns the call and the output name of every QuantizeLinear, by the path of its pair, in the file's order."""
     found: dict[str, list[tuple[_Call, str]]] = defaultdict(list)
     for node in model.graph:
         if node.op_type == "QuantizeLinear":
@@ -107,12 +107,12 @@ def _file_nodes(model: ir.Model) -> dict[str, list[tuple[_Call, str]]]:
 
 
 def _path(node: ir.Node) -> str:
-    """Returns the path of the module that a node of the file belongs to."""
+    """Returns the path of the module to which a node of the file belongs."""
     return str(node.name).rpartition("/")[0]
 
 
 def _matched(calls: list[_Call], nodes: list[tuple[_Call, str]]) -> dict[int, str]:
-    """Returns the output in the file of each call, matched by the operator that it reads, otherwise by order."""
+    """Matches calls and nodes by the operator that they read, else by order; returns output names by index of call."""
     found: dict[int, str] = {}
     for i, call in enumerate(calls):
         same = [name for other, name in nodes if other == call and name not in found.values()]

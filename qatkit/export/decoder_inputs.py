@@ -1,10 +1,10 @@
-"""Gives a decoder's file the inputs that its runtimes expect: one attention mask, and Hugging Face's names.
+"""Gives a decoder's file the inputs that runtimes for decoders expect: one attention mask, and Hugging Face's names.
 
     mask [N, T], past_mask [N, P]            ─┐
     past_0_key [N, H, P, D], ...              ├──> attention_mask [N, P + T], past_key_values.0.key, present.0.key
                                              ─┘
 
-Source: the inputs of optimum's exports and of onnxruntime-genai's configuration.
+Sources: the inputs of files that optimum exports, and of onnxruntime-genai's configuration.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ _END = np.iinfo(np.int64).max
 
 
 def past_name(layer: int, kind: str) -> str:
-    """Returns the name of the keys or values of earlier tokens in a file."""
+    """Returns the name of the input with a layer's keys or values of earlier tokens; `kind` is "key" or "value"."""
     return f"past_key_values.{layer}.{kind}"
 
 
 def present_name(layer: int, kind: str) -> str:
-    """Returns the name of the keys or values of all tokens in a file."""
+    """Returns the name of the output with a layer's keys or values of all tokens; `kind` is "key" or "value"."""
     return f"present.{layer}.{kind}"
 
 
 def for_runtimes(path: Path, mask: str, past_mask: str, past: Sequence[str]) -> None:
-    """Changes a decoder's file in place.
+    """Changes the inputs and outputs of a decoder's file, in place.
 
     Args:
-        path: the file; its outputs are the logits, then keys and values, layer by layer.
-        mask, past_mask: the inputs that become one attention mask.
-        past: the inputs of keys and values, layer by layer.
+        path: the file; its outputs are the logits, then the keys and values layer by layer.
+        mask, past_mask: the names of the inputs that become one attention mask.
+        past: the names of the inputs with keys and values, layer by layer.
     """
     model = ir.load(path)
     graph = model.graph

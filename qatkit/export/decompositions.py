@@ -2,10 +2,11 @@
 
 torch's exporter traces every program a second time, operator by operator, to decompose operators that it cannot
 translate. This takes about 45 % of the CPU time of an export (torch 2.13; ResNet-18 3.1 of 7.4 s, Swin-T 15 of 39 s),
-although nearly all that it changes are a few operators that move values, and global average pools. This module
-decomposes those node by node, in the same way. It leaves programs with other operators to the exporter.
+but changes little except a few operators that move values, and global average pools. This module decomposes these
+operators node by node, with the same result. It leaves programs with other operators to the exporter.
 
-There is no public interface for this: if a later exporter decomposes in another way, its own step runs unchanged.
+There is no public interface for this. If a later version of the exporter works differently, its own step runs
+unchanged.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def decomposed_where_needed(way_out: str = "") -> Iterator[None]:
     """Decomposes programs node by node within one export; programs that need more are left to torch's exporter.
 
     Args:
-        way_out: the end of the error message about an operator that needs a fixed size.
+        way_out: advice for the end of the error message about an operator that needs a fixed size.
     """
     try:
         from torch.onnx._internal.exporter import _fx_passes
@@ -76,12 +77,12 @@ def _written_out(program: fx.GraphModule, translated: Container[Any]) -> bool:
     """Applies the rules, and returns whether the exporter can translate every remaining operator.
 
     Args:
-        program: changed in place.
+        program: the graph of the program, changed in place.
         translated: the operators that the exporter can translate.
     """
     for node in list(
         program.graph.nodes
-    ):  # in every program, because the exporter's own adaptive pools need windows of one size
+    ):  # in every program, because the exporter's adaptive pools need windows of equal size
         if node.op == "call_function" and node.target in _POOLS:
             _as_mean(node)
     program.recompile()
@@ -117,7 +118,7 @@ def _stays(target: Any, translated: Container[Any]) -> bool:
 
 
 def _as_view(node: fx.Node) -> None:
-    """Writes a change of shape as `reshape`, if at most one size is unknown."""
+    """Replaces a change of shape by `reshape`, if at most one size is unknown."""
     x, shape = node.args[0], node.meta["val"].shape
     if x.meta["val"].shape == shape:  # type: ignore[union-attr]
         _leave_out(node)
@@ -128,7 +129,7 @@ def _as_view(node: fx.Node) -> None:
 
 
 def _leave_out(node: fx.Node) -> None:
-    """Removes a node that changes nothing. An output becomes a copy, since a program knows it by the node's name."""
+    """Removes a node that changes nothing; an output becomes a copy instead, since the program refers to its name."""
     if any(user.op == "output" for user in node.users):
         node.target, node.args, node.kwargs = _aten.clone.default, (node.args[0],), {}
     else:
@@ -136,13 +137,13 @@ def _leave_out(node: fx.Node) -> None:
 
 
 def _as_copy(node: fx.Node) -> None:
-    """Writes `contiguous` as a copy in its memory layout, on which later views may rely."""
+    """Replaces `contiguous` by a copy with the same memory layout, on which later views may rely."""
     x, contiguous = node.args[0], torch.contiguous_format
     node.target, node.args, node.kwargs = _aten.clone.default, (x,), {"memory_format": contiguous}
 
 
 def _as_cast(node: fx.Node) -> None:
-    """Writes a conversion as a cast, or removes it if the type stays the same."""
+    """Replaces a conversion by a cast, or removes it if the type stays the same."""
     x, kind = node.args[0], node.meta["val"].dtype
     if x.meta["val"].dtype == kind:  # type: ignore[union-attr]
         _leave_out(node)
@@ -151,9 +152,9 @@ def _as_cast(node: fx.Node) -> None:
 
 
 def _as_mean(node: fx.Node) -> None:
-    """Writes an adaptive average pool as a mean, if it gives one value along some axes and all values along the others.
+    """Replaces an adaptive average pool by a mean, if each axis is reduced to size 1 or keeps its size.
 
-    A sequence becomes an image with one row, since means of images have an int8 kernel.
+    A sequence becomes an image with one row, since only means of images have an int8 kernel.
     """
     x, size = cast(tuple[fx.Node, list[Any]], node.args)
     rank, shape = len(size), x.meta["val"].shape
@@ -183,14 +184,14 @@ def _same(size: Any, other: Any) -> bool:
 
 
 def _made(node: fx.Node, target: Any, arguments: tuple[Any, ...], value: Any) -> fx.Node:
-    """Adds a call at the insertion point, with the metadata of `node` that it is a part of."""
+    """Adds a call at the insertion point, with the metadata of `node`, which it helps to replace."""
     made = node.graph.call_function(target, arguments)
     made.meta.update(node.meta, val=value)
     return made
 
 
 def _as_split(node: fx.Node) -> None:
-    """Writes `chunk` as `split` if the size of the axis is known."""
+    """Replaces `chunk` by `split`, if the size of the axis is known."""
     x, count, axis = (*node.args, 0)[:3]
     size = x.meta["val"].shape[axis]  # type: ignore[union-attr]
     if isinstance(size, int):
@@ -198,7 +199,7 @@ def _as_split(node: fx.Node) -> None:
 
 
 def _as_inference(node: fx.Node) -> None:
-    """Writes a BatchNorm in inference mode as the operator that the exporter translates."""
+    """Replaces a BatchNorm in inference mode by the operator that the exporter translates."""
     x, weight, bias, mean, var, training, momentum, eps = node.args[:8]
     if training or mean is None or var is None:
         return
@@ -218,7 +219,7 @@ def _as_power(node: fx.Node) -> None:
     node.target, node.args = _aten.pow.Tensor_Scalar, (node.args[0], 2)
 
 
-# Reshape in ONNX; and checks, which the exporter removes.
+# Operators that stay: reshape, which becomes Reshape in ONNX, and checks, which the exporter removes.
 _LEFT = {
     _aten.reshape.default,
     _aten._assert_async.default,

@@ -1,4 +1,4 @@
-"""Applies onnxscript's rewrite rules, each only to the nodes that it can match.
+"""Applies onnxscript's rewrite rules, but tries each rule only at nodes that it can match.
 
 onnxscript's rewriter tries all of its 46 rules at each node, which takes 20 % of the CPU time of an export (onnxscript
 0.7, EfficientViT-M0). Private fields of a rule name the operators in which its pattern ends. If a version of
@@ -46,7 +46,7 @@ class _RuleOfOperators:
 
 
 def _ends_in(rule: Any) -> frozenset[str] | None:
-    """Returns the operators in which the pattern of a rule may end; None if they are not known."""
+    """Returns the operators in which the pattern of a rule may end; None if they are unknown."""
     nodes = getattr(getattr(rule, "_target_pattern", None), "output_nodes", ())
     found = [identifier() for node in nodes if (identifier := getattr(node, "op_identifier", None))]
     if not found or len(found) < len(nodes) or None in found:

@@ -1,16 +1,16 @@
-"""Writes products with packed weights as DequantizeLinear in blocks and MatMul, which other runtimes can read too.
+"""Writes products with packed weights as blockwise DequantizeLinear and MatMul, which other runtimes can read too.
 
     x ── MatMulNBits(packed weight [out, inputs]) ── y
     x ── MatMul ── Add of a bias ── y        DequantizeLinear(integers [inputs, out], axis 0) ── the other operand
 
 Integers of 4 bits need opset 21 and integers of 2 bits opset 25; the opset of the file is raised if necessary. Without
-zero points the integers are signed. A weight that is also the table of an Embedding is stored twice, since
-DequantizeLinear would dequantize the whole table instead of the rows that are looked up. Weights of convolutions keep
-their form: standard operators unpack them from constants, which ONNX Runtime computes once. It would compute a
+zero points, the integers are signed. A weight that is also the table of an Embedding is stored twice, since
+DequantizeLinear would dequantize the whole table instead of the rows that are looked up. Weights of convolutions stay
+unchanged. Standard operators unpack them from constants, and ONNX Runtime does this only once. It would compute a
 DequantizeLinear in every run.
 
-When ONNX Runtime loads the file it turns such a MatMul back into a MatMulNBits, at accuracy level 4 unless the session
-sets another one (session.qdq_matmulnbits_accuracy_level).
+When ONNX Runtime loads the file, it turns such a MatMul back into a MatMulNBits. The accuracy level is 4, unless the
+session sets another one (session.qdq_matmulnbits_accuracy_level).
 
 Source: ONNX, docs/Operators.md, DequantizeLinear-21 (`block_size`) and -25 (2 bits).
 """
@@ -33,7 +33,7 @@ from qatkit.export.write_model import write_model
 
 Array = NDArray[Any]
 
-# By number of bits: the opset and the IR version that have an integer type of so few bits.
+# The opset and the IR version that introduced the integer type, by its number of bits.
 FIRST_OPSET, _FIRST_IR = {4: 21, 2: 25}, {4: 10, 2: 13}
 _SIGNED = {4: ml_dtypes.int4, 2: ml_dtypes.int2}
 _UNSIGNED = {4: ml_dtypes.uint4, 2: ml_dtypes.uint2}
@@ -112,7 +112,7 @@ class _Product:
         return found
 
     def _scale(self, value: ir.Value) -> ir.Value:
-        """Returns the scales in the layout of the weight; computed ones (Cast, Mul) are computed in this layout."""
+        """Returns the scales in the layout of the weight; nodes that compute them (Cast, Mul) are repeated."""
         maker = value.producer()
         if maker is None:
             held = _array(value)
@@ -121,7 +121,7 @@ class _Product:
         return self._made(maker.op_type, given, maker.attributes, f"{self.node.name}_{maker.name}")
 
     def _stored(self, array: Array, name: str) -> ir.Value:
-        """Returns a constant in the layout of the weight, from values [out, ...]."""
+        """Adds a constant with the given values [out, ...], in the layout of the weight, and returns it."""
         array = array.T.copy() if self.by_inputs else array
         known = self.graph.initializers.get(name)
         if known is not None and np.array_equal(_array(known), array):

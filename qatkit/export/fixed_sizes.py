@@ -1,4 +1,4 @@
-"""Specializes a graph that takes any sizes to those of the example.
+"""Specializes a graph that accepts any sizes to the sizes of the example.
 
 Sizes become numbers. Nodes that then depend only on parameters become constants, for example a table of positions that
 is resized to the image.
@@ -28,8 +28,8 @@ def at_fixed_sizes(
 
     Args:
         graph_module: the graph.
-        tensors: its inputs.
-        axes: the batch axis of each input, whose size stays free; None for an input without one.
+        tensors: example inputs of the graph, which have the sizes.
+        axes: the batch axis of each input, whose size stays free; None for an input without a batch axis.
     """
     found = copy.deepcopy(graph_module, large_tensors(graph_module))
     before, runs = constants(found.graph), [_values(found, tensors)]
@@ -38,7 +38,7 @@ def at_fixed_sizes(
         runs.append(_values(found, resized(tuple(tensors), more, axes)))
     for node, value in runs[0].items():
         if type(value) is int and node.op != "placeholder" and all(run[node] == value for run in runs):
-            node.replace_all_uses_with(value)  # type: ignore[arg-type]  # a number may stand for a node
+            node.replace_all_uses_with(value)  # type: ignore[arg-type]  # a number may replace a node
     found.graph.eliminate_dead_code()
     made = {n for n in constants(found.graph) - before if isinstance(runs[0][n], Tensor)}
     for number, node in enumerate(n for n in found.graph.nodes if n in made):
@@ -64,7 +64,7 @@ def _read_as_number(constant: fx.Node, value: int) -> None:
 
 
 def _values(graph_module: fx.GraphModule, tensors: Sequence[Tensor]) -> dict[fx.Node, Any]:
-    """Returns the value of each node."""
+    """Returns the value that each node computes for the given inputs."""
     values: dict[fx.Node, Any] = {}
 
     class Recorder(fx.Interpreter):

@@ -3,9 +3,9 @@
 Operators whose values float16 cannot hold (`keep_float32`) and the final probabilities (`last_probabilities`) stay
 float32.
 
-The converter puts Casts around each operator that stays float32, even between two of them. A value that float16 cannot
-hold would be lost there, so these pairs of Casts are removed. Constants that operators of both types read are copied
-first, since the converter would clip them for both.
+The converter puts Casts around each operator that stays float32, even between two such operators. A value that float16
+cannot hold would be lost there, so these pairs of Casts are removed. If operators of both types read a constant, it is
+copied first, since the converter would clip it for all of them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from qatkit_verify.session import open_session
 
 
 def float16(source: Path, target: Path, batches: Iterable[Any] = ()) -> LeftFloat:
-    """Writes weights and activations in float16; the inputs and outputs of the file stay float32.
+    """Writes a copy of a file with float16 weights and activations; its inputs and outputs stay float32.
 
     Args:
         source: a float file of opset 13 or higher.
@@ -82,7 +82,7 @@ def _converted(
 
 
 def _part_constants(model: ir.Model, kept: Collection[str]) -> None:
-    """Gives operators that stay float32 constants of their own."""
+    """Copies constants for the operators that stay float32 if float16 operators read them too."""
     taken = tensor_names(model)
     for value in list(model.graph.initializers.values()):
         tensor, readers = stored(value), value.consumers()
@@ -100,7 +100,7 @@ def _is_float32(node: ir.Node, kept: Collection[str]) -> bool:
 
 
 def _declare(proto: onnx.ModelProto, known: dict[str, Range]) -> None:
-    """Declares tensors as float32 where type inference may fail, since the converter casts no others."""
+    """Declares tensors as float32 where type inference may fail, since the converter casts only declared tensors."""
     declared = {one.name for one in (*proto.graph.value_info, *proto.graph.input, *proto.graph.output)}
     made = {name for node in proto.graph.node for name in node.output}
     for name in known:
@@ -124,7 +124,7 @@ def _join_casts(model: ir.Model, own: Collection[str | None]) -> None:
 
     Args:
         model: the converted model.
-        own: the names of the file's own nodes, whose Casts stay; the names of the converter's depend on its version.
+        own: the names of the nodes before the conversion; Casts among them stay.
     """
     graph = model.graph
     for node in list(graph):
@@ -146,7 +146,7 @@ def _join_casts(model: ir.Model, own: Collection[str | None]) -> None:
 
 
 def _is_finite(source: Path, target: Path, batches: Iterable[Any]) -> bool:
-    """Returns whether the outputs of `target` are finite wherever those of `source` are."""
+    """Returns whether the outputs of `target` are finite wherever the outputs of `source` are finite."""
     exact, half = (open_session(path, threads=1) for path in (source, target))
     for batch in batches:
         feed = feeds(exact, batch)

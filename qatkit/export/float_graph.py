@@ -1,4 +1,4 @@
-"""Checks that a float ONNX file has operators that can be quantized, and brings its graph to an opset."""
+"""Checks that a float ONNX file has operators that can be quantized, and upgrades its graph to an opset."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _ASYMMETRIC = 10  # the last opset whose Resize (and Upsample) has no coordinate
 _REPLACED = {
     "Upsample": "Resize",
     "Scatter": "ScatterElements",
-}  # operators that the converter replaces, under new names
+}  # the converter replaces these operators by operators with new names
 _RECURRENT = ("LSTM", "GRU", "RNN")
-_IR_VERSION = 7  # the IR version of opset 13; from version 4 on, weights need not be inputs
+_IR_VERSION = 7  # the IR version of opset 13; since version 4, weights need not be inputs
 
 
 def float_graph(path: Path, model: ir.Model, opset: int) -> ir.Model:
@@ -27,10 +27,10 @@ def float_graph(path: Path, model: ir.Model, opset: int) -> ir.Model:
     Args:
         path: the file from which the model was read, for messages.
         model: the model, with its weights in memory.
-        opset: the opset to which a model of a lower one is upgraded.
+        opset: the opset to which a model of a lower opset is upgraded.
 
     Raises:
-        ConfigError: the model has nothing to quantize, hides it in branches, or cannot be upgraded.
+        ConfigError: the model has no weights to quantize, has them only in branches or loops, or cannot be upgraded.
     """
     folded = _folded(path, model) if _branched(model.graph) else None
     if folded is not None and (hidden := _branched(folded.graph)):
@@ -60,15 +60,15 @@ def _has_weights(model: ir.Model) -> bool:
 
 
 def _branched(graph: ir.Graph) -> str:
-    """Returns the type of the If, Loop or Scan that contains operators to quantize; "" if there is none."""
+    """Returns the type of an If, Loop or Scan that contains operators to quantize; "" if there is none."""
     return next((node.op_type for node in graph if any(map(_holds_matrix, _graphs(node)))), "")
 
 
 def _folded(path: Path, model: ir.Model) -> ir.Model:
-    """Returns the model as the modes see it: a branch that is always taken becomes part of the main graph."""
+    """Returns the model after constant folding, which moves a branch that is always taken into the main graph."""
     from qatkit.export.for_ort_tools import (
         prepared,
-    )  # imports ONNX Runtime's tools, which few files need here
+    )  # it imports ONNX Runtime's tools, which only few files need
 
     with tempfile.TemporaryDirectory() as folder:
         ir.save(model, Path(folder) / "model.onnx")
@@ -89,7 +89,7 @@ def _holds_matrix(graph: ir.Graph) -> bool:
 
 
 def upgraded(path: Path, model: onnx.ModelProto, before: int, opset: int) -> ir.Model:
-    """Returns a model at a higher opset than its own, which is `before`.
+    """Returns a model upgraded from opset `before` to `opset`.
 
     Raises:
         ConfigError: the model cannot be upgraded; the message names the file at `path`.
@@ -110,7 +110,7 @@ def upgraded(path: Path, model: onnx.ModelProto, before: int, opset: int) -> ir.
 
 
 def _restore_names(model: onnx.ModelProto, graph: ir.Graph) -> None:
-    """Gives nodes that replaced others during conversion the names of the replaced nodes and results."""
+    """Gives nodes that the converter inserted, and their outputs, the names of those that they replace."""
     made = {value.name for node in graph for value in node.outputs}
     lost = [node for node in model.graph.node if node.op_type in _REPLACED and node.output[0] not in made]
     known = {name for node in model.graph.node for name in node.output}
@@ -121,7 +121,7 @@ def _restore_names(model: onnx.ModelProto, graph: ir.Graph) -> None:
 
 
 def _keep_asymmetric(graph: ir.Graph) -> None:
-    """Sets the way in which old Resize and Upsample placed pixels; the converter leaves today's default."""
+    """Sets the coordinate mode that Resize and Upsample had in old opsets; the converter leaves the current default."""
     for node in graph:
         if node.op_type != "Resize" or "coordinate_transformation_mode" in node.attributes:
             continue

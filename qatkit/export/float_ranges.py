@@ -1,4 +1,4 @@
-"""Measures the range of every tensor of a float model, in a run with all tensors as outputs.
+"""Measures the range of every tensor of a float model by running it with all tensors as outputs.
 
 Without images, the inputs are random. Tensors in branches and loop bodies are not measured.
 """
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from qatkit_verify.feeds import feeds
 from qatkit_verify.session import open_session
 
-_UNKNOWN = (1, 3, 224, 224)  # sizes of an input whose file leaves them open
+_UNKNOWN = (1, 3, 224, 224)  # the sizes of an input for axes that are open in the file
 _LEAST_SIDE = 32
 
 
@@ -28,9 +28,9 @@ class Range:
     """The range of one float32 tensor over all runs, without infinities and NaN.
 
     Attributes:
-        low, high: the extremes.
+        low, high: the smallest and the largest value.
         least: the smallest nonzero magnitude; infinite if all values are zero.
-        finite: whether there were no infinities and no NaN.
+        finite: whether all values were finite.
     """
 
     low: float = np.inf
@@ -44,7 +44,7 @@ class Range:
         return max(abs(self.low), abs(self.high)) if self.low <= self.high else 0.0
 
     def add(self, values: NDArray[Any]) -> None:
-        """Widens the range by an array's values."""
+        """Widens the range so that it contains an array's values."""
         finite = values[np.isfinite(values)]
         self.finite = self.finite and finite.size == values.size
         if finite.size:
@@ -54,12 +54,12 @@ class Range:
 
 
 def ranges(model: ir.Model, batches: Iterable[Any]) -> dict[str, Range]:
-    """Returns the range of each float32 tensor of the main graph, constants included, by its name.
+    """Returns the range of each float32 tensor of the main graph, including constants, by its name.
 
     Args:
         model: the float model.
-        batches: inputs (`qatkit_verify.feeds`); random inputs if empty. If the model does not accept the random
-            inputs, only constants are measured.
+        batches: batches of inputs (`qatkit_verify.feeds`). Without batches, inputs are random; if the model does not
+            accept them, only constants are measured.
     """
     found: dict[str, Range] = {}
     for value in model.graph.initializers.values():
@@ -85,9 +85,9 @@ def ranges(model: ir.Model, batches: Iterable[Any]) -> dict[str, Range]:
 
 
 def nodes_of_infinity(model: ir.Model, batches: Iterable[Any]) -> list[ir.Node]:
-    """Returns the operators that read or make infinities (masks, pads, open bounds), which no scale can hold.
+    """Returns the operators that read or compute infinities (masks, pads, open bounds), which cannot be quantized.
 
-    Without infinite constants there are no such operators, and the model does not run.
+    If the model has no infinite constants, the result is empty, and the model is not run.
     """
     held = (value.const_value for value in model.graph.initializers.values())
     floats = (one.numpy() for one in held if one is not None and one.dtype == ir.DataType.FLOAT)
@@ -121,7 +121,7 @@ def _runs(session: Any, feed: dict[str, NDArray[Any]]) -> bool:
 
 
 def _drawn(one: Any, side: int) -> NDArray[Any]:
-    """Returns random values for an input: normally distributed, or zeros for integers."""
+    """Returns random values for an input from a normal distribution; zeros for an integer input."""
     rank = len(one.shape)
     open_sizes = (*_UNKNOWN[:2], side, side)[:rank] + (side,) * max(0, rank - 4)
     shape = [

@@ -1,11 +1,11 @@
 """Prepares a float file for ONNX Runtime's quantization tools without changing its outputs.
 
 Constants and BatchNorms are folded, because their float weights would otherwise remain. Functions are inlined, and
-every node gets a name. Then constructs that the tools or kernels handle wrongly are rewritten:
+every node gets a name. Then the following constructs are rewritten, which the tools or kernels handle wrongly:
 
 - beta of a Gemm, which is silently dropped, and alpha, which ONNX Runtime before 1.28 also applies to the bias
 - biases that are not vectors
-- tensors with names that the tools use for their own
+- tensors with names that the tools give to their own tensors
 - weights that two operators read in different ways
 """
 
@@ -39,7 +39,7 @@ def prepared(source: Path) -> ir.Model:
         common.InlinePass()(inlined)
         raw, folded = Path(folder) / "raw.onnx", Path(folder) / "folded.onnx"
         ir.save(inlined, raw)
-        # As quant_pre_process does, whose result is not optimized before ONNX Runtime 1.31.
+        # Does the work of quant_pre_process, which does not optimize its result before ONNX Runtime 1.31.
         level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
         open_session(raw, threads=1, optimize=level, optimized_path=folded)
         onnx.shape_inference.infer_shapes_path(str(folded))
@@ -57,10 +57,10 @@ def prepared(source: Path) -> ir.Model:
 
 
 def for_tools(model: ir.Model) -> onnx.ModelProto:
-    """Returns the model for the tools, without recorded shapes: they transpose weights, and old shapes would be wrong.
+    """Returns the model for the tools without recorded shapes, which would be wrong after the tools transpose weights.
 
-    Where types cannot be inferred (after an operator of another domain), the tools do not quantize what follows.
-    Therefore the inputs and results of operators with float weights are declared as float.
+    If types cannot be inferred (after an operator of another domain), the tools do not quantize the operators that
+    follow. Therefore the inputs and outputs of operators with float weights are declared as float.
     """
     proto = ir.to_proto(model)
     del proto.graph.value_info[:]
@@ -109,16 +109,16 @@ def weight_rank(node: ir.Node) -> int:
 
 
 def own_weights(model: ir.Model, *, each_gemm: bool = False) -> None:
-    """Gives operators that read a weight in different ways a copy each.
+    """Copies a weight for each way in which operators read it.
 
     With per-channel scales, a weight that is read by rows and by columns needs two sets of scales. Weights that
     branches read are not changed.
 
     Args:
-        model: changed in place.
-        each_gemm: whether each Gemm gets its own copy, read by columns. The dynamic tool turns a Gemm into a MatMul and
-            transposes a weight that is read by rows: in place, once for every reader (up to ONNX Runtime 1.31), or
-            under another name (from 1.32 on).
+        model: the model, changed in place.
+        each_gemm: whether each Gemm gets its own copy, which is read by columns. The dynamic tool turns a Gemm into a
+            MatMul and transposes a weight that is read by rows. Up to ONNX Runtime 1.31 it does so in place, once for
+            every reader; from 1.32 on, under another name.
     """
     copies: dict[ir.Value, dict[object, ir.Value]] = {
         value: {"branches": value} if any(node.graph is not model.graph for node in value.consumers()) else {}
@@ -156,14 +156,14 @@ def _read_by_columns(gemm: ir.Node) -> None:
 
 
 def copied(graph: ir.Graph, tensor: ir.TensorProtocol, name: str) -> ir.Value:
-    """Returns a new initializer with the values of `tensor`."""
+    """Adds an initializer with the values of `tensor` to the graph, and returns it."""
     copy = ir.serde.deserialize_tensor(ir.serde.serialize_tensor(tensor))
     copy.name = name
     return add_constant(graph, name, copy)
 
 
 def add_constant(graph: ir.Graph, name: str, tensor: ir.TensorProtocol | NDArray[Any]) -> ir.Value:
-    """Returns a new initializer of the graph."""
+    """Adds an initializer to the graph, and returns it."""
     held = ir.tensor(tensor, name=name)
     shape = ir.Shape(held.shape.numpy())
     value = ir.Value(name=name, shape=shape, type=ir.TensorType(held.dtype), const_value=held)
@@ -211,7 +211,7 @@ def _plain_gemms(model: ir.Model) -> None:
 
 
 def _fold_alpha(model: ir.Model) -> None:
-    """Multiplies alpha into constant weights: before 1.28 QGemm applies it to the bias as well."""
+    """Multiplies alpha into constant weights, since QGemm before ONNX Runtime 1.28 also applies it to the bias."""
     taken = tensor_names(model)
     for node in model.graph:
         alpha = node.attributes.get_float("alpha", 1.0)

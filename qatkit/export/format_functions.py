@@ -1,9 +1,9 @@
 """Writes number formats as ONNX functions that compute the same as `qatkit.quant.formats`, from opset 13 on.
 
-    y = qatkit.mxfp4(x) {axis}          blocks along an axis
-    y = qatkit.nvfp4(x, scale) {axis}   the same, with an additional scale for the tensor
-    y = qatkit.float8_e5m2(x, scale)    a scale for the tensor
-    y = qatkit.bfloat16(x)              (float8 from opset 19 on: QuantizeLinear, DequantizeLinear)
+    y = qatkit.mxfp4(x) {axis}          a scale for each block along an axis
+    y = qatkit.nvfp4(x, scale) {axis}   a scale for each block, and one for the tensor
+    y = qatkit.float8_e5m2(x, scale)    a scale for the tensor (from opset 19 on: QuantizeLinear, DequantizeLinear)
+    y = qatkit.bfloat16(x)              no scale
 
 Any runtime that supports functions runs them; ONNX Runtime inlines their bodies. Every step is exact in float32, except
 the quotients that the formats themselves round, so the results are bit for bit those of the simulation:
@@ -34,7 +34,7 @@ from qatkit.quant.formats.table import BFLOAT16, E4M3, FLOAT16, FORMATS, Element
 _CASTS = {FLOAT16: onnx.TensorProto.FLOAT16, BFLOAT16: onnx.TensorProto.BFLOAT16}
 # Formats that QuantizeLinear knows from this opset on.
 _FLOAT8_PAIRS, _FLOAT8 = 19, {"float8_e4m3fn": ml_dtypes.float8_e4m3fn, "float8_e5m2": ml_dtypes.float8_e5m2}
-_FEW = 8  # up to so many spacings are chosen by comparisons
+_FEW = 8  # largest number of spacings that are chosen by comparisons
 _LEAST = -127  # exponent of the first power of two in the table
 
 
@@ -69,7 +69,8 @@ def format_function(name: str, opset: int) -> onnx.FunctionProto:
     """Returns the function that rounds float32 to a format.
 
     Args:
-        name: a key of `FORMATS`.
+        name: the name of the format, a key of `FORMATS`.
+        opset: the opset of the operators in the function.
     """
     form = FORMATS[name]
     inputs = "x, scale" if form.has_tensor_scale else "x"
@@ -145,7 +146,7 @@ def _of_blocks(form: Format, opset: int) -> list[str]:
 
 
 def _block_scale(form: Format) -> list[str]:
-    """Returns the lines for the scale s of each block of v; NaN for a block with a value that is not finite."""
+    """Returns the lines for the scale s of each block of v; s is NaN if a value of the block is not finite."""
     lines = [
         "sizes = Abs(v)",
         "largest = ReduceMax<axes = [2], keepdims = 1>(sizes)",
@@ -176,7 +177,7 @@ def _block_scale(form: Format) -> list[str]:
 
 
 def _rounded(x: str, y: str, element: Element, tag: str) -> list[str]:
-    """Returns the lines that round magnitudes to those of an element, saturating; the result for NaN is undefined."""
+    """Returns the lines that round magnitudes to an element, with saturation; the result for NaN is undefined."""
     return [
         *_number(f"{tag}_high", element.maximum),
         f"{tag}_fits = Less({x}, {tag}_high)",
@@ -214,7 +215,7 @@ def _steps(x: str, y: str, element: Element, tag: str) -> list[str]:
 
 
 def _signed(sizes: str, x: str, y: str, element: Element) -> list[str]:
-    """Returns the lines that give magnitudes the sign of x, including zeros, except for integer elements."""
+    """Returns the lines that give magnitudes the sign of x. Zeros get it too, except for integer elements."""
     lines = [
         *_number("one", 1.0), *_number("minus_one", -1.0),
         f"reciprocal = Div(one, {x})",

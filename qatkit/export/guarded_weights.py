@@ -3,9 +3,9 @@
 The limits are those of `qatkit.quant.pairs`.
 
     static     the tool gets a wider range for each weight or channel that needs one
-    dynamic    the tool accepts no ranges, so the integers of a MatMulInteger are replaced by those of a larger scale
+    dynamic    the tool accepts no ranges, so a MatMulInteger gets new integers, computed with a larger scale
 
-A ConvInteger and a depthwise convolution accumulate in 32 bits on every CPU, and are left unchanged.
+ConvInteger and depthwise convolutions accumulate in 32 bits on every CPU, so they are not changed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def range_overrides(
     Args:
         model: the float model that the static tool gets.
         per_channel: whether weights have one scale per output channel.
-        single: names of weights that have one scale even so.
+        single: the names of weights that have only one scale even if `per_channel` is set.
     """
     found = {}
     for value, axis in weights(model).items():
@@ -54,8 +54,8 @@ def guard_matrices(quantized: ir.Model, model: ir.Model) -> None:
     """Replaces the integers and scales of matrices [inputs, outputs] whose products could saturate, in place.
 
     Args:
-        quantized: the model that the dynamic tool made, with one scale per output.
-        model: the float model that the tool got.
+        quantized: the output of the dynamic tool, with one scale per output channel.
+        model: the float model that was given to the tool.
     """
     for node in quantized.graph:
         integers = constant(operand(node, 1)) if node.op_type == "MatMulInteger" else None
@@ -68,7 +68,7 @@ def guard_matrices(quantized: ir.Model, model: ir.Model) -> None:
             (quantized.graph, f"{name}_scale"), (model.graph, name)))  # fmt: skip
         weight, scale = constant(original), constant(scales)
         if weight is None or scale is None:
-            continue  # whether it can saturate is judged from the file
+            continue  # the integers in the file decide whether it can saturate
         weight = _turned(weight, integers, scale)
         larger = np.maximum(scale, _rows_least(weight.T))
         whole = np.clip(np.rint(weight / larger), -_INT8_MAX, _INT8_MAX).astype(np.int8)
@@ -78,7 +78,7 @@ def guard_matrices(quantized: ir.Model, model: ir.Model) -> None:
 
 
 def _adds_in_32_bits(node: ir.Node) -> bool:
-    """Returns whether an operator with a weight accumulates in 32 bits: a depthwise convolution, or no int8 kernel."""
+    """Returns whether an operator accumulates in 32 bits: a depthwise convolution, or one without an int8 kernel."""
     if node.op_type == "ConvTranspose":
         return True
     weight, groups = constant(operand(node, 1)), node.attributes.get_int("group", 1)
@@ -104,12 +104,12 @@ def _least(value: ir.Value, values: NDArray[np.float32], *, per_channel: bool) -
 
 
 def _rows_least(rows: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Returns the smallest safe scale of each row [outputs, inputs]."""
+    """Returns the smallest safe scale of each row of a matrix [outputs, inputs], float32 [outputs]."""
     return np.asarray(least_scale(torch.from_numpy(np.array(rows, order="C")), per_channel=True).numpy())
 
 
 def _turned(weight: NDArray[Any], integers: NDArray[Any], scale: NDArray[Any]) -> NDArray[Any]:
-    """Returns the weight in the layout of the integers, since the tool may have transposed it."""
+    """Returns the weight in the layout of the integers, which the tool may have transposed."""
     if weight.shape != integers.shape:
         return weight.T
     alike = weight.shape[0] != weight.shape[1] or np.abs(weight - integers * scale).max() <= scale.max()

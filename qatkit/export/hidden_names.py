@@ -1,8 +1,8 @@
 """Avoids clashes with the names that ONNX Runtime's tools give to their own tensors.
 
-A tool calls the parts of "x" "x_scale", "x_QuantizeLinear_Output", "x_cast_to_fp32" and so on, without checking
-whether the file already has such a tensor. Inner tensors with such names get other names. Inputs and outputs are
-renamed only while a tool works.
+For a tensor "x", a tool adds tensors such as "x_scale", "x_QuantizeLinear_Output" and "x_cast_to_fp32", without
+checking whether the file already has them. Therefore inner tensors with such names get other names. Inputs and outputs
+are renamed only while a tool runs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def rename_inner(model: ir.Model) -> None:
 
 
 def hide_ends(model: ir.Model) -> dict[str, str]:
-    """Renames such inputs and outputs until `restore_ends`; returns their original names by the new ones."""
+    """Renames inputs and outputs with such names until `restore_ends` is called; returns old names by new names."""
     taken, hidden = tensor_names(model), dict[str, str]()
     for number, value in enumerate(dict.fromkeys((*model.graph.inputs, *model.graph.outputs))):
         if value.name and _TOOLS_OWN.search(value.name):

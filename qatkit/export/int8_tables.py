@@ -19,11 +19,11 @@ from qatkit.export.levelled_filters import row_ranges
 from qatkit.verify.graph_view import constant, operand, stored
 
 _INT8_MAX = 127
-_LEAST = 1 << 16  # bytes: smaller tables are not worth three operators
+_LEAST = 1 << 16  # smallest size in bytes for which the additional operators are worth it
 
 
 def tables(model: ir.Model) -> list[ir.Value]:
-    """Returns the float matrices that only Gathers read, by rows."""
+    """Returns the float matrices that are read only by Gathers of rows."""
     found = dict.fromkeys(
         value
         for node in model.graph
@@ -36,8 +36,8 @@ def quantize_tables(model: ir.Model, without: Collection[str] = ()) -> None:
     """Replaces the tables of a model by int8 tables, in place.
 
     Args:
-        model: changed in place.
-        without: names of operators whose tables stay float.
+        model: the model, changed in place.
+        without: the names of operators whose tables stay float.
     """
     taken = tensor_names(model)
     for value in tables(model):
@@ -72,7 +72,7 @@ def _reads_rows(node: ir.Node, index: int) -> bool:
 
 
 def _dequantize_rows(graph: ir.Graph, node: ir.Node, integers: ir.Value, scales: ir.Value) -> None:
-    """Replaces a Gather by the four operators."""
+    """Replaces a Gather of a table by two Gathers (integers and scales), a Cast and a Mul."""
     ids, result = node.inputs[1], node.outputs[0]
     parts = [
         ir.node("Gather", [table, ids], {"axis": 0}, name=f"{node.name}_{part}")

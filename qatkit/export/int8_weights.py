@@ -1,8 +1,8 @@
-"""Stores weights in int8 for operators that compute in float: the axes of the scales, and the nodes that dequantize.
+"""Stores weights in int8 for operators that compute in float, with nodes that dequantize them.
 
     Conv              [out, in/groups, ...]          one scale per output channel
-    ConvTranspose     [in, out/groups, ...]          the same, along axis 1; with groups along two axes of
-                                                     [groups, in/groups, out/groups, ...]
+    ConvTranspose     [in, out/groups, ...]          one scale per output channel: along axis 1, or with groups along
+                                                     two axes of [groups, in/groups, out/groups, ...]
     Gemm, MatMul      a matrix                       one scale per column, or per row if it is transposed
     MatMul            a stack [..., in, out]         one scale per column of each matrix
     LSTM, GRU, RNN    W, R [directions, gates, ...]  one scale per row, as in `qatkit.graph.convert.recurrent_modules`
@@ -46,15 +46,15 @@ def quantize_weights(model: ir.Model, without: Collection[str] = ()) -> None:
     """Replaces the weights of Conv, ConvTranspose, Gemm, MatMul and recurrent operators by int8 weights, in place.
 
     Args:
-        model: changed in place.
-        without: names of operators whose weights stay float.
+        model: the model, changed in place.
+        without: the names of operators whose weights stay float.
     """
     found = {value: _layout(value, axis) for value, axis in weights(model).items()}
     _replace(model, found | _rows(model), without)
 
 
 def quantize_recurrent(model: ir.Model, without: Collection[str] = ()) -> None:
-    """Does the same as `quantize_weights`, but only for LSTM, GRU and RNN."""
+    """Replaces the weights of LSTM, GRU and RNN by int8 weights, in place; otherwise like `quantize_weights`."""
     _replace(model, _rows(model), without)
 
 
@@ -82,7 +82,7 @@ def _array(value: ir.Value) -> NDArray[Any]:
 
 
 def _layout(value: ir.Value, axis: int) -> Scales:
-    """Returns the layout of the scales of a weight whose output channels are along `axis` (see `weights`)."""
+    """Returns the layout of the scales for a weight from `weights`, whose output channels are along `axis`."""
     shape = _array(value).shape
     alike = [node for node in value.consumers() if operand(node, 1) is value or operand(node, 0) is value]
     node = next((one for one in alike if one.op_type in ("Conv", "ConvTranspose")), alike[0])

@@ -1,12 +1,12 @@
-"""Finds, in a float run, the operators whose values float16 cannot hold. They compute in float32.
+"""Finds the operators whose values float16 cannot hold, from the ranges of a float run. They compute in float32.
 
 - Too large: operators that make or read a tensor or constant beyond 65504. For activations the limit is half of that,
   since other images may give larger values.
 - Too small: operators that make or read a tensor whose values are all below the normal numbers of float16, or a
   constant that float16 changes by more than 5 %.
 - Sensitive near zero: a Log, denominator, root or power that grows without bounds near zero. Small values matter there,
-  so the operators that make them stay float32: upwards to the first one whose inputs have a sign or are not small (a
-  power spectrum is computed from a spectrum), including an epsilon on the way.
+  so the operators that compute them stay float32 as well, including one that adds an epsilon. The chain ends at the
+  first operator whose inputs have negative values or no small ones (such as the one that computes a power spectrum).
 - Inner sums: norms and log-sum-exps, whose squares and exponentials are larger than their results.
 """
 
@@ -24,7 +24,7 @@ from qatkit.verify.graph_view import constant, operand, stored
 FLOAT16_MAX = 65504.0
 _ACTIVATIONS_MAX = FLOAT16_MAX / 2
 _NORMAL = 2.0**-14  # the smallest normal number of float16
-_KEPT = 0.05  # the largest relative change of a constant
+_KEPT = 0.05  # the largest accepted relative change of a constant
 # Operators that grow without bounds as an input approaches zero, and the index of this input.
 _SENSITIVE = {"Log": 0, "Div": 1, "Reciprocal": 0, "Pow": 0}
 # Operators that may be between an epsilon and a sensitive operator.
@@ -46,7 +46,7 @@ def kept_in_float32(model: ir.Model, ranges: Mapping[str, Range]) -> list[str]:
 
     Args:
         model: the float model.
-        ranges: the ranges of its tensors (`qatkit.export.float_ranges`).
+        ranges: the ranges of the model's tensors (`qatkit.export.float_ranges`).
     """
     found: set[ir.Node] = set()
     for node in model.graph:
@@ -66,7 +66,7 @@ def _range(value: ir.Value | None, ranges: Mapping[str, Range]) -> Range | None:
 
 
 def _leaves_range(node: ir.Node, ranges: Mapping[str, Range]) -> bool:
-    """Returns whether an input or output of the operator is too large for float16, or too small in all values."""
+    """Returns whether an input or output has a value too large for float16, or only values that are too small."""
     for place, value in enumerate((*node.inputs, *node.outputs)):
         known = _range(value, ranges)
         if known is None or known.largest == 0:
@@ -74,7 +74,7 @@ def _leaves_range(node: ir.Node, ranges: Mapping[str, Range]) -> bool:
         held = stored(value) is not None
         if known.largest > (FLOAT16_MAX if held else _ACTIVATIONS_MAX):
             return True
-        # A negligible bias does not count; an epsilon counts if a sensitive operator follows.
+        # A tiny bias is ignored; an epsilon matters only if a sensitive operator follows.
         harmless = held and (place > 1 or node.op_type in _PASSED or _is_kept(known.largest))
         if known.largest < _NORMAL and not harmless:
             return True
@@ -99,7 +99,7 @@ def _grows_near_zero(node: ir.Node) -> bool:
 
 
 def _small_makers(value: ir.Value, ranges: Mapping[str, Range]) -> Iterator[ir.Node]:
-    """Yields the operators that make the small values of a tensor, upwards through tensors that are never negative."""
+    """Yields the operators that compute a tensor's small values, going upwards while tensors are never negative."""
     waiting, seen, first = [(value, 0)], {value}, True
     while waiting:
         one, depth = waiting.pop()
@@ -115,7 +115,7 @@ def _small_makers(value: ir.Value, ranges: Mapping[str, Range]) -> Iterator[ir.N
 
 
 def _epsilon_path(value: ir.Value, depth: int = 8) -> list[ir.Node]:
-    """Returns the operators from one that reads an epsilon too small for float16, down to `value`."""
+    """Returns the operators on a path from one that reads an epsilon too small for float16 to `value`."""
     maker = value.producer()
     if maker is None or depth == 0 or maker.op_type not in _PASSED:
         return []

@@ -1,4 +1,4 @@
-"""Explains why a quantized file is larger than the float file that it was made from."""
+"""Explains why a quantized file is larger than the float file from which it was made."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 
 import onnx
 
-_INTEGERS = "_quantized"  # suffix of the integers' name
-_WORTH_TELLING = 1000  # bytes
+_INTEGERS = "_quantized"  # suffix of the name of a weight's integers
+_WORTH_TELLING = 1000  # smallest difference in bytes that is explained
 
 
 def why_larger(given: Path, written: Path) -> str | None:
-    """Returns a sentence on why the quantized file is larger than the float file; None if it is not, by 1 kB.
+    """Returns a sentence on why the quantized file is larger than the float file; None if it is not larger by 1 kB.
 
     Args:
         given: the float file.
@@ -50,7 +50,7 @@ def why_larger(given: Path, written: Path) -> str | None:
 
 
 def _constants(graph: onnx.GraphProto) -> Iterator[tuple[str, int]]:
-    """Yields the constants of the main graph by name, with their bytes."""
+    """Yields the name and the size in bytes of each constant of the main graph."""
     for tensor in graph.initializer:
         yield tensor.name, tensor.ByteSize()
     for node in graph.node:

@@ -2,8 +2,8 @@
 
     logits ── Sigmoid or Softmax ── Slice, Transpose, ... ──> output
 
-The only float16 number above 0.9995 is 1. The best boxes of a detector would therefore have equal scores, and would be
-ordered and suppressed differently than by their logits, which keep eleven bits at any size.
+In float16, the only probability above 0.9995 is 1. The best boxes of a detector would therefore have equal scores, and
+would be sorted and suppressed in the wrong order. Logits keep eleven bits at any magnitude.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def last_probabilities(model: ir.Model) -> list[str]:
 def _probable(value: ir.Value | None) -> bool:
     """Returns whether a tensor holds probabilities.
 
-    A Concat does if one of its inputs does; a product (objectness times class) does if both factors do.
+    A Concat contains probabilities if one of its inputs does. A product (objectness times class) is a probability if
+    both factors are.
     """
     node = None if value is None else value.producer()
     if node is None or node.domain:

@@ -37,7 +37,7 @@ def left_float(
 
     Args:
         mode: the name of the mode.
-        made: the model that the mode made.
+        made: the converted model.
         on_purpose: operators that the mode does not quantize by design.
         unheld: operators whose values float16 cannot hold.
         wrong: operators whose quantized weights would be wrong.
@@ -53,7 +53,7 @@ def left_float(
 
 
 def recurrent_in_branches(model: ir.Model) -> list[str]:
-    """Returns the LSTM, GRU and RNN in branches and bodies whose weights are stored in float32, by name."""
+    """Returns the names of LSTM, GRU and RNN in branches and loop bodies whose weights are stored in float32."""
     found = []
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
         if node.graph is model.graph or node.op_type not in RECURRENT or node.domain:

@@ -1,8 +1,8 @@
-"""Gets per-channel Conv weights from ONNX Runtime's dynamic quantization, which has one scale for all filters.
+"""Makes ONNX Runtime's dynamic quantization, which has one scale for all filters of a Conv, work per channel.
 
-`levelled` divides each filter by its range before quantization, and `scaled_back` multiplies the scale in the file by
-this range afterwards. The file needs no additional node (figures: decision 15). A Conv that the tool leaves float gets
-its original weight back.
+`levelled` divides each filter by its range before quantization. `scaled_back` multiplies the scale in the file by this
+range afterwards. The file needs no additional node (figures: decision 15). A Conv that the tool leaves float gets its
+original weight back.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def levelled(model: ir.Model) -> dict[str, Levelled]:
 
 
 def scaled_back(model: ir.Model, changed: dict[str, Levelled]) -> None:
-    """Multiplies the scale of each levelled weight by the ranges of its filters, to [1, C, 1, 1].
+    """Multiplies the scale of each levelled weight by the ranges of its filters; the scale becomes [1, C, 1, 1].
 
     A weight that the tool left float is restored.
     """
@@ -72,7 +72,7 @@ def is_depthwise(node: ir.Node) -> bool:
 
 
 def row_ranges(values: NDArray[Any], kept: tuple[int, ...]) -> NDArray[np.float32]:
-    """Returns the largest magnitude over all axes except `kept` (they become size 1); 1.0 where all values are zero."""
+    """Returns the largest magnitude over all axes except `kept`, or 1 if all are zero; reduced axes have size 1."""
     others = tuple(one for one in range(values.ndim) if one not in kept)
     ranges = np.abs(values).max(axis=others, keepdims=True)
     return np.where(ranges > 0, ranges, 1).astype(np.float32)

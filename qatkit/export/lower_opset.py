@@ -1,12 +1,12 @@
 """Lowers an opset-18 model to an older opset, operator by operator.
 
-torch's exporter supports opset 18 and higher. Each rule rewrites a form of an operator, and knows the opset in which
-this form became legal. It applies only if a lower opset is requested, so that everything legal at 14 to 17 stays.
+torch's exporter supports opset 18 and higher. Each rule rewrites one form of an operator, and is stored with the opset
+that introduced this form. It is applied only if a lower opset is requested, so that nothing else changes.
 
-The rules are in two modules: older forms of the same operator (`older_forms`), and operators written in terms of older
-ones (`older_operators`). An operator whose older form differs only in types gets Casts if the older types hold the same
-numbers. An operator without a rule or a form in the requested opset is refused, and the error names the lowest opset
-that has one.
+The rules are in two modules: `older_forms` writes older forms of the same operator, and `older_operators` writes
+operators in terms of older ones. If an older form differs only in types, the operator gets Casts, provided that the
+older types hold the same numbers. An operator without a rule or a form in the requested opset is refused, and the error
+names the lowest opset that has one.
 
 Source of every difference: the operator changelog of the ONNX specification.
 """
@@ -23,7 +23,7 @@ from qatkit.export.older_operators import OPERATORS
 from qatkit.export.rewrite import MICROSOFT, Rule, rewrite, subgraphs
 from qatkit_verify.errors import ConfigError
 
-IR_VERSION = 8  # the oldest that holds every type used here; ONNX Runtime 1.10 and later read it
+IR_VERSION = 8  # the oldest version with every type that is used here; ONNX Runtime 1.10 and later read it
 _NEWEST = onnx.defs.onnx_opset_version()
 _RULES: dict[str, list[tuple[int, Rule]]] = {**FORMS, **OPERATORS}
 
@@ -47,7 +47,7 @@ def lower(model: ir.Model, opset: int) -> None:
 
 
 def _applied(rule: Rule, since: int, opset: int) -> Rule:
-    """Returns the rule, with errors that name the requested opset and the opset that the node needs."""
+    """Returns the rule with error messages that name the requested opset and the opset that the node needs."""
 
     def apply(node: ir.Node, builder: tape.Tape) -> object:
         try:
@@ -73,7 +73,7 @@ def _refuse_newer(graph: ir.Graph, opset: int) -> None:
 
 
 def _known(node: ir.Node, opset: int) -> bool:
-    """Returns whether `opset` has the operator with these attributes and this number of inputs."""
+    """Returns whether `opset` has the operator with the node's attributes and number of inputs."""
     if not onnx.defs.has(node.op_type, opset, ""):
         return False
     schema = onnx.defs.get_schema(node.op_type, opset, "")

@@ -25,7 +25,7 @@ def number(value: ir.Value | None) -> float | None:
 
 
 def made(value: ir.Value | None, operator: str) -> ir.Node | None:
-    """Returns the node that makes a value if it is this ONNX operator; otherwise None."""
+    """Returns the node that computes a value if it is this ONNX operator; otherwise None."""
     node = None if value is None else value.producer()
     return node if node is not None and node.op_type == operator and node.domain in ("", "ai.onnx") else None
 
@@ -37,7 +37,7 @@ def pairs(node: ir.Node) -> Sequence[tuple[ir.Value | None, ir.Value | None]]:
 
 
 def by_number(node: ir.Node | None, operator: str, wanted: float) -> ir.Value | None:
-    """Returns the other operand of an Add or Mul with a number, or the dividend of a Div by it."""
+    """Returns the other operand if the node adds or multiplies `wanted`, or the dividend if it divides by `wanted`."""
     if node is None or node.op_type != operator:
         return None
     for x, held in pairs(node)[:1] if operator == "Div" else pairs(node):
@@ -59,7 +59,7 @@ def clip_bounds(node: ir.Node) -> tuple[float | None, float | None]:
 
 
 def is_open(node: ir.Node, end: str) -> bool:
-    """Returns whether a bound ("min" or "max") of a Clip of floats is omitted or infinite."""
+    """Returns whether a bound (`end` is "min" or "max") of a Clip of floats is omitted or infinite."""
     place = 1 if end == "min" else 2
     if len(node.inputs) > place and node.inputs[place] is not None:
         bound = number(node.inputs[place])
@@ -71,7 +71,7 @@ def is_open(node: ir.Node, end: str) -> bool:
 
 
 def factors(node: ir.Node, most: int) -> list[ir.Value]:
-    """Returns the factors of nested products, at most `most`."""
+    """Returns the factors of a product; factors that are products themselves are split, up to `most` factors."""
     found = [value for value in node.inputs if value is not None]
     while len(found) < most:
         inner = next((value for value in found if made(value, "Mul") and len(value.uses()) == 1), None)

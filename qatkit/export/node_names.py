@@ -1,9 +1,8 @@
 """Names nodes by the path of their module and their operator ("layer1.0.conv1/Conv").
 
-A tensor has the name of the node that makes it, and a weight the name that it has in the module
-("layer1.0.conv1.weight"). Any other constant has the name of the first node that reads it and of the operand that it is
-there ("flatten/Reshape.shape"). A node without a module, such as the batch size that torch reads from the input,
-belongs to the module of its reader.
+A tensor is named after the node that computes it, and a weight keeps its name in the module ("layer1.0.conv1.weight").
+Any other constant is named after the first node that reads it and its operand there ("flatten/Reshape.shape"). A node
+without a module, such as the batch size that torch reads from the input, belongs to the module of its reader.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import onnx_ir as ir
 import torch
 from torch import fx, nn
 
-import qatkit.graph.convert.integer_modules  # noqa: F401  defines the barrier
+import qatkit.graph.convert.integer_modules  # noqa: F401  it defines the barrier
 from qatkit.graph.nodes import module_of, site
 from qatkit.graph.sharing import large_tensors
 from qatkit.graph.trace import tidy
@@ -30,7 +29,7 @@ _SCOPES = "pkg.torch.onnx.name_scopes"
 
 
 class _Call(nn.Module):
-    """A function as a module, so that the exporter records its place in the model."""
+    """A module that calls a function, so that the exporter records the function's place in the model."""
 
     def __init__(self, node: fx.Node) -> None:
         super().__init__()
@@ -43,9 +42,9 @@ class _Call(nn.Module):
 
 
 def name_functions(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Returns a copy in which every function is a module at the path of its site.
+    """Returns a copy of a graph in which every function is a module at the path of its site.
 
-    Further calls of a module without tensors (one ReLU for a whole block) become modules of their own, too.
+    If a module without tensors is called several times (one ReLU for a whole block), each further call gets its own.
     """
     named = copy.deepcopy(graph_module, large_tensors(graph_module))
     called: set[str] = set()
@@ -78,8 +77,8 @@ def _reads_nodes(kwargs: Any) -> bool:
 def _free_path(graph_module: fx.GraphModule, path: str) -> str:
     """Returns `path`, with underscores appended until it is free.
 
-    A path is taken if its module has that attribute (a child, or the method `float`) or if it is a
-    Python keyword (`and`, `or`).
+    A path is taken if the module already has an attribute with this name (a child, or the method `float`), or if the
+    name is a Python keyword (`and`, `or`).
     """
     owner, _, name = path.rpartition(".")
     home = dict(graph_module.named_modules()).get(owner, nn.Module)
@@ -92,8 +91,8 @@ def name_nodes(model: ir.Model, kept: Collection[str]) -> None:
     """Names every node MODULE/OPERATOR, its outputs after the node, and constants after their readers.
 
     Args:
-        model: changed in place; the inputs and outputs of the graph keep their names.
-        kept: names of the module's own tensors; initializers with these names keep them.
+        model: the model, changed in place; the inputs and outputs of its graph keep their names.
+        kept: the names of the module's tensors; initializers with these names keep them.
     """
     ends = {value.name for value in (*model.graph.inputs, *model.graph.outputs)}
     used: Counter[str] = Counter()
@@ -114,7 +113,7 @@ def name_nodes(model: ir.Model, kept: Collection[str]) -> None:
 
 
 def _operand_name(value: ir.Value, opset: int) -> str:
-    """Returns NODE.OPERAND for a constant: its first reader and the name of that input in the specification."""
+    """Returns NODE.OPERAND for a constant: its first reader, and the name of this reader's input in ONNX."""
     node, index = next(iter(value.uses()))
     what = str(value.name).rpartition("/")[2] if "/" in str(value.name) else ""
     if not what and onnx.defs.has(node.op_type, opset, node.domain):
@@ -131,7 +130,7 @@ def _free_name(name: str, taken: set[str | None]) -> str:
 
 
 def _scopes(graph: ir.Graph) -> dict[ir.Node, str]:
-    """Returns the module path of each node: its own, or that of the first node after or before it that has one."""
+    """Returns the module path of each node; a node without one gets the path of the next node after or before it."""
     known = {node: scope for node in graph if (scope := _scope(node)) is not None}
     for node in reversed(graph):
         readers = (reader for value in node.outputs for reader in value.consumers())
@@ -148,7 +147,7 @@ def _inherit(known: dict[ir.Node, str], node: ir.Node, others: Iterable[ir.Node]
 
 
 def _scope(node: ir.Node) -> str | None:
-    """Returns the innermost module in the exporter's metadata (a path per module, the fx node last), or None."""
+    """Returns the innermost module path in the exporter's metadata, whose last entry is the fx node, or None."""
     scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))
     return str(scopes[-2]) if len(scopes) > 1 and scopes[0] == "" else None
 

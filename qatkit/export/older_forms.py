@@ -1,7 +1,7 @@
-"""Rules that write an operator's newer form as its older form: attributes instead of inputs, without new defaults.
+"""Rewrites newer forms of operators as older forms, with attributes instead of inputs and without new attributes.
 
-Each rule belongs to the opset from which the form that it rewrites is legal (`lower_opset`). A rule raises `Newer`
-where the older form cannot express the node.
+Each rule is stored with the opset that introduced the form that it rewrites (`lower_opset`). A rule raises `Newer` if
+the older form cannot express the node.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from onnx_ir import tape
 from qatkit.export.rewrite import MICROSOFT, Rule, given, ints, length, new_constant, new_int64
 
 
-class Newer(Exception):  # noqa: N818  a message on its way to the user
-    """Raised when only the newer form of an operator can express a node; the message says why, as a verb phrase."""
+class Newer(Exception):  # noqa: N818  it carries a message
+    """Raised if only the newer form of an operator can express a node; the message is a verb phrase with the reason."""
 
 
 def _axes_to_attribute(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Rewrites Reduce*(x, axes) as Reduce*(x) with the attribute (ReduceSum has the input since 13)."""
+    """Rewrites Reduce*(x, axes) as Reduce*(x) with the attribute axes; ReduceSum has the input since opset 13."""
     axes = [] if given(node, 1) is None else ints(node.inputs[1])
     if axes is None:
         raise Newer("reduces over axes that are not constant")
@@ -32,7 +32,7 @@ def _axes_to_attribute(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _split(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Rewrites Split(num_outputs) as Split with the sizes as input."""
+    """Rewrites Split(num_outputs) as Split with the sizes of the parts as an input."""
     if given(node, 1) is not None:
         return None
     parts = node.attributes.pop("num_outputs").as_int()
@@ -47,13 +47,13 @@ def _split(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _pad(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Rewrites Pad(axes) as Pad with zeros for the other axes; computed amounts are gathered."""
+    """Rewrites Pad(axes) as Pad of all axes, with zeros for the other axes; a Gather arranges computed amounts."""
     if given(node, 3) is None:
         return None
     axes, pads, shape = ints(node.inputs[3]), ints(node.inputs[1]), node.inputs[0].shape  # type: ignore[union-attr]
     if axes is None or shape is None:
         raise Newer("pads axes that are not constant")
-    places = [2 * len(axes)] * (2 * len(shape))  # the index after the amounts, where the zero is
+    places = [2 * len(axes)] * (2 * len(shape))  # the index of the zero, which follows the amounts
     for i, axis in enumerate(axes):
         places[axis % len(shape)] = i
         places[axis % len(shape) + len(shape)] = i + len(axes)
@@ -82,7 +82,7 @@ def _scatter(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _shape(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Rewrites Shape(start, end) as Slice of Shape."""
+    """Rewrites Shape(start, end) as a Slice of Shape."""
     start, end = node.attributes.get_int("start", 0), node.attributes.get("end")
     if start == 0 and end is None:
         node.attributes.pop("start", None)
@@ -110,7 +110,7 @@ def _batch_norm(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _resize(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Removes default attributes of Resize, and gives scales and sizes for all axes; antialias has no older form."""
+    """Removes default attributes of Resize, and extends scales or sizes to all axes; antialias has no older form."""
     if node.attributes.get_int("antialias", 0):
         raise Newer("resizes with antialias")
     if node.attributes.get_string("keep_aspect_ratio_policy", "stretch") != "stretch":
@@ -155,7 +155,7 @@ def _recurrent(node: ir.Node, builder: tape.Tape) -> list[ir.Value] | None:
 
 
 def _pool_of_powers(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Removes default rounding and dilations of LpPool; other values have no older form."""
+    """Removes the attributes for rounding and dilations of LpPool if they are defaults; others have no older form."""
     if not node.attributes.get_int("ceil_mode", 0):
         node.attributes.pop("ceil_mode", None)
     if all(step == 1 for step in node.attributes.get_ints("dilations", [])):
@@ -164,7 +164,7 @@ def _pool_of_powers(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _regions(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Rewrites RoiAlign, which before opset 16 can place its samples in only one way."""
+    """Rewrites RoiAlign, which has only one mode of coordinates before opset 16."""
     if node.attributes.get_string("coordinate_transformation_mode", "half_pixel") != "output_half_pixel":
         raise Newer("aligns regions to pixel centres")
     node.attributes.pop("coordinate_transformation_mode")
@@ -180,7 +180,7 @@ def _sampled_volume(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _sixteen_bits(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Rewrites 16-bit QuantizeLinear and DequantizeLinear as com.microsoft's, which work at any opset."""
+    """Rewrites 16-bit QuantizeLinear and DequantizeLinear as operators of com.microsoft, which work at any opset."""
     zero_point = given(node, 2)
     if node.domain or zero_point is None or zero_point.dtype not in (ir.DataType.INT16, ir.DataType.UINT16):
         return None
@@ -188,7 +188,7 @@ def _sixteen_bits(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
     return None
 
 
-# Rules by operator, each after the opset from which the form that it rewrites is legal. The newest form comes first, so
+# The rules by operator, each with the opset that introduced the form that it rewrites. The newest form comes first, so
 # that an error names an opset that can express the node.
 FORMS: dict[str, list[tuple[int, Rule]]] = {
     **{

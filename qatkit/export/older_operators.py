@@ -1,7 +1,7 @@
-"""Writes operators and types that an opset does not have yet in terms of older ones.
+"""Rewrites operators and types that an opset does not have yet by older ones.
 
-Each rule belongs to the opset that introduced the operator (`lower_opset`). Where possible, the new form is one that
-ONNX Runtime fuses again, or folds when it loads the file.
+Each rule is stored with the opset that introduced the operator (`lower_opset`). Where possible, ONNX Runtime fuses the
+replacement again, or folds it when it loads the file.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def _layer_norm(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
     variance = builder.op("ReduceMean", [builder.op("Pow", [centred, two])], axes)
     deviation = builder.op("Sqrt", [builder.op("Add", [variance, epsilon])])
     result = builder.op("Mul", [builder.op("Div", [centred, deviation]), gamma])
-    if beta is None:  # ONNX Runtime's fusion requires one
+    if beta is None:  # ONNX Runtime's fusion requires a bias
         zeros = np.zeros([length(x, a) or 1 for a in axes["axes"]], np.float32)
         beta = new_constant(builder, node, "beta", zeros)
     return builder.op("Add", [result, beta])
 
 
 def _group_norm(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Rewrites GroupNormalization as InstanceNormalization of [N, groups, rest], then scales and shifts."""
+    """Rewrites GroupNormalization as InstanceNormalization of [N, groups, rest], followed by scale and bias."""
     x, groups = node.inputs[0], node.attributes.get_int("num_groups", 1)
     epsilon = {"epsilon": node.attributes.get_float("epsilon", 1e-5)}
     grouped = builder.op("Reshape", [x, new_int64(builder, node, "groups", 0, groups, -1)])
@@ -54,7 +54,7 @@ def _group_norm(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _hard_swish(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Computes HardSwish as x · HardSigmoid(x) with alpha 1/6, beta 1/2."""
+    """Computes HardSwish as x · HardSigmoid(x) with alpha 1/6 and beta 1/2."""
     x = node.inputs[0]
     return builder.op("Mul", [x, builder.op("HardSigmoid", [x], {"alpha": 1 / 6, "beta": 0.5})])
 
@@ -74,7 +74,7 @@ def _cast_like(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _triangle(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Computes Trilu as x where column - row is at most k (at least k for the upper triangle), otherwise zero."""
+    """Computes Trilu: keeps x where column - row is at most k (for the upper triangle: at least k), zero elsewhere."""
     x, k = node.inputs[0], given(node, 1)
     rows, columns = (_positions(node, builder, axis) for axis in (-2, -1))
     limit = rows if k is None else builder.op("Add", [rows, k])
@@ -103,9 +103,10 @@ def _positions(node: ir.Node, builder: tape.Tape, axis: int) -> ir.Value:
 
 
 def _overlap_add(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Rewrites Col2Im: gathers and adds, for every pixel, the elements of the kernel that fall on it.
+    """Computes Col2Im: for every pixel, gathers and adds the elements of the columns that belong to it.
 
-    A transposed convolution with the identity would do the same, but would look like a weight that was left float.
+    A transposed convolution with an identity as weight would give the same result, but its weight would count as one
+    that was left float.
     """
     columns = node.inputs[0]
     image, kernel, rows = ints(node.inputs[1]), ints(node.inputs[2]), length(columns, 1)
@@ -127,7 +128,7 @@ def _overlap_add(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _by_pixel(places: list[NDArray[np.int64]], image: list[int]) -> NDArray[np.int64]:
-    """Returns the indices of the cells that fall on each pixel, [turns, pixels], padded with the number of cells.
+    """Returns the indices of the cells that belong to each pixel, [turns, pixels], padded with the number of cells.
 
     Args:
         places: the coordinates of all cells, one array per axis of the image.
@@ -143,7 +144,7 @@ def _by_pixel(places: list[NDArray[np.int64]], image: list[int]) -> NDArray[np.i
 
 
 def _complement(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Computes BitwiseNot as -1 - x, or for an unsigned type as the largest number of the type minus x."""
+    """Computes BitwiseNot as -1 - x; for an unsigned type, as the largest number of the type minus x."""
     x = node.inputs[0]
     assert x is not None
     known = None if x.dtype is None else np.dtype(x.dtype.numpy())
@@ -154,7 +155,7 @@ def _complement(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _through_int32(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Computes 8- and 16-bit arithmetic in 32 bits and casts back, which wraps around as the small type does."""
+    """Computes 8- and 16-bit arithmetic in 32 bits; the Cast back wraps around like the small type."""
     kind = None if node.inputs[0] is None else node.inputs[0].dtype
     if kind not in _SMALL:
         return None
@@ -163,14 +164,14 @@ def _through_int32(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _relu_of_integers(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Computes Relu of integers as the larger of x and 0."""
+    """Computes Relu of integers as the maximum of x and 0."""
     x = node.inputs[0]
     if x is None or x.dtype is None or not x.dtype.is_integer():
         return None
     return builder.op("Max", [x, new_constant(builder, node, "zero", np.array(0, x.dtype.numpy()))])
 
 
-# The rule of each operator, after the opset that introduced the operator or its types.
+# The rule for each operator, with the opset that introduced the operator or its types.
 OPERATORS: dict[str, list[tuple[int, Rule]]] = {
     "LayerNormalization": [(17, _layer_norm)],
     "GroupNormalization": [(18, _group_norm)],

@@ -1,8 +1,8 @@
 """Rewrites a graph into the forms that ONNX Runtime's kernels and fusions recognize, at any opset.
 
-ONNX Runtime's fusions recognize only one order of a GELU's factors. Its int8 kernels support only one operator for a
-global mean, and only pools whose size is not rounded up. A SiLU stays one node between its pairs only if it is written
-as one node. Source: experiments with its optimizer, node by node.
+ONNX Runtime's fusions recognize only one order of a GELU's factors. For a global mean, it has an int8 kernel for only
+one operator, and its int8 kernels for pools do not round sizes up. A SiLU becomes one node between its pairs only if it
+is written as one node. Source: experiments with ONNX Runtime's optimizer, node by node.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from qatkit.export.rewrite import MICROSOFT, Rule, ints, length, new_int64, rewr
 
 
 def for_onnxruntime(model: ir.Model, opset: int, *, bytes_too: bool = True) -> None:
-    """Rewrites `model` in place to the forms that ONNX Runtime fuses and has 8-bit kernels for.
+    """Rewrites a model in place to forms that ONNX Runtime fuses, or for which it has 8-bit kernels.
 
     Args:
         model: a graph from torch's exporter, changed in place.
         opset: the opset of the file, for the body of the function that a SiLU becomes.
-        bytes_too: whether to pad bytes instead of floats between pairs, which other runtimes may not support.
+        bytes_too: whether a Pad between pairs acts on bytes instead of floats; other runtimes may not support this.
     """
     rewrite(model.graph, _RULES)
     if bytes_too:
@@ -36,7 +36,7 @@ def for_onnxruntime(model: ir.Model, opset: int, *, bytes_too: bool = True) -> N
 
 
 def _global_pool(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Rewrites ReduceMean over the last two of four axes as GlobalAveragePool, which has an int8 kernel."""
+    """Rewrites a ReduceMean over the last two of four axes as GlobalAveragePool, which has an int8 kernel."""
     axes, shape = ints(node.inputs[1]) if len(node.inputs) > 1 else None, node.inputs[0].shape  # type: ignore[union-attr]
     if axes is None or shape is None or len(shape) != 4 or not node.attributes.get_int("keepdims", 1):
         return None
@@ -65,7 +65,7 @@ def _is_scalar(value: ir.Value, number: float) -> bool:
 
 
 def _follows(value: ir.Value, *op_types: str) -> bool:
-    """Returns whether `value` is the output of this chain of operators, the last one first."""
+    """Returns whether `value` is the output of a chain of operators, given from the last one to the first one."""
     producer = value.producer()
     if producer is None or producer.op_type != op_types[0]:
         return False
@@ -75,7 +75,7 @@ def _follows(value: ir.Value, *op_types: str) -> bool:
 def _silu(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
     """Joins x · sigmoid(x) of a dequantized x into one node.
 
-    ONNX Runtime would give each of two nodes its own DequantizeLinear, and would then not fuse them.
+    ONNX Runtime would give each of the two nodes its own DequantizeLinear, and could not fuse them any more.
     """
     x = next((v for v in node.inputs if v is not None and _follows(v, "DequantizeLinear")), None)
     gate = next((v for v in node.inputs if v is not None and v is not x), None)
@@ -87,7 +87,7 @@ def _silu(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 def silu_function(opset: int) -> ir.Function:
     """Returns `QuickGelu` with alpha 1 as a function of standard operators.
 
-    Runtimes without a QuickGelu kernel use the function; ONNX Runtime has a kernel.
+    ONNX Runtime has a kernel for QuickGelu; runtimes without one use the function.
     """
     x = ir.Value(name="x")
     gate = ir.Node("", "Sigmoid", [x], outputs=[ir.Value(name="gate")])
@@ -98,10 +98,10 @@ def silu_function(opset: int) -> ir.Function:
 
 
 def _whole_windows(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Pads an AveragePool whose size is rounded up explicitly, with cells that are not counted.
+    """Gives an AveragePool whose size is rounded up explicit padding, which does not count in the mean.
 
-    ONNX Runtime's int8 kernel would count the cells that only the rounding adds. If the pool counts its padding, a Pad
-    node adds that padding instead.
+    ONNX Runtime's int8 kernel would count the cells that rounding up adds. If the pool counts its own padding, this
+    padding becomes a Pad node.
     """
     x, kernel = node.inputs[0], list(node.attributes.get_ints("kernel_shape", []))
     rank = len(kernel)
@@ -144,7 +144,7 @@ def _norm_of_rows(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
     flat.shape, flat.type = (
         ir.Shape([None, axes[last]]),
         x.type,
-    )  # the older form of LayerNormalization reads them
+    )  # the older form of LayerNormalization needs them
     norm = builder.op(
         "LayerNormalization", [flat, *node.inputs[1:]], {**node.attributes, "axis": ir.AttrInt64("axis", 1)}
     )
@@ -178,9 +178,9 @@ def _padded_max(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _second_pair(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Separates two pairs that follow each other directly, since the operator between them does nothing in ONNX.
+    """Separates two consecutive pairs, which occur if the operator between them does nothing in ONNX.
 
-    ONNX Runtime would merge them into one pair, with a scale that neither has.
+    ONNX Runtime would merge them into one pair, whose scale differs from both.
     """
     x, scale, zero_point = node.inputs
     before = None if x is None else x.producer()

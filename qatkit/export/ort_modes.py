@@ -84,7 +84,7 @@ def dynamic(source: Path, target: Path, *, reduce_range: bool | str = "auto") ->
     left = [str(node.name) for node in model.graph if is_depthwise(node) or weight_rank(node) not in (0, 2)]
     others = [
         str(node.name) for node in model.graph if node.domain
-    ]  # operators of other domains, which the tool could confuse with ONNX's
+    ]  # operators of other domains, which the tool could take for those of ONNX
 
     def made(wrong: Collection[str]) -> ir.Model:
         products = [
@@ -115,20 +115,21 @@ def dynamic(source: Path, target: Path, *, reduce_range: bool | str = "auto") ->
 
 
 def static(source: Path, target: Path, batches: Iterable[Any], backend: Backend) -> LeftFloat:
-    """Inserts QDQ pairs with ONNX Runtime's quantizer: ranges (min, max) from `batches`, the rest from `backend`.
+    """Inserts QDQ pairs with ONNX Runtime's quantizer. `batches` give the ranges (min, max), `backend` the settings.
 
     Operators that the backend's rules leave float stay float: normalizations, Softmax, GELU, and the residual stream
-    of a transformer. With `Backend.every_operator` everything that the tool can quantize is quantized, including the
+    of a transformer. With `Backend.every_operator`, everything that the tool can quantize is quantized, including the
     sums, products and roots of a LayerNorm.
 
     Args:
         source: a float file of opset 13 or higher.
         target: the file to write.
-        batches: inputs (`qatkit_verify.feeds`), iterated over several times.
-        backend: number types, and the operators to quantize.
+        batches: batches of inputs (`qatkit_verify.feeds`), which are iterated several times.
+        backend: the number types and the operators to quantize.
 
     Returns:
-        The operators that stay float, because the quantizer handles them wrongly or they read or make infinities.
+        The operators that stay float because the quantizer handles them wrongly, or because they read or compute
+        infinities.
     """
     activation, weight = backend.activation, backend.weight
     activation_type = _type_of(activation, f"backend={backend.name}: activation")
@@ -174,7 +175,7 @@ def static(source: Path, target: Path, batches: Iterable[Any], backend: Backend)
 
 
 def _static_options(model: ir.Model, backend: Backend, kinds: Mapping[str, OpRule]) -> dict[str, Any]:
-    """Returns the settings of the static quantizer that are not parameters but extra options."""
+    """Returns the settings that the static quantizer takes as extra options instead of parameters."""
     weight, single = backend.weight, _one_scale(model)
     per_channel = weight.granularity.separates(0)
     wider = range_overrides(model, per_channel=per_channel, single=single) if weight.guards_pairs else {}
@@ -191,8 +192,12 @@ def _static_options(model: ir.Model, backend: Backend, kinds: Mapping[str, OpRul
 def weight_only(source: Path, target: Path) -> LeftFloat:
     """Quantizes weights to int8; activations stay float.
 
-    Scales are symmetric, per output channel (`qatkit.export.int8_weights`) or per row of a table
+    Quantization is symmetric, with a scale per output channel (`qatkit.export.int8_weights`) or per row of a table
     (`qatkit.export.int8_tables`).
+
+    Args:
+        source: the float file.
+        target: the file to write.
 
     Returns:
         The operators whose weights stay float.
@@ -211,7 +216,7 @@ def weight_only(source: Path, target: Path) -> LeftFloat:
 
 
 def _left_float(model: ir.Model, kinds: Mapping[str, OpRule], odd: Iterable[str]) -> list[str]:
-    """Returns operators that are int8 only with int8 inputs, but have a float input (such as one from `odd`)."""
+    """Returns the operators that need int8 inputs to be int8, but have a float input, such as one from `odd`."""
     int8, left, excluded = set(model.graph.initializers.values()), [], set(odd)
     for node in model.graph:
         rule = kinds.get(node.op_type)
@@ -227,8 +232,8 @@ def _left_float(model: ir.Model, kinds: Mapping[str, OpRule], odd: Iterable[str]
 def _one_scale(model: ir.Model) -> list[str]:
     """Returns the names of weights that get one scale instead of per-channel scales.
 
-    These are weights [in, out/groups, ...] of a ConvTranspose with groups, where the tool would treat axis 1 as all
-    output channels, and stacks of matrices, for which MatMul's 8-bit kernel supports no per-channel scales.
+    There are two kinds. In the weight [in, out/groups, ...] of a ConvTranspose with groups, the tool would treat axis 1
+    as all output channels. For stacks of matrices, MatMul's 8-bit kernel supports no per-channel scales.
     """
     found = [
         node.inputs[1]
@@ -241,8 +246,8 @@ def _one_scale(model: ir.Model) -> list[str]:
 def _misread(node: ir.Node) -> bool:
     """Returns whether the static quantizer would quantize a node wrongly.
 
-    These are a MatMul whose weight is the first factor or a vector, and a Gemm with a beta other than 1 or with a
-    constant bias that is not a vector.
+    Such nodes are a MatMul whose weight is the first factor or a vector, and a Gemm with a bias whose beta is not 1 or
+    whose constant bias is not a vector.
     """
     if node.op_type == "MatMul":
         return weight_rank(node) == 1 or stored(node.inputs[0]) is not None
@@ -257,8 +262,8 @@ class _Reader(CalibrationDataReader):  # type: ignore[misc]
 
     Args:
         names: the names of the model's inputs.
-        hidden: the names of renamed inputs in the batches, by the model's names.
-        batches: inputs (`qatkit_verify.feeds`).
+        hidden: the original names of renamed inputs, which the batches use, by their names in the model.
+        batches: batches of inputs (`qatkit_verify.feeds`).
     """
 
     def __init__(self, names: Sequence[str], hidden: Mapping[str, str], batches: Iterable[Any]) -> None:

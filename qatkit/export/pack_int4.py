@@ -1,4 +1,4 @@
-"""Stores weights of up to 4 bits as int4 (uint4) initializers of DequantizeLinear instead of bytes, from opset 21 on.
+"""Stores weights of up to 4 bits as int4 or uint4 initializers instead of bytes, from opset 21 on.
 
 By default the integers are stored in bytes, which ONNX Runtime's int8 kernels can read. With 8-bit activations, ONNX
 Runtime converts an int4 initializer to floats when it loads the file (docs/onnxruntime-qdq.md, 2).

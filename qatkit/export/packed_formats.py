@@ -1,13 +1,13 @@
 """Packs weights in number formats: stores codes of a few bits and scales instead of float32 numbers.
 
-    bytes              operators of opset 13, which any runtime supports, look up codes and scales in tables
-    DequantizeLinear   reads a float8 or int8 tensor, from opset 21 on in blocks (`DEQUANTIZED`)
+    bytes              operators of opset 13, which any runtime supports, look up the values of codes in tables
+    DequantizeLinear   reads a float8 or int8 tensor, blockwise from opset 21 on (`DEQUANTIZED`)
 
     codes [n] uint8 ── Cast ── Gather(values) ── Reshape ──┐
     scales [.., blocks, ..] uint8 ── Cast ── Gather(powers of two) ── Gather(block of each value) ── Mul ── the weight
 
-Two elements of 4 bits share a byte, and the table of bytes holds both values. Four elements of 6 bits share three
-bytes, which are separated by division. ONNX Runtime computes all of this once, when it loads the file. A weight in
+Two elements of 4 bits share a byte, and the table has both values for each byte. Four elements of 6 bits share three
+bytes and are separated by division. ONNX Runtime computes all of this once, when it loads the file. A weight in
 float16 or bfloat16 becomes a tensor of this type and a Cast.
 
 In every form, the unpacked weight equals the float32 weight of the simulation bit for bit. This is checked for each
@@ -38,7 +38,7 @@ Array = NDArray[Any]
 _HALVES: Mapping[Element, Any] = {FLOAT16: np.float16, BFLOAT16: ml_dtypes.bfloat16}
 _TYPES: Mapping[Element, Any] = {E4M3: ml_dtypes.float8_e4m3fn, E5M2: ml_dtypes.float8_e5m2, INT8: np.int8}
 _STEP = 64.0  # steps per unit of an integer element
-_BIAS = 127  # exponent bias of E8M0
+_BIAS = 127  # the exponent bias of E8M0
 
 
 def pack_formats(model: ir.Model, module: nn.Module, *, dequantize: bool) -> None:
@@ -47,7 +47,7 @@ def pack_formats(model: ir.Model, module: nn.Module, *, dequantize: bool) -> Non
     Weights are found by their values, since the exporter transposes the weights of a MatMul.
 
     Args:
-        model: changed in place.
+        model: the exported `module`, changed in place.
         module: the converted module.
         dequantize: whether to use DequantizeLinear where ONNX Runtime supports it for the format.
     """
@@ -75,7 +75,7 @@ class _Packer:
         self.shared: dict[str, ir.Value] = {}
 
     def pack(self, value: ir.Value, array: Array, held: HeldWeight, turned: bool) -> None:
-        """Replaces an initializer by the nodes that compute it."""
+        """Replaces an initializer by packed constants and the nodes that unpack them."""
         self.name = str(value.name)
         form, element = held.form, held.form.element
         if element in _HALVES:
@@ -104,7 +104,7 @@ class _Packer:
         self._replace(value, new)
 
     def _elements(self, codes: Array, element: Element) -> ir.Value:
-        """Returns the elements that codes stand for, in the same shape."""
+        """Returns the values of codes as an output of nodes, in the same shape."""
         shape = self._constant(np.array(codes.shape, np.int64), "shape")
         flat, values = codes.reshape(-1), table(element)
         if element.bits == 4 and flat.size % 2 == 0:
@@ -121,7 +121,7 @@ class _Packer:
         return self._looked_up(known, self._constant(flat, "codes"), shape)
 
     def _six_bits(self, packed: Array) -> ir.Value:
-        """Returns codes [n, 4], unpacked from three bytes each."""
+        """Returns codes [n, 4] as an output of nodes that unpack four of them from three bytes."""
         whole = self._made("Cast", [self._constant(packed, "codes")], {"to": int(ir.DataType.INT32)})
         shifted = self._made("Mul", [whole, self._table("byte_weights", _powers(8, 3))])
         word = self._made("ReduceSum", [shifted, self._table("axis_1", np.array([1], np.int64))])
@@ -135,7 +135,7 @@ class _Packer:
         return found if shape is None else self._made("Reshape", [found, shape])
 
     def _scale(self, scale: Array, held: HeldWeight) -> ir.Value | None:
-        """Returns the factor of the elements, with the shape of `scale`; None if bytes cannot represent it."""
+        """Returns the scales as an output of nodes, in the shape of `scale`; None if bytes cannot represent them."""
         if held.form.scale is Scale.FLOAT32:
             return self._constant(scale, "scale")
         if held.form.scale is Scale.E8M0:
@@ -156,7 +156,10 @@ class _Packer:
         return self._made("Mul", [of_block, self._constant(tensor, "tensor_scale")])
 
     def _dequantized(self, codes: Array, scale: Array, held: HeldWeight, axis: int) -> ir.Value:
-        """Returns a DequantizeLinear and a barrier, without which ONNX Runtime would look for integer kernels."""
+        """Returns the weight from a DequantizeLinear that is followed by a barrier.
+
+        Without the barrier, ONNX Runtime would look for integer kernels.
+        """
         element = held.form.element
         integers = codes.view(_TYPES[element])
         steps = (scale / _STEP if element.integer else scale).astype(np.float32)
@@ -195,7 +198,7 @@ class _Packer:
 
 
 def table(element: Element) -> Array:
-    """Returns the values of all codes of an element of up to 8 bits, float32; unused codes have NaN."""
+    """Returns the values of all codes of an element of up to 8 bits, float32 [2^bits]; NaN for unused codes."""
     found = np.full(1 << element.bits, np.nan, np.float32)
     if element.integer:
         codes = np.arange(-(1 << element.bits - 1) + 1, 1 << element.bits - 1)
@@ -211,7 +214,7 @@ def table(element: Element) -> Array:
 
 
 def _codes(steps: Array, element: Element) -> Array | None:
-    """Returns the codes of the nearest elements, uint8; None if a value is not finite."""
+    """Returns the codes of the elements nearest to the given values, uint8; None if a value is not finite."""
     if not np.isfinite(steps).all():
         return None
     held = rounded(torch.from_numpy(np.ascontiguousarray(steps, np.float32)), element).numpy()
@@ -232,7 +235,7 @@ def _powers(bits: int, count: int) -> Array:
 
 
 def _same(a: Array, b: Array) -> bool:
-    """Returns whether two float32 arrays have the same shape and are equal bit by bit."""
+    """Returns whether two float32 arrays have the same shape and the same bits."""
     return a.shape == b.shape and a.dtype == b.dtype == np.float32 and a.tobytes() == b.tobytes()
 
 

@@ -1,9 +1,9 @@
-"""Moves zero Pads around an image into the convolution that reads them; other Pads act on bytes.
+"""Moves zero Pads around an image into the convolution that reads them; makes other Pads act on bytes.
 
-    Pad(x) → Conv                                        Conv with these `pads`, asymmetric ones too
+    Pad(x) → Conv                                        Conv with these `pads`, which may be asymmetric
     DequantizeLinear → Pad → QuantizeLinear, one scale   Pad of the bytes, with the zero point instead of zeros
 
-ONNX Runtime does the first by itself if the zeros are constant, but pads in float in the second case.
+ONNX Runtime makes the first change itself if the zeros are constant. Without the second change, it pads in float.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def fold_into_conv(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def pad_bytes(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Rewrites a QuantizeLinear after a Pad whose input is dequantized with the same scale."""
+    """Rewrites DequantizeLinear, Pad and QuantizeLinear with one scale as a Pad of the bytes."""
     pad = _producer(node.inputs[0], "Pad")
     before = None if pad is None else _producer(pad.inputs[0], "DequantizeLinear")
     if pad is None or before is None or not (_mode(pad) != "constant" or _is_zero(pad)):
@@ -43,7 +43,7 @@ def pad_bytes(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
         return None
     zero_point = node.inputs[2]
     if zero_point is None or zero_point.dtype not in (ir.DataType.INT8, ir.DataType.UINT8):
-        return None  # ONNX Runtime pads no integers of 16 bits
+        return None  # ONNX Runtime cannot pad 16-bit integers
     mode, (pads, axes) = _mode(pad), (pad.inputs[1], pad.inputs[3] if len(pad.inputs) > 3 else None)
     value = node.inputs[2] if mode == "constant" else None
     inputs = [before.inputs[0], pads, value, axes]
@@ -68,7 +68,7 @@ def _is_zero(pad: ir.Node) -> bool:
 
 
 def _amounts(pad: ir.Node) -> list[int] | None:
-    """Returns the padding of all axes, first all begins, then all ends; None if it is not known."""
+    """Returns the padding of all axes, first at their beginnings, then at their ends; None if it is unknown."""
     amounts, shape = ints(pad.inputs[1]), pad.inputs[0].shape  # type: ignore[union-attr]
     axes = ints(pad.inputs[3]) if len(pad.inputs) > 3 and pad.inputs[3] is not None else None
     if amounts is None or axes is None:
@@ -83,7 +83,7 @@ def _amounts(pad: ir.Node) -> list[int] | None:
 
 
 def _same(one: ir.Value | None, other: ir.Value | None) -> bool:
-    """Returns whether two values are the same or constants of the same type with equal numbers."""
+    """Returns whether two values are the same tensor, or constants of the same type with equal numbers."""
     if one is other:
         return True
     tensors = [None if v is None else ir.convenience.get_const_tensor(v) for v in (one, other)]

@@ -19,7 +19,7 @@ from qatkit.export.replaced import replaced
 
 @contextmanager
 def promoted_where_needed() -> Iterator[None]:
-    """Provides the context of one export."""
+    """Within the context of one export, reuses recorded results for operators that promote no types."""
     try:
         from torch.onnx._internal.fx.passes import type_promotion
 

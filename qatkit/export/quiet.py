@@ -11,10 +11,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silences printing, logging (also by the root logger) and warnings of the exporter and the tools.
-
-    A failure still raises.
-    """
+    """Silences the prints, logs (also of the root logger) and warnings of exporters and tools; errors still raise."""
     loggers = [logging.getLogger(name) for name in ("", "torch.onnx", "onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):

@@ -1,7 +1,7 @@
 """Reports in one line what cannot be exported: the place in the model, the operator, and what is missing.
 
-torch's exporter raises a page of advice around the cause, or silently exports less than requested: a fixed batch size
-instead of any, or an LSTM without its projection.
+torch's exporter hides the cause in a page of advice, or silently exports something else: a fixed batch size instead of
+any size, or an LSTM without its projection.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def refuse_modules(module: nn.Module) -> None:
     """Refuses modules that torch's exporter would write wrongly, or for which ONNX Runtime has no kernels.
 
     Raises:
-        ConfigError: there is such a module; the message names it.
+        ConfigError: `module` contains such a module; the message names it.
     """
     for path, child in module.named_modules():
         if is_opaque(child):
@@ -63,11 +63,11 @@ def refuse_program(
         program: the exported program.
         model: its ONNX model.
         dynamic_batch: whether the file should accept batches of any size.
-        free: further axes that should have any size, as the index of the input and of the axis.
+        free: further axes that should accept any size, each as (index of the input, index of the axis).
 
     Raises:
-        ConfigError: the batch or an axis has a fixed size although any was requested, an output is complex, or a pool
-            should give indices and gives only values.
+        ConfigError: the batch or an axis has a fixed size although any size was requested, an output is complex, or a
+            pool whose indices are needed gives only values.
     """
     sizes = [value.shape[0] for value in model.graph.inputs if value.shape is not None and len(value.shape)]
     if dynamic_batch and sizes and all(isinstance(size, int) for size in sizes):
@@ -97,7 +97,7 @@ def refuse_program(
 
 
 def refusal(error: Exception, module: nn.Module) -> ConfigError:
-    """Returns an error of torch's exporter as one line that names the place in `module`."""
+    """Returns a one-line error for an error of torch's exporter; its message names the place in `module`."""
     cause: BaseException = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
@@ -132,6 +132,6 @@ def _place(error: BaseException, module: nn.Module) -> str:
 
 
 def _path(node: fx.Node) -> str:
-    """Returns the path of the module that an fx node of torch's exporter comes from."""
+    """Returns the path of the module from which an fx node of torch's exporter comes."""
     stack = list(node.meta.get("nn_module_stack", {}).values())
     return str(stack[-1][0]) if stack else ""

@@ -3,9 +3,9 @@
 This saves 0.5 of the 1.2 s of CPU time that the export of a small model takes (torch 2.13). A run exports at least
 three files, and a search for mixed precision exports two dozen.
 
-    the table of translations to ONNX, built from the source of some hundred functions     once per process
-    the search for composite operators in all libraries, otherwise sixty times per file    once per file
-    the source line of each operator, which the file does not contain                      never
+    The table of translations to ONNX, built from the source of some hundred functions, is built once per process.
+    The search for composite operators in all libraries, otherwise repeated sixty times per file, runs once per file.
+    The source line of each operator, which the file does not contain, is never looked up.
 
 None of this has a public interface. If torch's internals differ from what is expected here, nothing is cached.
 """
@@ -19,12 +19,12 @@ from typing import Any
 
 from qatkit.export.replaced import replaced
 
-_known: dict[int, Any] = {}  # by opset
+_known: dict[int, Any] = {}  # tables of translations by opset
 
 
 @contextmanager
 def tables_made_once() -> Iterator[None]:
-    """Provides the context of one export, in which the results of former exports are reused."""
+    """Within the context of one export, reuses results of earlier exports."""
     with _translations_made_once(), _composites_found_once(), _lines_left_out():
         yield
 
@@ -68,7 +68,7 @@ class _NoTraceback:
 
 @contextmanager
 def _translations_made_once() -> Iterator[None]:
-    """Gives exports within the context a copy of the first export's table, which they may extend."""
+    """Gives each export within the context a copy of the table from the first export, which it may extend."""
     try:
         from torch.onnx._internal.exporter._registration import ONNXRegistry
 

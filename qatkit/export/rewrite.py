@@ -17,9 +17,14 @@ Rule = Callable[[ir.Node, tape.Tape], "ir.Value | Sequence[ir.Value] | None"]
 
 
 def rewrite(graph: ir.Graph, rules: Mapping[str, Sequence[Rule]], domain: str = "") -> None:
-    """Applies the rules of its operator to every present node of `domain`, up to the first rule that replaces it.
+    """Applies rules to every node that the graph has at the start, up to the first rule that replaces the node.
 
     Branches and loop bodies are rewritten in the same way.
+
+    Args:
+        graph: the graph, changed in place.
+        rules: the rules for each type of operator, in order.
+        domain: the domain of these operators.
     """
     for node in list(graph):
         for inner in subgraphs(node):
@@ -46,7 +51,7 @@ def subgraphs(node: ir.Node) -> list[ir.Graph]:
 
 
 def _replace(graph: ir.Graph, node: ir.Node, builder: tape.Tape, new: list[ir.Value]) -> None:
-    """Replaces a node by the nodes that `builder` has made, in the same module scope."""
+    """Replaces a node by the nodes of `builder`, which get its module scope."""
     old = list(node.outputs[: len(new)])
     for before, after in zip(old, new, strict=True):
         after.name, after.shape, after.type = before.name, before.shape, before.type
@@ -56,20 +61,20 @@ def _replace(graph: ir.Graph, node: ir.Node, builder: tape.Tape, new: list[ir.Va
 
 
 def new_constant(builder: tape.Tape, node: ir.Node, what: str, array: NDArray[Any]) -> ir.Value:
-    """Returns a new initializer for the replacement of `node`, named after the node's output."""
+    """Adds an initializer for the replacement of `node`, named after the node's output, and returns it."""
     name = f"{node.outputs[0].name}/{what}"
     return builder.initializer(ir.tensor(array, name=name), name=name)
 
 
 def new_int64(builder: tape.Tape, node: ir.Node, what: str, *values: int) -> ir.Value:
-    """Returns an initializer of int64 [len(values)]."""
+    """Adds an initializer int64 [len(values)] for the replacement of `node`, and returns it."""
     return new_constant(builder, node, what, np.array(values, np.int64))
 
 
 def new_scalar(
     builder: tape.Tape, node: ir.Node, what: str, number: float, like: ir.Value | None
 ) -> ir.Value:
-    """Returns an initializer of rank 0 and the type of `like`, or float32 if that is not known."""
+    """Adds an initializer of rank 0 and returns it; it has the type of `like`, or float32 if that is unknown."""
     known = None if like is None else like.dtype
     return new_constant(builder, node, what, np.array(number, np.float32 if known is None else known.numpy()))
 
@@ -86,7 +91,7 @@ def given(node: ir.Node, index: int) -> ir.Value | None:
 
 
 def length(value: ir.Value | None, axis: int) -> int | None:
-    """Returns the size of an axis; None if it is not a known number."""
+    """Returns the size of an axis; None if it is unknown."""
     shape = None if value is None else value.shape
     found = None if shape is None or not -len(shape) <= axis < len(shape) else shape[axis]
     return found if isinstance(found, int) else None

@@ -1,8 +1,8 @@
 """Computes running products, maxima, minima and log-sums with operators of opset 18.
 
     x             a  b   c    d
-    by 1          a  ab  bc   cd      each value is combined with the one before it
-    by 2          a  ab  abc  abcd    each value is combined with the one two places before it
+    by 1          a  ab  bc   cd      each value is combined with the previous one
+    by 2          a  ab  abc  abcd    each value is combined with the value two places earlier
 
 Each pass doubles the number of values that a result combines, so an axis of size n needs log2 n passes (Hillis and
 Steele, "Data parallel algorithms", 1986). The size of the axis must be known.
@@ -28,7 +28,7 @@ def _length(x: Any, axis: int) -> int:
 
 
 def _before(x: Any, by: int, axis: int, fill: Any) -> Any:
-    """Returns x shifted by `by` places along an axis; the first places become `fill`."""
+    """Returns x shifted by `by` places along an axis; the free places at the beginning become `fill`."""
     pads = [0] * (2 * len(x.shape))
     pads[axis % len(x.shape)] = by
     kept = op.Slice(x, [0], [-by], [axis])
@@ -50,7 +50,7 @@ def _number(x: Any, value: float) -> Any:
 
 
 def cumprod(x, dim: int, dtype: int | None = None):  # type: ignore[no-untyped-def]
-    """Returns the product of all values up to each place."""
+    """Translates torch.cumprod: the product of all values up to each place."""
     if dtype is not None:
         shape = x.shape
         x = op.Cast(x, to=dtype)
@@ -59,7 +59,7 @@ def cumprod(x, dim: int, dtype: int | None = None):  # type: ignore[no-untyped-d
 
 
 def logcumsumexp(x, dim: int):  # type: ignore[no-untyped-def]
-    """Returns the logarithm of the sum of exponentials up to each place."""
+    """Translates torch.logcumsumexp: the logarithm of the sum of exponentials up to each place."""
 
     def join(a: Any, b: Any) -> Any:
         largest = op.Max(a, b)
@@ -70,7 +70,7 @@ def logcumsumexp(x, dim: int):  # type: ignore[no-untyped-def]
 
 
 def _extreme(x: Any, axis: int, fill: Any, beats: Callable[[Any, Any], Any]) -> tuple[Any, Any]:
-    """Returns the extreme value up to each place, and the last index that has it."""
+    """Returns the extreme value up to each place, and the last index at which it occurs."""
     size, rank, shape = _length(x, axis), len(x.shape), x.shape
     along = [size if one == axis % rank else 1 for one in range(rank)]
     places = op.Expand(
@@ -85,7 +85,7 @@ def _extreme(x: Any, axis: int, fill: Any, beats: Callable[[Any, Any], Any]) -> 
             _before(places, by, axis, op.Constant(value_int=0)),
         )
         later = beats(x, earlier)
-        if floats:  # NaN beats everything, as in torch
+        if floats:  # NaN is more extreme than any number, as in torch
             later = op.Or(later, op.IsNaN(x))
         kind = x.dtype
         x, places = op.Where(later, x, earlier), op.Where(later, places, earlier_places)
@@ -103,10 +103,10 @@ def _end(x: Any, *, lowest: bool) -> Any:
 
 
 def cummax(x, dim: int):  # type: ignore[no-untyped-def]
-    """Returns the largest value up to each place, and its index."""
+    """Translates torch.cummax: the largest value up to each place, and its index."""
     return _extreme(x, dim, _end(x, lowest=True), op.GreaterOrEqual)
 
 
 def cummin(x, dim: int):  # type: ignore[no-untyped-def]
-    """Returns the smallest value up to each place, and its index."""
+    """Translates torch.cummin: the smallest value up to each place, and its index."""
     return _extreme(x, dim, _end(x, lowest=False), op.LessOrEqual)

@@ -1,10 +1,10 @@
-"""Lowers integer weights of convolutions by 1, with zero_point -1: the same weights, but other kernels.
+"""Lowers the integers of convolution weights by 1 and sets zero_point -1, so that ONNX Runtime uses other kernels.
 
     DequantizeLinear(w, scale, 0) ──> DequantizeLinear(w - 1, scale, -1)
 
 ONNX Runtime's int8 convolution kernel, which does not use AMX, requires weights with zero_point 0. Other convolutions
-run as im2col and a GEMM, which uses AMX if the CPU has it (docs/onnxruntime-qdq.md, 3b). The integer sums, and with
-them the outputs, are the same bit for bit.
+run as im2col and a GEMM, which uses AMX if the CPU has it (docs/onnxruntime-qdq.md, 3b). The integer sums and the
+outputs are the same bit for bit.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-_LOWEST = -128  # the lowest int8
+_LOWEST = -128  # the lowest int8 value
 
 
 def shift_weights(model: ir.Model) -> int:
     """Shifts, in place, each int8 weight that only convolutions without groups read.
 
-    A weight with a value of -128 stays as it is. Depthwise and grouped convolutions stay as well, because their GEMMs
-    are too small to benefit from AMX.
+    A weight that contains -128 is not changed. Depthwise and grouped convolutions are not changed either, because their
+    GEMMs are too small to benefit from AMX.
 
     Returns:
         The number of shifted weights.

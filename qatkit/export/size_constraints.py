@@ -1,13 +1,13 @@
-"""Works around two problems of torch's exporter with the arithmetic of sizes: failures, and minutes of simplification.
+"""Works around two problems of torch's exporter with the arithmetic of sizes: failures, and slow simplification.
 
-Failures: the sum of a pooled and a strided branch requires equal sizes, h / 4 and (h / 2) // 2. They are equal for
-every image that the model accepts. The exporter (torch 2.13) solves such equations to suggest other constraints, and
-fails where sympy cannot. The equations need no solution: if the size of a free axis (`Dim.DYNAMIC`) is fixed after all,
-the exporter finds out before.
+Failures: the sum of a pooled and a strided branch requires equal sizes, such as h / 4 and (h / 2) // 2. They are equal
+for every image that the model accepts. The exporter (torch 2.13) solves such equations to suggest other constraints,
+and fails if sympy cannot solve them. No solution is needed: if a model fixes the size of a free axis (`Dim.DYNAMIC`),
+the exporter reports this earlier.
 
-Simplification: a quotient of two sizes with a common factor goes through `sympy.simplify`, which takes all sizes in it
-apart again. After a few windows and strides this takes more than 15 minutes (timm's davit_tiny). In nearly all cases it
-is enough to divide each term of a sum by the factor; otherwise numerator and denominator are cancelled.
+Simplification: the exporter calls `sympy.simplify` for a quotient of two sizes with a common factor, which expands all
+sizes in it again. After a few windows and strides, this takes more than 15 minutes (timm's davit_tiny). In nearly all
+cases, it is enough to divide each term of a sum by the factor; otherwise numerator and denominator are cancelled.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Translates the operator `qatkit::suppress` to operators of opset 18 that opset 13 has, too.
+"""Translates the operator `qatkit::suppress` to operators of opset 18 that also exist in opset 13.
 
-NonMaxSuppression gets boxes [N, n, 4] and scores [N, n], masked by group to [N, groups, n]. It gives the indices of the
-boxes to keep. GatherND reads their scores, and ScatterND writes these into a tensor filled with `DROPPED`.
+NonMaxSuppression reads boxes [N, n, 4] and scores [N, groups, n]: the scores [N, n], masked for each group. It returns
+the indices of the boxes to keep. GatherND reads their scores, and ScatterND writes these scores into a tensor filled
+with `DROPPED`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ op: Any = onnxscript.opset18
 
 
 def suppress(boxes, scores, valid, groups, overlap: float, most: int):  # type: ignore[no-untyped-def]
-    """Treats each group as a class in which invalid boxes and boxes of other groups have the score `DROPPED`."""
+    """Translates the operator; a group is a class in which invalid boxes and other groups have the score `DROPPED`."""
     group_of_box = np.repeat(np.arange(len(groups)), groups)
     members = group_of_box[None] == np.arange(len(groups))[:, None]
     dropped = op.CastLike(_constant(DROPPED, np.float32), scores)

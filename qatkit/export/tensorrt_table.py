@@ -25,7 +25,7 @@ Ends = Mapping[str, float | int | str]
 
 
 def split_parts(graph: fx.Graph) -> dict[str, tuple[str, int]]:
-    """Returns the parts of tuples (of a split, a chunk) by their site, as the tuple's site and the part's index."""
+    """Returns the tuple's site and the index for each part of a tuple (from a split or a chunk), by the part's site."""
     found = [
         node for node in graph.nodes if node.target is operator.getitem and isinstance(node.args[1], int)
     ]
@@ -45,7 +45,7 @@ def tensorrt_table(
     """
     graph = ir.load(float_file).graph
     inputs = [str(value.name) for value in graph.inputs if not value.is_initializer()]
-    # A module may be several nodes (LayerNorm); the last one gives the output of the module.
+    # A module may become several nodes (LayerNorm); the last one computes the output of the module.
     results = {str(node.name).rpartition("/")[0]: [str(v.name) for v in node.outputs] for node in graph}
     results |= {name: [name] for name in inputs}
     quantized, missing = dict[str, Ends](), []
@@ -70,7 +70,7 @@ def tensorrt_table(
 
 
 def _same_range() -> frozenset[str]:
-    """Returns the operators whose output has the range of their input, or of a chosen part of it."""
+    """Returns the operators whose outputs have the same range as their input or as a part of it."""
     return same_scale_ops() | clip_ops() | {"Identity", "Pad"}
 
 

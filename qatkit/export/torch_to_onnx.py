@@ -55,7 +55,7 @@ from qatkit_verify.errors import ConfigError
 
 TORCH_OPSET = 18
 _ONE_BATCH = "; set export.dynamic_batch=false to write a file for one batch size"
-# Types of constants that are not folded to float32, although their readers take float32.
+# Types of constants that are not folded to float32, although the operators that read them need float32.
 _NARROW = (
     *(ir.DataType.INT8, ir.DataType.UINT8, ir.DataType.INT16, ir.DataType.UINT16),
     ir.DataType.FLOAT16,
@@ -82,22 +82,22 @@ def export_onnx(  # noqa: PLR0913  independent settings of a file, by name
     numbered (output_0).
 
     Args:
-        module: a graph, or a module whose forward takes the tensors of `example` one after the other. A module in half,
-            bfloat16 or double precision is exported as a float32 copy, with float32 inputs and outputs.
+        module: a graph, or a module whose forward takes the tensors of `example` as positional arguments. A module in
+            half, bfloat16 or double precision is exported as a float32 copy, with float32 inputs and outputs.
         example: inputs of the real shapes: images [N, C, H, W], or several tensors in the graph's order or by name.
-            Floats may have any type.
+            Floating-point tensors may have any precision.
         path: the file to write.
         dynamic_batch: whether the file takes any number of images. This has no effect on a graph that supports only
             one batch size (`graph.meta["batch_axes"]`).
-        opset: as `export.opset`.
-        template: whether to keep every constant under the name of its buffer, including equal ones, for `refill`.
-        pack_int4: as `export.pack_int4`.
-        weights_for_amx: as `export.weights_for_amx`.
+        opset: the opset of the file, as in `export.opset`.
+        template: whether to keep every constant under the name of its buffer for `refill`, even if some are equal.
+        pack_int4: whether to store weights of up to 4 bits as int4 (`export.pack_int4`).
+        weights_for_amx: whether to shift weights so that convolutions can use AMX (`export.weights_for_amx`).
         dequantize: whether to store weights in number formats as `export.packed_weights=dequantize_linear` does.
 
     Returns:
-        The reason why axes that are free in the graph have the example's size in the file, or "". Axes that were
-        requested by name are never fixed; an error is raised instead.
+        The reason why axes that are free in the graph have the example's size in the file; "" if they are free there.
+        Axes that were requested by name are never fixed; an error is raised instead.
 
     Raises:
         ConfigError: the opset is out of range, an operator has no form in this opset or in ONNX (the message names its
@@ -119,7 +119,7 @@ def export_onnx(  # noqa: PLR0913  independent settings of a file, by name
 
 
 class _Wanted(NamedTuple):
-    """Settings of `export_onnx`; `axes` has the batch axis of each input."""
+    """The settings of `export_onnx`; `axes` has the batch axis of each input, or None."""
 
     opset: int
     axes: Sequence[int | None]
@@ -130,7 +130,7 @@ class _Wanted(NamedTuple):
 
 
 class _Ends(NamedTuple):
-    """Names of a file's inputs and outputs."""
+    """The names of a file's inputs and outputs."""
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -147,17 +147,20 @@ def _ends(module: nn.Module, inputs: int) -> _Ends:
 def _free_or_fixed(
     module: nn.Module, named: nn.Module, tensors: tuple[Tensor, ...], ends: _Ends, wanted: _Wanted
 ) -> tuple[ir.Model, str]:
-    """Returns the graph of a file, with axes at the example's size where the export with free axes fails.
+    """Exports with free axes or, if this fails, with axes of the example's size.
 
     Args:
         module: the module to export.
-        named: the same module with named functions (`name_functions`), or itself.
+        named: the module with named functions (`name_functions`), or `module` itself.
+        tensors: the example inputs.
+        ends: the names of inputs and outputs.
+        wanted: the settings of the export.
 
     Returns:
-        The graph; why axes that are free in the module have the example's size, or "".
+        The model, and the reason why axes that are free in the module have the example's size, or "".
 
     Raises:
-        ConfigError: as `export_onnx`.
+        ConfigError: the module cannot be exported.
     """
     free: Sequence[FreeAxis] = getattr(module, "meta", {}).get("free_axes", ())
     try:
@@ -208,7 +211,7 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def may_be_literals(module: nn.Module) -> dict[str, Tensor]:
-    """Returns, by name, the tensors that the exporter may write in another form.
+    """Returns the tensors that the exporter may write in another form, by name.
 
     These are the tensors of modules that are not ours, and the bounds to which a `QuantizeDequantize` clips. The other
     tensors of our modules keep their name in the file, or have the name of the quantizer after them.
@@ -219,7 +222,7 @@ def may_be_literals(module: nn.Module) -> dict[str, Tensor]:
             found[f"{path}.ends"] = torch.tensor(part.ends)
         if not type(part).__module__.startswith("qatkit."):
             tensors = (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
-            # BatchNorm counts batches, and inference does not read this number.
+            # BatchNorm's count of batches is not used in inference.
             found |= {
                 f"{path}.{name}".lstrip("."): one for name, one in tensors if name != "num_batches_tracked"
             }
@@ -229,10 +232,10 @@ def may_be_literals(module: nn.Module) -> dict[str, Tensor]:
 def _model(
     module: nn.Module, tensors: tuple[Tensor, ...], ends: _Ends, wanted: _Wanted, free: Sequence[FreeAxis]
 ) -> ir.Model:
-    """Returns the graph of a file in which the axes `free` have any size.
+    """Exports a module to a model in which the axes `free` accept any size.
 
     Raises:
-        ConfigError: as `export_onnx`.
+        ConfigError: the module cannot be exported.
     """
     backend = getattr(module, "meta", {}).get("backend")
     model = _torch_export(module.cpu().eval(), tensors, ends, wanted, free)
@@ -263,8 +266,8 @@ def _torch_export(
         # At least two samples, because the exporter treats a batch of one as a constant.
         tensors = resized(tensors, max(2 * multiple, batch_size(tensors, axes)), axes)
     for one in free:
-        # The largest size that was captured: strides may reduce the example's to one row, which the exporter treats as
-        # a constant, like a batch of one.
+        # The largest captured size, since strides may reduce the example's size to 1. The exporter treats a size of 1
+        # as a constant.
         tensors = with_sizes(tensors, dict.fromkeys(one.places, max(2, one.size, *one.others)))
         for i, axis in one.places:
             shapes[i][axis] = one.name
@@ -306,7 +309,7 @@ def _torch_export(
 def _optimize(model: ir.Model, *, merge: bool) -> None:
     """Optimizes like torch's exporter with `optimize=True`, but merges equal constants only if `merge` is set."""
     common.InlinePass()(model)
-    # By the name of the output: the constant folder calls the parts of "split" "split_split_0" and so on.
+    # By the name of the output, since the constant folder names the parts of "split" "split_split_0" and so on.
     sequences = {
         n.outputs[0].name: dict(n.metadata_props) for n in model.graph if n.op_type == "SplitToSequence"
     }
@@ -315,7 +318,7 @@ def _optimize(model: ir.Model, *, merge: bool) -> None:
         apply_default_rules(model)
         _register_constants(model.graph)
     for node in model.graph:
-        if node.op_type == "Split" and not node.metadata_props:  # the folder writes a sequence as this
+        if node.op_type == "Split" and not node.metadata_props:  # made from a SplitToSequence
             node.metadata_props.update(sequences.get(str(node.outputs[0].name).rpartition("_split_")[0], {}))
     common.RemoveUnusedNodesPass()(model)
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
@@ -331,8 +334,8 @@ def _optimize(model: ir.Model, *, merge: bool) -> None:
 def _register_constants(graph: ir.Graph) -> None:
     """Registers constants that belong to no graph.
 
-    Rules that join a Min and a Max to a Clip name the bounds after the input. If two Clips read the same tensor, the
-    bounds of the second one are not registered.
+    Rules that join a Min and a Max to a Clip name the bounds after the input. If two Clips read the same tensor, their
+    bounds have the same names, and those of the second Clip are left without registration.
     """
     known = {id(value) for value in graph.initializers.values()}
     for node in graph:
@@ -347,7 +350,7 @@ def _register_constants(graph: ir.Graph) -> None:
 
 
 def _folds(node: ir.Node) -> bool | None:
-    """Returns False for Casts of bytes and halves (weights and scales), and None, the folder's own rule, otherwise."""
+    """Returns False for Casts of weights and scales in 8 or 16 bits; otherwise None, so that the folder decides."""
     source = node.inputs[0] if node.op_type == "Cast" else None
     return False if source is not None and source.dtype in _NARROW else None
 

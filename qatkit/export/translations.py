@@ -79,7 +79,7 @@ def _rrelu(x, noise=None, lower: float = 0.125, upper: float = 1 / 3, training=F
 
 
 def _spread(value: Any, rank: int) -> list[int]:
-    """Returns a number for each of `rank` axes."""
+    """Returns a list with a number for each of `rank` axes, from such a list or from one number for all axes."""
     found = list(value) if isinstance(value, Sequence) else [value]
     return [int(v) for v in (found * rank if len(found) == 1 else found)]
 
@@ -113,13 +113,13 @@ def _average_pool(rank: int) -> Callable[..., Any]:
 
 
 def _by_axis(x: Any, output_size: Sequence[int], reduce: Callable[..., Any]) -> Any:
-    """Returns an adaptive pool: along each axis, output i reduces the inputs floor(i·n/o) to ceil((i + 1)·n/o)."""
+    """Computes an adaptive pool: output i of an axis reduces the inputs from floor(i·n/o) to ceil((i + 1)·n/o)."""
     rank = len(output_size)
     for i, wanted in enumerate(output_size):
         axis, shape = len(x.shape) - rank + i, x.shape
         if shape[axis] == wanted:
             continue
-        if wanted == 1:  # works for any size
+        if wanted == 1:  # this works for any size
             x = reduce(x, [axis], keepdims=1)
         else:
             size = int(shape[axis])
@@ -142,11 +142,11 @@ def _adaptive_average(x, output_size: Sequence[int]):  # type: ignore[no-untyped
 
 def _adaptive_max(x, output_size: Sequence[int]):  # type: ignore[no-untyped-def]
     result = op.Identity(_by_axis(x, output_size, op.ReduceMax))
-    return result, op.Cast(result, to=_INT64)  # nothing may read these indices: `VALUES_ONLY`
+    return result, op.Cast(result, to=_INT64)  # no node may read these indices (`VALUES_ONLY`)
 
 
 def _kth(x, k: int, dim: int = -1, keepdim: bool = False):  # type: ignore[no-untyped-def]
-    """Returns the k-th smallest value along an axis, and its index."""
+    """Translates torch.kthvalue: the k-th smallest value along an axis, and its index."""
     values, places = op.TopK(x, op.Constant(value_ints=[k]), axis=dim, largest=0, sorted=1)
     ends = [k - 1], [k], [dim]
     found = [op.Slice(part, *ends) for part in (values, places)]
@@ -154,17 +154,17 @@ def _kth(x, k: int, dim: int = -1, keepdim: bool = False):  # type: ignore[no-un
 
 
 def _sort(x, stable: bool | None = None, dim: int = -1, descending: bool = False):  # type: ignore[no-untyped-def]
-    """Returns sorted values and their indices; TopK lists the earlier of equal values first."""
+    """Translates torch.sort: sorted values and their indices; TopK keeps the order of equal values."""
     return op.TopK(x, op.Gather(op.Shape(x), [dim], axis=0), axis=dim, largest=int(descending), sorted=1)
 
 
 def _median(x, dim: int, keepdim: bool = False):  # type: ignore[no-untyped-def]
-    """Returns the median; of two values in the middle the lower one."""
+    """Translates torch.median: the median and its index; the lower one of two values in the middle."""
     return _kth(x, (int(x.shape[dim]) + 1) // 2, dim, keepdim)
 
 
 def _distances(x, y, p: float, compute_mode: int | None = None):  # type: ignore[no-untyped-def]
-    """Returns the distances of every row of x to every row of y."""
+    """Translates torch.cdist: the distance between every row of x and every row of y."""
     apart = op.Sub(op.Unsqueeze(x, [-2]), op.Unsqueeze(y, [-3]))
     if p == 1:
         return op.ReduceL1(apart, [-1], keepdims=0)
@@ -177,7 +177,7 @@ def _distances(x, y, p: float, compute_mode: int | None = None):  # type: ignore
 
 
 def _search(boundaries, x, out_int32=False, right=False, side=None, sorter=None):  # type: ignore[no-untyped-def]
-    """Returns the number of boundaries before each value."""
+    """Translates torch.searchsorted: the number of boundaries before each value."""
     if sorter is not None:
         raise NotImplementedError("searchsorted with a sorter has no form in ONNX")
     rows = boundaries if len(boundaries.shape) == 1 else op.Unsqueeze(boundaries, [-2])
@@ -192,7 +192,7 @@ def _hypot(x, y):  # type: ignore[no-untyped-def]
 
 
 def _atan2(y, x):  # type: ignore[no-untyped-def]
-    """Returns the angle of (x, y); the exporter's own translation gives -π where y is 0 and x negative."""
+    """Returns the angle of (x, y); the exporter's own translation gives -π if y is 0 and x is negative."""
     zero, half = (op.CastLike(op.Constant(value_float=value), y) for value in (0.0, math.pi))
     angle = op.Atan(op.Div(y, x))
     behind = op.Where(op.Less(y, zero), op.Sub(angle, half), op.Add(angle, half))
@@ -210,16 +210,16 @@ def _fmin(x, y):  # type: ignore[no-untyped-def]
 
 
 def _floor_division(a, b):  # type: ignore[no-untyped-def]
-    """Divides sizes and rounds down like Python; ONNX's division rounds towards zero."""
+    """Divides sizes and rounds down as Python does; ONNX's division rounds towards zero."""
     return op.Div(op.Sub(a, op.Mod(a, b)), b)
 
 
-# Operators whose further results, in addition to the values, no ONNX operator can express.
+# Operators of which ONNX can compute only the first result, the values.
 VALUES_ONLY = (torch.ops.aten.adaptive_max_pool2d.default, torch.ops.aten.adaptive_max_pool3d.default)
 
 
 def translations() -> dict[Callable[..., object], Callable[..., object]]:
-    """Returns our translations by the operator of torch."""
+    """Returns our translations, each by its torch operator."""
     aten = torch.ops.aten
     return {
         torch.ops.qatkit.quantize.default: _quantize,

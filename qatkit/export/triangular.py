@@ -3,9 +3,9 @@
     ⎡A  0⎤ -1   ⎡   A⁻¹       0 ⎤
     ⎣C  B⎦    = ⎣-B⁻¹C A⁻¹   B⁻¹⎦
 
-Let X hold the inverses of all diagonal blocks of one size, and C the values between the two blocks of each pair. Then
-X - X C X holds the inverses of the blocks of twice the size. The first X has the reciprocals of the diagonal, so n rows
-need log2 n steps of two products. The number of rows must be known.
+Let X contain the inverses of all diagonal blocks of one size, and let C contain the off-diagonal block of each pair of
+them. Then X - X C X contains the inverses of the diagonal blocks of twice the size. X starts with the reciprocals of
+the diagonal, so n rows need log2 n steps of two matrix products. The number of rows must be known.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def _mask(places: Any) -> Any:
 
 
 def solve_triangular(a, b, upper: bool, left: bool = True, unitriangular: bool = False):  # type: ignore[no-untyped-def]
-    """Solves a·x = b, or x·a = b, for x."""
+    """Returns the solution x of a·x = b, or of x·a = b if `left` is False; a is lower or upper triangular."""
     size = a.shape[-1]
     if not isinstance(size, int):
         raise NotImplementedError(f"a triangular system needs a known number of rows, not {size}")
     row, column = np.indices((size, size))
     diagonal, zero = _mask(row == column), op.CastLike(0.0, a)
-    # Where instead of Mul, because the other half may contain anything, including infinities.
+    # Where instead of Mul, because the other half of the matrix may contain infinities or NaN.
     inverse = op.CastLike(diagonal, a) if unitriangular else op.Where(diagonal, op.Reciprocal(a), zero)
     if upper:
         row, column = column, row

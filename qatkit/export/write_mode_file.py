@@ -1,9 +1,9 @@
-"""Finishes the file of a mode: compares weights with the float file, cleans the graph and writes the file.
+"""Finishes the file of a conversion mode: compares weights with the float file, cleans the graph, writes the file.
 
 If a tool skips an operator, or stops in the middle of a change, the file still loads and runs, but with wrong weights.
-Therefore each weight of the float file is looked up in the new file by name, dequantized by the scales there, and
-compared. It may differ by one step of its scale (in float16: by its rounding). If it differs by more, the mode runs
-again and leaves the operators of this weight in float.
+Therefore each weight of the float file is looked up in the new file by name, dequantized with the new file's scales,
+and compared. It may differ by one step of its scale (in float16: by the rounding error). If it differs by more, the
+mode runs again and leaves the operators that read this weight in float.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from qatkit.export.quiet import quiet
 from qatkit.export.write_model import write_model
 from qatkit.verify.graph_view import constant, operand
 
-_SLACK = 1.001  # steps; a bit more than 1, since the scale is rounded to float32
+_SLACK = 1.001  # largest error in steps; a bit more than 1, since the scale is rounded to float32
 _HALF_STEP, _HALF_LEAST = (
     2.0**-10,
     1.2e-7,
-)  # steps of float16: relative, and absolute below the normal numbers
+)  # the step of float16: relative for normal numbers, absolute below them
 _Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
 class Exact:
-    """A float weight before a mode changes anything.
+    """A weight of the float file.
 
     Attributes:
         values: the values in the float file.
@@ -51,7 +51,7 @@ class Exact:
 
 
 def exact_weights(model: ir.Model) -> dict[str, Exact]:
-    """Returns the weights of a float model by their names, to compare a quantized file with.
+    """Returns the weights of a float model by name, for comparison with a quantized file.
 
     Raises:
         ValueError: a weight is not finite.
@@ -69,10 +69,10 @@ def exact_weights(model: ir.Model) -> dict[str, Exact]:
 def without_wrong_weights(
     make: Callable[[Collection[str]], ir.Model], exact: Mapping[str, Exact]
 ) -> tuple[ir.Model, list[str]]:
-    """Makes a quantized model, and repeats this without the operators whose weights are wrong until all are right.
+    """Makes a quantized model again and again, without operators whose weights were wrong, until all weights are right.
 
     Args:
-        make: returns the model in which the operators of the given names stay float.
+        make: a function that returns a quantized model in which the operators with the given names stay float.
         exact: the weights that the model must contain (`exact_weights`).
 
     Returns:
@@ -106,7 +106,7 @@ def _cleaned(model: ir.Model) -> ir.Model:
 
 
 def write_mode_file(model: ir.Model, target: Path) -> None:
-    """Writes the model that a mode has made, atomically.
+    """Writes a converted model atomically, without metadata of the float file.
 
     Raises:
         ValueError: the checker or ONNX Runtime refuses the file.
@@ -152,7 +152,7 @@ def _off(values: _Array, step: _Array, exact: _Array) -> float:
 
 
 def _held(graph: ir.Graph, made: Mapping[str | None, ir.Value], name: str) -> Iterator[tuple[_Array, _Array]]:
-    """Yields every form in which the file holds a weight: its values, and the error that each may have."""
+    """Yields the values of a weight in every form in which the file contains it, each with the allowed error."""
     stored = graph.initializers.get(name)
     if stored is not None:
         yield _dequantized(stored)
@@ -169,7 +169,7 @@ def _held(graph: ir.Graph, made: Mapping[str | None, ir.Value], name: str) -> It
 
 
 def _of_product(graph: ir.Graph, name: str, integers: ir.Value) -> tuple[_Array, _Array]:
-    """Returns a weight, and its steps, whose scale multiplies the result of a ConvInteger or MatMulInteger."""
+    """Returns a weight of a ConvInteger or MatMulInteger, whose scale multiplies the result, and its steps."""
     scale, zero_point = (
         constant(graph.initializers.get(f"{name}_{part}")) for part in ("scale", "zero_point")
     )
@@ -185,7 +185,7 @@ def _of_product(graph: ir.Graph, name: str, integers: ir.Value) -> tuple[_Array,
 
 
 def _dequantized(value: ir.Value) -> tuple[_Array, _Array]:
-    """Returns a constant, and its steps, by evaluating the operators that dequantize or move values."""
+    """Returns a constant and its steps by evaluating the operators that dequantize it or move its values."""
     held, node = constant(value), value.producer()
     if held is not None:
         exactly = np.abs(held.astype(np.float64)) * 2.0**-20 if held.dtype == np.float32 else np.zeros(())

@@ -13,13 +13,13 @@ from qatkit_verify.session import add_libraries, refusal
 
 
 def write_model(model: ir.Model, path: Path) -> None:
-    """Serializes, loads and checks a temporary file, then renames it, so that the write is atomic.
+    """Writes a model atomically: to a temporary file, which is checked and then renamed.
 
     Raises:
         ValueError: the checker or ONNX Runtime refuses the file.
     """
     proto = ir.to_proto(model)
-    del proto.graph.value_info[:]  # inferred shapes of the opset-18 graph; readers infer their own
+    del proto.graph.value_info[:]  # shapes of the opset-18 graph, which readers infer again
     with whole(path) as temporary:
         temporary.write_bytes(proto.SerializeToString(deterministic=True))
         checked = _without_outputs_that_lack_shapes(proto)
@@ -29,7 +29,7 @@ def write_model(model: ir.Model, path: Path) -> None:
             options.log_severity_level = 3
             options.add_session_config_entry("session.disable_prepacking", "1")  # another copy, for speed
             add_libraries(options)
-            # Before the checker, whose messages say less: for a node in a branch it names only the If.
+            # The checker runs last, since its messages are less exact: for a node in a branch, it names only the If.
             ort.InferenceSession(str(temporary), options, providers=["CPUExecutionProvider"])
             onnx.checker.check_model(str(temporary) if checked is None else checked, full_check=True)
         except Exception as error:
@@ -37,9 +37,10 @@ def write_model(model: ir.Model, path: Path) -> None:
 
 
 def _without_outputs_that_lack_shapes(proto: onnx.ModelProto) -> onnx.ModelProto | None:
-    """Returns a model without the outputs that have no shape, which onnx's checker refuses and ONNX Runtime accepts.
+    """Removes outputs without a shape, which onnx's checker refuses although ONNX Runtime accepts them.
 
-    Returns None if all outputs have shapes.
+    Returns:
+        The changed model; None if all outputs have shapes.
     """
     kept = [one for one in proto.graph.output if not _lacks_shape(one.type)]
     if len(kept) == len(proto.graph.output):

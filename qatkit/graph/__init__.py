@@ -1,1 +1,1 @@
-"""Passes over the one graph: trace, fuse, stub, prepare, convert."""
+"""Passes over a model's graph: trace, fuse, stub, prepare, convert."""

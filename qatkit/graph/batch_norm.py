@@ -1,13 +1,13 @@
 """Re-estimates BatchNorm statistics with the quantized network before they are folded.
 
-The running statistics of training with quantization follow weights that jump between two integers; those of a
-frozen BatchNorm are the float model's. Both are replaced by means over the batches of a pass with the final
-ranges and weights:
+In training with quantization, running statistics follow weights that jump between two integers. A frozen BatchNorm has
+the statistics of the float model. Both are replaced by means over the batches of a pass with the final ranges and
+weights:
 
     μ = Σ n_b·mean_b / Σ n_b        σ² = Σ n_b·var_b / Σ n_b        batches b of n_b values per channel, var_b unbiased
 
-Source: Nagel et al., "Overcoming oscillations in quantization-aware training", 2022, section 4.3; `update_bn` of
-torch.optim.swa_utils is the same with equal batches.
+Source: Nagel et al., "Overcoming oscillations in quantization-aware training", 2022, section 4.3. With equal batches,
+`update_bn` of torch.optim.swa_utils computes the same.
 """
 
 from __future__ import annotations
@@ -49,15 +49,16 @@ def kept_norms(graph_module: nn.Module) -> list[nn.Module]:
 
 
 def reestimate(graph_module: fx.GraphModule, batches: Iterable[tuple[Tensor, ...]], *, quantize: bool) -> int:
-    """Gives every BatchNorm the statistics of `batches`; returns how many have new ones.
+    """Gives every BatchNorm the statistics of `batches`; returns the number of changed BatchNorms.
 
-    Within the pass each normalises by its batch, as in training, and the weights stay as they were quantized. So do the
-    integers: a scale of a weight that is quantized with its BatchNorm's factor, and that was learned or found by an
-    algorithm, follows that. Of one scale for all channels that is the median channel's.
+    During the pass each BatchNorm normalizes by the statistics of the batch, as in training, and the quantized weights
+    stay the same. The integers of the weights stay the same afterwards, too: a learned or fixed scale of a weight that
+    is quantized together with its BatchNorm is multiplied by the change of the BatchNorm's factor (of the median
+    channel, if there is one scale for all channels).
 
     Args:
-        graph_module: prepared and calibrated.
-        batches: the graph's inputs, of two values per channel or more.
+        graph_module: a prepared and calibrated graph.
+        batches: inputs of the graph, each batch with at least two values per channel.
         quantize: whether values are quantized (False for a float control).
     """
     norms: list[Any] = kept_norms(graph_module)
@@ -77,7 +78,7 @@ def reestimate(graph_module: fx.GraphModule, batches: Iterable[tuple[Tensor, ...
                 norm.training, norm.momentum = (
                     True,
                     0.0,
-                )  # weights are quantized with the running variance: it stays
+                )  # the running variance must not change, since weights are quantized with it
             for tensors in batches:
                 graph_module(*tensors)
     finally:
@@ -102,13 +103,14 @@ def moving_variances(graph_module: nn.Module) -> dict[nn.Module, Tensor]:
 
 @torch.no_grad()
 def follow(graph_module: fx.GraphModule, variances: Mapping[nn.Module, Tensor]) -> None:
-    """Multiplies the scales of weights that don't follow their weight by the change of γ/σ.
+    """Multiplies learned and fixed scales of weights by the change of γ/σ.
 
-    With a scale that lags, a running variance feeds on itself: the batches get less from clipped weights, so σ
-    shrinks, γ/σ grows, and more weights are clipped.
+    If a scale did not follow, clipped weights would make the batch variance smaller. σ would shrink, γ/σ would grow,
+    and more and more weights would be clipped.
 
     Args:
-        variances: the previous ones, by BatchNorm; other BatchNorms are left alone.
+        graph_module: a prepared graph.
+        variances: the previous running variances by BatchNorm; other BatchNorms are ignored.
     """
     moved: dict[int, tuple[Tensor, Tensor]] = {}
     for _, operator, fake in quantized_weights(graph_module):
@@ -127,7 +129,10 @@ def follow(graph_module: fx.GraphModule, variances: Mapping[nn.Module, Tensor]) 
 
 @torch.no_grad()
 def _hold(graph_module: fx.GraphModule, standing: Mapping[WeightFakeQuantize, Tensor]) -> None:
-    """Rounds to the integers of before what is rounded by choice: whole steps may be a last bit less now."""
+    """Restores the previous integers of weights whose rounding was chosen.
+
+    After the scales have changed, a weight at a whole step may be slightly below it.
+    """
     for _, operator, fake in quantized_weights(graph_module):
         if fake in standing and fake.fixed_scale is not None:
             weight = inference_weight(operator, fake)

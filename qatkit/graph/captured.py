@@ -1,11 +1,11 @@
-"""A float model that is recorded and proven once, for any number of modules that a run makes from it.
+"""A float model that is recorded and proven once, for any number of modules that are made from it.
 
     model ── trace ──> its graph ── copy ──> fuse, stub, prove, prepare_qat ──> a module
                                  ├─ copy ──> fuse, stub, prepare_qat ─────────> the float control
-                                 └─ copy ──> ...                                what contests and mixtures compare
+                                 └─ copy ──> ...                                candidates of contests and mixtures
 
-The recorded graph holds the model's own parameters and buffers, so it takes no memory in addition to the model, and a
-copy has the weights that the model has when it is made.
+The recorded graph has the model's own parameters and buffers. It needs no memory in addition to the model, and a copy
+has the weights that the model has at the time of the copy.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Captured:
     """Copies of the graph of one float model.
 
     Args:
-        model: the float model; left untouched.
-        example: what it is called with, as `QATModule` takes it.
-        dynamic_axes: as `qatkit.graph.capture.model.capture`.
+        model: the float model; it is not changed.
+        example: an example input of the model (see `QATModule`).
+        dynamic_axes: see `qatkit.graph.capture.model.capture`.
     """
 
     def __init__(self, model: nn.Module, example: Example, dynamic_axes: Wanted = "none") -> None:
@@ -38,11 +38,11 @@ class Captured:
         self._proven = self._follows = False
 
     def graph(self, *, share: bool = False) -> fx.GraphModule:
-        """Returns a copy of the graph as it was traced, with the weights that the model has now.
+        """Returns a copy of the traced graph with the current weights of the model.
 
         Args:
-            share: large weights stay in the model's memory, which nothing may write into then
-                (`qatkit.graph.sharing`).
+            share: whether large weights stay in the model's memory (`qatkit.graph.sharing`), so that nothing may write
+                into them.
 
         Raises:
             ConfigError: the model can't be traced.
@@ -54,10 +54,10 @@ class Captured:
         return _copied(self._graph, large_parameters(self._graph) if share else {})
 
     def prove(self, opened: fx.GraphModule) -> None:
-        """Compares a fused and opened copy with the model, the first time (`qatkit.graph.proof`).
+        """Compares a fused and opened copy with the model, unless this was done before (`qatkit.graph.proof`).
 
         Raises:
-            ConfigError: they differ by more than rounding.
+            ConfigError: the outputs differ by more than rounding.
         """
         if not self._proven:
             prove(in_single_precision(self.model)[0], opened, self._example)
@@ -66,8 +66,8 @@ class Captured:
     def trained(self) -> None:
         """Records that the model was trained.
 
-        Its graph stays, unless it depends on values that the model had, or holds copies of them: then the model is
-        traced and proven again.
+        The graph stays valid unless it depends on the model's previous values or has copies of them. In that case the
+        model is traced and proven again.
         """
         if not self._follows:
             self._graph, self._proven = None, False
@@ -75,7 +75,7 @@ class Captured:
             self._graph.train(self.model.training)
 
     def release(self) -> None:
-        """Frees the float model's weights once no further graph is needed: a checked file needs that memory."""
+        """Frees the float model's weights once no further graph is needed, since checking a file needs the memory."""
         self._graph = None
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             tensor.data = tensor.new_empty(0)
@@ -91,7 +91,7 @@ class Captured:
 
 
 def _has_its_values(model: nn.Module, graph: fx.GraphModule) -> bool:
-    """Returns whether the model has each parameter and buffer of the graph under its name, with the same values."""
+    """Returns whether the model has all parameters and buffers of the graph, with the same names and values."""
     for kind in ("named_parameters", "named_buffers"):
         known = dict(getattr(model, kind)(remove_duplicate=False))
         for name, tensor in getattr(graph, kind)(remove_duplicate=False):
@@ -113,12 +113,14 @@ def _share(model: nn.Module, graph: fx.GraphModule) -> None:
 def _copied(graph: fx.GraphModule, shared: dict[int, Any]) -> fx.GraphModule:
     """Returns a deep copy with its parameters in the same order; tensors in `shared`, by id, are not copied.
 
-    GraphModule's own copy registers parameters in the order of its nodes, and makes all buffers persistent:
-    optimizers and checkpoints would see another module.
+    GraphModule's own copy registers parameters in the order of its nodes, and makes all buffers persistent.
+    Optimizers and checkpoints of the original would not fit it.
     """
     memo: dict[int, Any] = shared | what_copies_share(graph)
     copied: fx.GraphModule = graph.__new__(type(graph))
-    type(copied).__name__ = type(graph).__name__  # each has a class of its own, called as the model
+    type(copied).__name__ = type(
+        graph
+    ).__name__  # each has a class of its own with the name of the model's class
     memo[id(graph)] = copied
     copied.__dict__ = copy.deepcopy(graph.__dict__, memo)
     copied.graph = copied.__dict__.pop("_graph")

@@ -1,13 +1,13 @@
-"""Follows the channels of an operator's output: where each ends up in later values, and who reads it.
+"""Follows the channels of an operator's output: where each is in later values, and which operators read it.
 
-Every channel gets a number, and the numbers are passed through the later operators as if they were values: a reshape
-moves them, a pooling of equal numbers keeps them, a product with another tensor has them along its own axes. Where a
-Conv or Linear reads them, each of its input channels must hold one number. So views, chunks, windows, heads and
-flattens need no cases of their own.
+Every channel gets a number, and the numbers are passed through the later operators as if they were values. A reshape
+moves them, a pooling of equal numbers keeps them, and a product with another tensor has them along its own axes. Where
+a Conv or Linear reads them, each of its input channels must have a single number. Views, chunks, windows, heads and
+flattens therefore need no special cases.
 
 A channel is `free` if everything that reads it commutes with a positive factor and ends in a Conv or Linear, whose
-weight can compensate for the factor. For shifts (`follow_shifts`) the same is asked of an added constant, which the
-operator's bias compensates for.
+weight can compensate for the factor. For shifts (`follow_shifts`) the factor is replaced by an added constant, for
+which the operator's bias compensates.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Reader:
     """A Conv or Linear that reads channels of the source.
 
     Attributes:
-        node: the call.
-        channels: [input channels], int64: the channel of the source that each is, -1 for none.
+        node: the call of the Conv or Linear.
+        channels: the channel of the source in each input channel, -1 for none; int64 [input channels].
     """
 
     node: fx.Node
@@ -50,10 +50,10 @@ class Followed:
     """The result of following the channels of one operator's output.
 
     Attributes:
-        free: [channels], bool: those that can be scaled.
+        free: whether each channel can be scaled, bool [channels].
         readers: the operators that compensate for the factors.
-        added: parameters that are added on the way, each with the channel [shape of the parameter] of its values.
-        why: what keeps the other channels from being free; "" if all are.
+        added: parameters that are added before the readers, each with the channels of its values (in its shape).
+        why: the first reason why a channel is not free; "" if there is none.
     """
 
     free: Tensor
@@ -63,12 +63,11 @@ class Followed:
 
 
 def follow(source: fx.Node, axis: int, reads: Mapping[int, int]) -> Followed:
-    """Follows the channels of `source`'s output along `axis`, counted from the end, through all values
-    computed from it.
+    """Follows the channels of a node's output through all values computed from it.
 
     Args:
-        source: of a graph whose nodes have their example's values (`trace.propagate`, `prepare_qat`).
-        axis: negative index of the channel axis.
+        source: a node of a graph whose nodes have their shapes (`trace.propagate`, `prepare_qat`).
+        axis: the negative index of the channel axis.
         reads: how often each parameter is read (`nodes.parameter_reads`).
     """
     shape = shape_of(source)
@@ -77,10 +76,10 @@ def follow(source: fx.Node, axis: int, reads: Mapping[int, int]) -> Followed:
 
 
 def follow_shifts(source: fx.Node, axis: int, reads: Mapping[int, int]) -> Followed:
-    """Follows constants that are added to the channels, instead of factors.
+    """Follows constants that are added to the channels, instead of factors (see `follow`).
 
-    They pass operators that move values, and sums with weights that add up to 1, as in attention. A Conv that
-    pads, or an operator without a bias, cannot compensate for them.
+    Constants pass through operators that move values, and through sums with weights that add up to 1, as in attention.
+    A Conv that pads, or an operator without a bias, cannot compensate for them.
     """
     shape = shape_of(source)
     assert shape is not None
@@ -90,7 +89,8 @@ def follow_shifts(source: fx.Node, axis: int, reads: Mapping[int, int]) -> Follo
 class _Follower:
     """A walk through the graph along the channels.
 
-    `numbers` holds by node 1 + the channel of every value; 0 marks a value that belongs to no channel.
+    Attributes:
+        numbers: for each node, 1 + the channel of every value; 0 for a value that belongs to no channel.
     """
 
     def __init__(self, source: fx.Node, shape: tuple[int, ...], axis: int, reads: Mapping[int, int]) -> None:
@@ -125,7 +125,7 @@ class _Follower:
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
             result = None  # its effect on channel numbers is unknown
         if result is None:
-            end = node.op == "output"  # channels that reach an output need no further reason
+            end = node.op == "output"  # no reason is needed for channels that reach an output
             self._hold(node, "" if end else f"{site(node)} ({_kind(node)}) does not scale channel by channel")
         else:
             self.numbers[node] = result
@@ -155,7 +155,7 @@ class _Follower:
                 self.found.readers.append(Reader(node, channels.long() - 1))
 
     def _passed(self, node: fx.Node) -> Any:
-        """Returns the numbers after a node that commutes with factors; None for any other."""
+        """Returns the numbers after a node that commutes with factors; None for any other node."""
         kind, record = op_class(node), facts(node)
         numbers = [self.numbers.get(operand) for operand in node.all_input_nodes]
         if is_quantizer(node):
@@ -172,7 +172,7 @@ class _Follower:
         return None
 
     def _run(self, node: fx.Node, change: Callable[[Tensor], Tensor]) -> Any:
-        """Runs the operator on changed numbers; operands that belong to no channel are zeros."""
+        """Runs the operator of a node on numbers changed by `change`; operands without channels are zeros."""
 
         def value(operand: fx.Node) -> Any:
             known = self.numbers.get(operand)
@@ -193,7 +193,7 @@ class _Follower:
         return cast(Any, node.target)(*args, **kwargs)
 
     def _pooled(self, node: fx.Node) -> Tensor | None:
-        """Returns the numbers after a mean or maximum of equal ones; None if they are unequal."""
+        """Returns the numbers after a mean or maximum of equal numbers; None if the numbers differ."""
         share = self._run(node, torch.ones_like)
         lowest = -self._run(node, torch.neg) / share
         mean, square = (self._run(node, f) / share for f in (torch.clone, torch.square))
@@ -201,14 +201,17 @@ class _Follower:
         return cast(Tensor, mean.round()) if same else None
 
     def _mul(self, node: fx.Node) -> Tensor | None:
-        """Returns the numbers after a product with a Python number or with values that belong to no channel."""
+        """Returns the numbers after a product with a Python number or with values without channels; else None."""
         own = [n for n in node.all_input_nodes if n in self.numbers]
         if len(own) != 1 or sum(n is own[0] for n in node.args) != 1:
             return None
         return cast(Tensor, self.numbers[own[0]].expand(shape_of(node)).clone())
 
     def _add(self, node: fx.Node) -> Tensor | None:
-        """Returns the numbers after adding a parameter that nothing else reads; the parameter is scaled as well."""
+        """Returns the numbers after adding a parameter, which is recorded, since it is scaled too.
+
+        Returns None for any other sum, and if something else reads the parameter.
+        """
         own = [n for n in node.all_input_nodes if n in self.numbers]
         others = [n for n in node.args if n not in own]
         parameter = parameter_of(others[0]) if len(own) == len(others) == 1 else None
@@ -222,25 +225,25 @@ class _Follower:
         return cast(Tensor, numbers.clone())
 
     def _matmul(self, node: fx.Node) -> Tensor | None:
-        """Returns the numbers after attention's product with the values, which sums over equal numbers."""
+        """Returns the numbers after a product that sums over equal numbers, as attention's with v; else None."""
         found = [self.numbers.get(cast(fx.Node, operand)) for operand in node.args[:2]]
         known = [
             (numbers, axis) for numbers, axis in zip(found, (-1, -2), strict=True) if numbers is not None
         ]
         if len(known) != 1 or known[0][0].ndim < 2:
             return None
-        numbers, axis = known[0]  # the operand that is summed over
+        numbers, axis = known[0]  # the numbers, and the axis that is summed over
         if not torch.equal(numbers.amax(axis), numbers.amin(axis)):
             return None
         return cast(Tensor, numbers.amax(axis, keepdim=True).expand(shape_of(node)).clone())
 
 
 class _ShiftFollower(_Follower):
-    """The walk for shifts, which fewer operators pass than factors."""
+    """The walk for added constants, which commute with fewer operators than factors do."""
 
     def _read(self, node: fx.Node) -> None:
         module = module_of(node)
-        padded = any(getattr(module, "padding", ()))  # with zeros, which are not shifted
+        padded = any(getattr(module, "padding", ()))  # the padded zeros are not shifted
         alone = module.bias is not None and self.reads[id(module.bias)] == 1
         if padded or not alone or getattr(module, "bn", None) is not None:
             self._hold(node, f"{site(node)} pads, or has no bias of its own")
@@ -282,13 +285,13 @@ _ARITHMETIC: dict[str, Callable[[_Follower, fx.Node], Tensor | None]] = {
 
 
 def _along(numbers: Tensor, axis: int) -> Tensor | None:
-    """Returns the single number at each position of an axis, [size of `axis`]; None if a position has several."""
+    """Returns the only number at each position of an axis, [size of `axis`]; None if a position has several numbers."""
     rows = numbers.movedim(axis, 0).flatten(1)
     return rows[:, 0] if torch.equal(rows.amax(1), rows.amin(1)) else None
 
 
 def _as(numbers: Tensor, shape: tuple[int, ...]) -> Tensor | None:
-    """Returns the numbers for a tensor of `shape` that is broadcast to them; None if one value would have several."""
+    """Returns the numbers of a tensor of `shape` that is broadcast to `numbers`; None if a value would have several."""
     padded = (1,) * (numbers.ndim - len(shape)) + shape
     for axis, size in enumerate(padded):
         if size == 1:

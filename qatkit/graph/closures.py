@@ -3,9 +3,9 @@
     def keep(module, inputs, output):     # model.body.register_forward_hook(keep)
         model.features["body"] = output
 
-`copy.deepcopy` copies no function: the hook of a copy would write into the original, and the copy would read
-its own features, which are outdated. So a function gets new cells and defaults, whose contents are copied along
-with the model.
+`copy.deepcopy` does not copy functions. The hook of a copy would write into the original, while the copy would read its
+own outdated features. A copied function therefore gets new cells and defaults, whose contents are copied along with the
+model.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def held_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _reached(value: Any) -> Iterator[Any]:
-    """Yields `value` and what it holds; for functions, what they refer to."""
+    """Yields `value` and everything in it; for functions, everything that they refer to."""
     waiting, seen = [value], set[int]()
     while waiting:
         one = waiting.pop()
@@ -71,14 +71,14 @@ def _is_empty(cell: types.CellType) -> bool:
 
 
 def rebind(model: nn.Module, copied: nn.Module, memo: dict[int, Any]) -> None:
-    """Makes the functions that a copy holds, as hooks and as attributes, refer to copies of their referents.
+    """Makes the functions of a copy, which are hooks or attributes, refer to copies of their referents.
 
-    A model without hooks is left unchanged: there, only a module's own code calls its functions. Functions that
-    the copy has made itself (torch.compile's) are correct already.
+    A model without hooks is left unchanged, since only the code of its modules calls their functions. Functions that
+    the copy has made itself (by torch.compile) are correct already.
 
     Args:
         model: the original.
-        copied: its copy, by `copy.deepcopy`.
+        copied: its copy, made by `copy.deepcopy`.
         memo: the memo that `copy.deepcopy` was called with.
     """
     if not any(map(_is_hooked, copied.modules())):
@@ -120,10 +120,10 @@ def _has_state(value: Any) -> bool:
 
 
 class _Functions:
-    """Copies functions; a referent that several of them share is copied once.
+    """A copier of functions; a referent that several functions share is copied once.
 
     Args:
-        memo: as `copy.deepcopy` takes it.
+        memo: the memo of `copy.deepcopy`.
     """
 
     def __init__(self, memo: dict[int, Any]) -> None:
@@ -132,7 +132,7 @@ class _Functions:
         self.cells: dict[int, types.CellType] = {}
 
     def of(self, value: Any) -> Any:
-        """Returns the copy of a function with state, or of a value that one refers to."""
+        """Returns the copy of a function with state, or of a value that such a function refers to."""
         if isinstance(value, types.FunctionType):
             if not _has_state(value):
                 return value
@@ -147,11 +147,11 @@ class _Functions:
                 self.memo.setdefault(id(tensor), tensor.detach().clone())
         try:
             return self.within(copy.deepcopy(value, self.memo))
-        except Exception:  # its own copy may raise anything (a lock, a file): shared
+        except Exception:  # copying a lock or a file may raise anything; it is then shared
             return value
 
     def within(self, copied: Any) -> Any:
-        """Copies the functions in a result of `copy.deepcopy`, which leaves them as they were."""
+        """Copies the functions in a result of `copy.deepcopy`, which itself does not copy them."""
         if isinstance(copied, types.FunctionType):
             return self.of(copied)
         if isinstance(copied, functools.partial):

@@ -1,7 +1,7 @@
-"""Sets scales and zero points from an external file on the quantizers of a prepared graph, where they stay fixed.
+"""Fixes the scales and zero points of the quantizers of a prepared graph to those of an external file.
 
-`matched` assigns encodings to quantizers and rejects those that do not fit; `fix` sets them. Quantizers without an
-encoding keep their source: calibration, or the weight.
+`matched` assigns encodings to quantizers and rejects encodings that do not fit; `fix` sets them. Quantizers without an
+encoding get their scales from calibration or from the weight, as usual.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Matched:
     """Encodings assigned to the quantizers of a graph.
 
     Attributes:
-        activations: by site, the tensor's name and its encoding, in the type of the quantizer.
-        weights: by path, likewise.
-        biases: how many encodings of biases follow from those of inputs and weights.
-        unused: names of the other encodings, with the reason.
+        activations: for each site, the name of the tensor and its encoding in the type of the quantizer.
+        weights: for each path of a weight, its name and its encoding in the type of the quantizer.
+        biases: the number of encodings of biases, which follow from those of inputs and weights.
+        unused: the names of the other encodings, each with the reason why it is not used.
     """
 
     activations: dict[str, tuple[str, Encoding]] = field(default_factory=dict)
@@ -78,14 +78,14 @@ def matched(
     """Assigns encodings to quantizers.
 
     Args:
-        graph_module: prepared.
+        graph_module: a prepared graph.
         names: the tensor names of its quantizers.
-        encodings: by tensor name.
-        file: the file that they come from, for messages.
+        encodings: the encodings by tensor name.
+        file: the file that the encodings come from, for messages.
 
     Raises:
-        ConfigError: no name is known, one is close to a name that the model has, or an encoding has another type,
-            symmetry or granularity than its quantizer; the message says what to set.
+        ConfigError: no name is known, an unknown name is similar to a name of the model, or an encoding has another
+            type, symmetry or granularity than its quantizer. The message says which settings would fit.
     """
     given = _by_known_name(names, encodings)
     _check_names(names, given, file)
@@ -99,7 +99,7 @@ def matched(
 
 
 def fix(graph_module: fx.GraphModule, found: Matched) -> None:
-    """Sets the scales and zero points of quantizers and fixes them."""
+    """Sets the scales and zero points of the matched quantizers, and fixes them."""
     quantizers = fake_quantizers(graph_module)
     for place, (_, one) in found.activations.items():
         scale, zero = torch.from_numpy(one.scale), torch.from_numpy(one.zero_point)
@@ -122,8 +122,9 @@ def _by_output(values: Any, one: Encoding) -> Any:
 
 
 def _by_known_name(names: TensorNames, encodings: Mapping[str, Encoding]) -> dict[str, Encoding]:
-    """Renames encodings to names of the model; those of a file that qatkit exported are found by their
-    quantize nodes.
+    """Returns the encodings under the names of the model's tensors.
+
+    In a file that qatkit exported, tensors are recognized by the names of their quantize nodes.
     """
     sites = {node: place for place, node in names.nodes.items()}
     found: dict[str, Encoding] = {}
@@ -150,11 +151,11 @@ def _check_names(names: TensorNames, given: Mapping[str, Encoding], file: object
 
 
 class _Matching:
-    """Encodings and quantizers while they are being matched.
+    """The state while encodings and quantizers are matched.
 
     Attributes:
-        found: what has been matched.
-        wanted: by site or path, the settings of an override with which an encoding would fit.
+        found: the matches so far.
+        wanted: for each site or path, the settings with which an encoding that does not fit would fit.
     """
 
     def __init__(self, names: TensorNames, given: Mapping[str, Encoding]) -> None:
@@ -162,7 +163,7 @@ class _Matching:
         self.wanted: dict[str, dict[str, str]] = {}
 
     def activation(self, place: str, quantizer: FakeQuantize) -> None:
-        """Gives a quantizer the best of the encodings that its names have."""
+        """Matches the quantizer of an activation with the best encoding under one of its names."""
         chosen: Encoding | None = None
         for name in (one for one in self.names.activations.get(place, ()) if one in self.given):
             own = self.given[name]
@@ -182,7 +183,7 @@ class _Matching:
                 self._take(self.found.activations, place, name, quantizer.spec)
 
     def weight(self, path: str, fake: WeightFakeQuantize) -> None:
-        """Gives the quantizer of a weight the encoding of its constant."""
+        """Matches the quantizer of a weight with the encoding of the weight's tensor."""
         name = next((one for one in self.names.weights.get(path, ()) if one in self.given), None)
         if name is None:
             return
@@ -215,11 +216,14 @@ class _Matching:
             self.wanted[place] = settings
 
     def check(self, inputs: Set[str], file: object) -> None:
-        """Raises the ConfigError for encodings that do not fit their quantizers.
+        """Rejects encodings that do not fit their quantizers.
 
         Args:
-            inputs: sites of the model's inputs, which no override changes.
-            file: for messages.
+            inputs: sites of the model's inputs, which no override can change.
+            file: the file that the encodings come from, for the message.
+
+        Raises:
+            ConfigError: an encoding does not fit; the message says which settings would fit.
         """
         if not self.wanted:
             return
@@ -231,9 +235,10 @@ class _Matching:
         raise ConfigError(KEY, file, reason=reason)
 
     def _advice(self, inputs: Set[str]) -> str:
-        """Returns the settings to set.
+        """Returns the settings that would make the encodings fit.
 
-        They are backend keys if all quantizers of a kind need the same or an input does, else one override each.
+        They are backend keys if all quantizers of a kind need the same settings, or if a model input needs them. Else
+        there is one override for each quantizer.
         """
         if any(key.endswith(_SCALES) for one in self.wanted.values() for key in one):
             return f"backend.{_SCALES}=float"
@@ -253,7 +258,7 @@ class _Matching:
         return " ".join(told)
 
     def outcome(self) -> Matched:
-        """Returns the matches, and the reasons why the other encodings are unused."""
+        """Returns the matches, with the reasons why the other encodings are not used."""
         used = {name for name, _ in (*self.found.activations.values(), *self.found.weights.values())}
         unused, same = dict(self.found.unused), set[str]()
         for place in self.found.activations:
@@ -276,10 +281,10 @@ def _starts_at_zero(own: Encoding) -> bool:
 
 
 def _in_type(own: Encoding, spec: QuantSpec) -> tuple[Encoding, dict[str, str]]:
-    """Returns an encoding in the type of a quantizer, and the settings that the quantizer would need if it
-    does not fit.
+    """Returns an encoding in the type of a quantizer, and the settings that the quantizer would need.
 
-    A type with as many bits and the other sign has the same steps, with another zero point.
+    There are no settings if the encoding fits. Between a signed and an unsigned type with the same number of bits, only
+    the zero point differs.
     """
     if spec.form is not None or own.bits != spec.bits:
         return own, {"dtype": own.dtype}

@@ -1,7 +1,7 @@
-"""Sets scales, zero points and ranges given by an override; they stay fixed through calibration and training.
+"""Sets scales, zero points and ranges from overrides; they stay fixed in calibration and training.
 
-A range becomes the scale that calibration would compute from it. Values that do not fit the type, the symmetry or an
-activation after the tensor are rejected.
+A range becomes the scale that calibration would compute from it. Values are rejected if they do not fit the type, its
+symmetry or an activation after the tensor.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from qatkit_verify.errors import ConfigError
 
 
 def fix_activation(quantizer: FakeQuantize, pattern: str, override: OverrideConfig) -> None:
-    """Gives a tensor the scale and zero point of an override, if it has any.
+    """Fixes the quantizer of an activation to the scale and zero point, or the range, of an override if it has any.
 
     Raises:
-        ConfigError: they do not fit the type, its symmetry, or the ReLU that ends the range.
+        ConfigError: they do not fit the type, its symmetry, or the ReLU that bounds the range.
     """
     scale, zero = override.activation_scale, override.activation_zero_point
     ends, key, spec = override.activation_range, f"backend.overrides.{pattern}.activation_", quantizer.spec
@@ -47,7 +47,7 @@ def fix_activation(quantizer: FakeQuantize, pattern: str, override: OverrideConf
 
 
 def fix_weight(quantizer: WeightFakeQuantize, weight: Tensor, pattern: str, override: OverrideConfig) -> None:
-    """Gives a weight the scale and zero point of an override, if it has any.
+    """Fixes the quantizer of a weight to the scales and zero point, or the range, of an override if it has any.
 
     Raises:
         ConfigError: they do not fit its output channels, its type or its symmetry.
@@ -72,11 +72,11 @@ def fix_weight(quantizer: WeightFakeQuantize, weight: Tensor, pattern: str, over
 
 
 def fix_weights(module: nn.Module, pattern: str, override: OverrideConfig) -> None:
-    """Fixes the weight of a Conv, Linear or Embedding (`fix_weight`); recurrent layers, with several weights,
-    allow none.
+    """Fixes the quantizer of the weight of a Conv, Linear or Embedding (`fix_weight`).
 
     Raises:
-        ConfigError: as `fix_weight`, or a scale or range for a recurrent layer.
+        ConfigError: see `fix_weight`; or the override has a scale or range for a recurrent layer, which has several
+            weights.
     """
     asked = (override.weight_scale, override.weight_range)
     if isinstance(module, QATRecurrent) and asked != (None, None):
@@ -98,7 +98,7 @@ def _check_integers(key: str, value: Any, spec: QuantSpec) -> None:
 def _check_bounds(
     key: str, value: Any, bounds: tuple[float | None, float | None], low: float, high: float, slack: float
 ) -> None:
-    """Rejects a range beyond the ends of a ReLU or ReLU6, which the quantization replaces in the file."""
+    """Rejects a range beyond the bounds of a ReLU or ReLU6 that the quantization replaces in the file."""
     least, most = bounds
     if (least is not None and low < least) or (most is not None and high > most + slack):
         wanted = f"from {least:g}" + ("" if most is None else f" to at most {most:g}")
@@ -107,7 +107,11 @@ def _check_bounds(
 
 
 def _scale_of(key: str, scale: Tensor, given: Any, spec: QuantSpec) -> Tensor:
-    """Returns a scale that the file can hold as it is."""
+    """Returns a scale in float32.
+
+    Raises:
+        ConfigError: the file cannot represent the scale exactly.
+    """
     wanted = scale.float()
     if not torch.equal(held(wanted, spec), wanted):
         kind = "a power of two" if spec.powers_of_two else f"a number that {spec.scale_dtype} can represent"
@@ -116,7 +120,11 @@ def _scale_of(key: str, scale: Tensor, given: Any, spec: QuantSpec) -> Tensor:
 
 
 def _zero_point(key: str, given: int | None, spec: QuantSpec) -> int:
-    """Returns the zero point that is given, or that a symmetric type has."""
+    """Returns the given zero point, or the only one of a symmetric type.
+
+    Raises:
+        ConfigError: the zero point does not fit the type, or it is missing.
+    """
     low, high = spec.type_range
     middle = 0 if not spec.has_zero_point else (spec.quant_max + spec.quant_min + 1) // 2
     if spec.symmetric:
@@ -134,7 +142,11 @@ def _zero_point(key: str, given: int | None, spec: QuantSpec) -> int:
 
 
 def _spread(key: str, given: Any, shape: Sequence[int]) -> Tensor:
-    """Returns one number, or one for each output channel, in the shape of the scales."""
+    """Returns one number, or one number per output channel, as a tensor in the shape of the scales.
+
+    Raises:
+        ConfigError: the list has another length, or the weight has only one scale.
+    """
     if not _several(given):
         return torch.full(tuple(shape), given)
     channels = shape[0] if shape else 1

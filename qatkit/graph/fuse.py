@@ -5,11 +5,11 @@
                                  weight is quantized as it will be after folding (`qatkit.quant.qat_layers`)
     bn(x)         →  op(x)       no operator to fuse into (DenseNet): with `depthwise`, a 1x1 convolution of its own
 
-A BatchNorm can't be folded into a weight that is computed or that something else reads too; there, "fold" acts as
-"freeze". Before all that, weights that no module of torch.nn holds get one (`qatkit.graph.weights.lift`).
+A BatchNorm can't be folded into a weight that is computed or that another operator reads too. In these cases, "fold"
+acts as "freeze". Before fusing, weights outside of torch.nn's modules get a module (`qatkit.graph.weights.lift`).
 
-In-place operators become their out-of-place forms: the backward pass of the fake quantization that `prepare_qat`
-inserts there needs the value before them. A view becomes a reshape.
+In-place operators become their out-of-place forms, since the backward pass of the fake quantization that `prepare_qat`
+inserts before them needs the original value. A view becomes a reshape.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ def fuse(
     depthwise: bool = False,
     branches: str = "train",
 ) -> PassResult:
-    """Records the graph of `model` (a copy; a GraphModule is changed in place) and fuses its BatchNorms.
+    """Records the graph of a copy of `model` and fuses its BatchNorms; a recorded graph is changed in place.
 
     Args:
-        model: the float model.
-        example: one input of the real shape.
+        model: the float model, or its graph.
+        example: an example input with the real shapes.
         batch_norm: "fold", "freeze" or "train".
-        depthwise: a BatchNorm2d that can't be fused becomes a depthwise convolution, which has an int8 kernel.
+        depthwise: whether a BatchNorm2d that can't be fused becomes a depthwise convolution, which has an int8 kernel.
         branches: "train" or "merged" (`qatkit.graph.weights.branches`).
 
     Raises:
-        ConfigError: unknown `batch_norm` or `branches`, or a model whose graph can't be recorded.
+        ConfigError: `batch_norm` or `branches` is unknown, or the graph can't be recorded.
     """
     limit_of(ScheduleConfig, "batch_norm").check("schedule.batch_norm", batch_norm)
     limit_of(ScheduleConfig, "branches").check("schedule.branches", branches)
@@ -113,8 +113,8 @@ def _fuse_pair(node: fx.Node, batch_norm: str, reads: Mapping[int, int]) -> None
     module, bn = module_of(before), module_of(node)
     owner = node.graph.owning_module
     assert owner is not None
-    # Other nodes may read its tensors (DBB pads with its BatchNorm's output for zeros): the operator then
-    # keeps it.
+    # The operator keeps a BatchNorm whose tensors other nodes read (DBB pads with its BatchNorm's output for
+    # zeros).
     readers = [
         n for n in node.graph.nodes if n.op == "get_attr" and str(n.target).startswith(f"{node.target}.")
     ]
@@ -130,8 +130,7 @@ def _fuse_pair(node: fx.Node, batch_norm: str, reads: Mapping[int, int]) -> None
     node.replace_all_uses_with(before)
     node.graph.erase_node(node)
     if not any(n.op == "call_module" and n.target == node.target for n in before.graph.nodes):
-        # A second path to a BatchNorm that the operator keeps would set it to training mode again with its
-        # parent.
+        # If a kept BatchNorm stayed at its old path too, its old parent would set it to training mode again.
         owner.delete_submodule(str(node.target))
         _keep_children(owner, str(node.target), bn)
 
@@ -139,7 +138,7 @@ def _fuse_pair(node: fx.Node, batch_norm: str, reads: Mapping[int, int]) -> None
 def _folded(weight: Tensor, bias: Tensor | None, norm: nn.Module) -> tuple[nn.Parameter, nn.Parameter]:
     """Returns the parameters after folding `norm` into `weight` and `bias`.
 
-    A result that depends only on frozen parameters stays frozen.
+    A result that depends only on frozen parameters is frozen.
     """
     with torch.no_grad():
         folded = fold_batch_norm(weight, bias, norm)
@@ -153,12 +152,12 @@ def _folded(weight: Tensor, bias: Tensor | None, norm: nn.Module) -> tuple[nn.Pa
 
 
 def _alive(module: nn.Module, reads: Mapping[int, int]) -> bool:
-    """Returns whether a module's weight can't be folded into: it is computed, or something else reads it too."""
+    """Returns whether no BatchNorm can be folded into a module's weight: it is computed, or has other readers."""
     return isinstance(module, Computed) or any(reads[id(p)] > 1 for p in module.parameters())
 
 
 def _keep_children(owner: fx.GraphModule, path: str, norm: nn.Module) -> bool:
-    """Keeps child modules of `norm` (an activation that it calls) at their paths; returns whether it has any."""
+    """Keeps child modules of `norm`, such as an activation, at their paths; returns whether it has any."""
     children = dict(norm.named_children())
     norm._modules.clear()
     if children:
@@ -202,7 +201,7 @@ def _to_convolution(node: fx.Node, batch_norm: str) -> None:
 def _normalize(graph_module: fx.GraphModule) -> None:
     for node in graph_module.graph.nodes:
         if "input" in node.kwargs and not node.args and op_class(node) != "other":
-            # Pass it positionally, where every pass looks; it is the first argument of torch's operators.
+            # All passes expect the input, which is the first argument of torch's operators, as a positional one.
             node.args = (node.kwargs["input"],)
             node.kwargs = {name: value for name, value in node.kwargs.items() if name != "input"}
         if node.op == "call_module" and getattr(module_of(node), "inplace", False):
@@ -214,7 +213,7 @@ def _normalize(graph_module: fx.GraphModule) -> None:
         elif node.op == "call_method" and node.target in ("add_", "mul_", "sub_", "relu_"):
             node.target = node.target.rstrip("_")
         elif node.op == "call_method" and node.target == "view" and _to_a_shape(node):
-            node.target = "reshape"  # passes may hand it a tensor that is no longer contiguous
+            node.target = "reshape"  # after other passes, its input may no longer be contiguous
 
 
 def _to_a_shape(node: fx.Node) -> bool:

@@ -1,4 +1,4 @@
-"""Finds trained weights that no gradient reaches: every path from them to the outputs passes an opaque module."""
+"""Finds trainable weights that no gradient reaches, since every path to the outputs passes through an opaque module."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from qatkit.graph.nodes import is_opaque, module_of, site
 
 @dataclass(frozen=True)
 class Stopped:
-    """A weight without a gradient.
+    """A node with weights that get no gradient.
 
     Attributes:
-        weights: the name of the node that has it.
-        by: the opaque module between it and the outputs.
+        weights: the site of the node.
+        by: the site of the opaque module between it and the outputs.
     """
 
     weights: str
@@ -24,11 +24,9 @@ class Stopped:
 
 
 def stopped(graph: fx.Graph) -> Stopped | None:
-    """Returns the first node with trained weights whose gradients all end at an opaque module; None if there
-    is none.
-    """
-    reached: set[fx.Node] = set()  # by a gradient
-    barred: dict[fx.Node, fx.Node] = {}  # the opaque module after each of the others
+    """Returns the first node with trainable weights that get no gradient because of an opaque module, or None."""
+    reached: set[fx.Node] = set()  # nodes that a gradient reaches
+    barred: dict[fx.Node, fx.Node] = {}  # the opaque module after each other node
     for node in reversed(graph.nodes):
         if node.op == "output" or any(user in reached and not _opaque(user) for user in node.users):
             reached.add(node)

@@ -1,6 +1,6 @@
-"""Lists the weights of a prepared graph that are kept from saturating on x86 without VNNI, and those that are not.
+"""Lists which weights of a prepared graph are guarded against saturation on x86 without VNNI, and which are not.
 
-The cost of the guard is measured for each (`qatkit.quant.pairs`).
+The cost of the guard is computed for each weight (`qatkit.quant.pairs`).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Guard:
     """The cost of guarding one operator.
 
     Attributes:
-        raised: fraction of its scales that are larger than its weights need.
-        factor: mean factor by which its scales are multiplied.
-        lost_db: SQNR that the weight loses in dB, with rounding to nearest.
+        raised: fraction of its scales that the guard raises.
+        factor: mean factor by which the guard raises its scales.
+        lost_db: loss of the weight's SQNR in dB, with rounding to nearest.
     """
 
     raised: float
@@ -35,7 +35,7 @@ class Guard:
 
 
 def guards(graph_module: fx.GraphModule) -> dict[str, Guard]:
-    """Returns the guarded operators by site, in graph order."""
+    """Returns the cost of the guard for each guarded operator, by site, in graph order."""
     return {
         site(node): _guard(operator, fake)
         for node, operator, fake in quantized_operators(graph_module)
@@ -53,7 +53,7 @@ def unguarded(graph_module: fx.GraphModule) -> list[str]:
 
 
 def adds_in_16_bits(node: fx.Node) -> bool:
-    """Returns whether a kernel may add two products in 16 bits: uint8 activations, unless it is depthwise."""
+    """Returns whether a kernel may add two products in 16 bits: with uint8 activations, unless it is depthwise."""
     source = quantizer_of(node.args[0])
     if source is None or is_depthwise(module_of(node)):
         return False

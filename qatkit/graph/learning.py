@@ -1,7 +1,7 @@
-"""Training of learned quantizers, over a whole graph.
+"""Training of learned quantizers in a whole graph.
 
-Learned quantizers start before there is an optimizer. A weight that several operators quantize in the same way has
-one scale. Oscillating weights are followed step by step.
+Learned quantizers are initialized before the optimizer is made. A weight that several operators quantize in the same
+way has one scale. Oscillating weights are followed step by step.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from qatkit.quant.weight_fake_quantize import WeightFakeQuantize
 
 
 def begin(graph_module: fx.GraphModule) -> None:
-    """Initializes learned quantizers from calibration; one that learns already continues.
+    """Initializes learned quantizers from calibration; a quantizer that already learns continues.
 
-    Scales of the model's inputs stay as calibrated. Their gradient alone would make the first operator compute the
-    gradient of its input, which is a tenth of a CNN's step (docs/decisions/0031-learned-quantizers.md).
+    Scales of the model's inputs stay as calibrated. Only for their gradients, the first operator would have to compute
+    the gradient of its input, which takes a tenth of a CNN's step (docs/decisions/0031-learned-quantizers.md).
     """
     for node in _untouched(graph_module):
         quantizer = module_of(node)
@@ -40,15 +40,16 @@ def begin(graph_module: fx.GraphModule) -> None:
     for _, operator, fake in quantized_weights(graph_module):
         norm = getattr(
             operator, "bn", None
-        )  # multiplies the quantized weight: another BatchNorm means another weight
+        )  # the BatchNorm multiplies the quantized weight, so another BatchNorm means another weight
         first = shared.setdefault((identity_of(operator, weight_name(operator, fake)), norm, fake.spec), fake)
         fake.begin(inference_weight(operator, fake).detach())
         fake.share(first)
 
 
 def begin_anew(graph_module: fx.GraphModule) -> None:
-    """Initializes learned quantizers from the current ranges and weights; called before each step until they
-    quantize.
+    """Initializes learned quantizers from the current ranges and weights.
+
+    It is called before each step until the quantizers are turned on.
     """
     for quantizer in fake_quantizers(graph_module).values():
         quantizer.begin_anew()
@@ -57,7 +58,7 @@ def begin_anew(graph_module: fx.GraphModule) -> None:
 
 
 def idle(graph_module: fx.GraphModule) -> str:
-    """Returns a note that learned quantizers have nothing to learn in this model; "" if one of them has."""
+    """Returns a note if the learned quantizers have nothing to learn in this model; "" otherwise."""
     quantizers = [q for q in graph_module.modules() if isinstance(q, Quantizer)]
     kinds = {type(q) for q in quantizers if isinstance(q, LearnedFakeQuantize)}
     if not kinds or any(True for q in quantizers for _ in q.parameters(recurse=False)):
@@ -68,7 +69,7 @@ def idle(graph_module: fx.GraphModule) -> str:
 
 
 def _untouched(graph_module: fx.GraphModule) -> list[fx.Node]:
-    """Returns the quantizers of activations whose values depend on no parameter."""
+    """Returns the nodes of quantizers of activations that depend on no parameter."""
     touched: set[fx.Node] = set()
     for node in graph_module.graph.nodes:
         own = node.op == "get_attr" or (
@@ -87,24 +88,28 @@ def learners(graph_module: fx.GraphModule) -> list[FakeQuantize]:
 
 
 def resting(graph_module: fx.GraphModule) -> list[nn.Parameter]:
-    """Returns the parameters of quantizers that are not trained in the graph's current phase."""
+    """Returns the quantizers' parameters that are not trained in the graph's current phase."""
     found = [q for q in graph_module.modules() if isinstance(q, Quantizer) and not (q.enabled and q.learns)]
     return [parameter for quantizer in found for parameter in quantizer.parameters(recurse=False)]
 
 
 def follow_oscillation(graph_module: fx.GraphModule) -> None:
-    """Starts to follow the integers of every quantized weight."""
+    """Starts to track changes of the integers of every quantized weight."""
     for _, operator, fake in quantized_weights(graph_module):
         weight = inference_weight(operator, fake).detach()
         fake.oscillation = Oscillation(weight, fake.spec.counted)
 
 
 def update_oscillation(graph_module: fx.GraphModule, threshold: float | None) -> None:
-    """Updates the oscillation counts after an optimizer step, and freezes weights above `threshold` (None: none).
+    """Updates the oscillation counts after an optimizer step, and freezes weights that oscillate too often.
 
-    A weight with a learned scale is not frozen while the operator's BatchNorm still uses batch statistics. Frozen
-    integers times a trained scale no longer follow the running variance, which would then grow or shrink by a constant
+    A weight with a learned scale is not frozen while the operator's BatchNorm uses batch statistics. Frozen integers
+    with a trained scale would no longer follow the running variance, which would then grow or shrink by a constant
     fraction at every step.
+
+    Args:
+        graph_module: a prepared graph.
+        threshold: the frequency of oscillation above which a weight is frozen; None freezes no weight.
     """
     for _, operator, fake in quantized_weights(graph_module):
         if fake.oscillation is not None:
@@ -116,7 +121,7 @@ def update_oscillation(graph_module: fx.GraphModule, threshold: float | None) ->
 
 
 def dampening(graph_module: fx.GraphModule) -> Tensor:
-    """Returns the loss term that pulls every weight towards the middle of its step, summed over the graph; rank 0."""
+    """Returns the loss term [] that pulls every weight towards the middle of its step, summed over the graph."""
     terms = [
         fake.dampening(inference_weight(operator, fake))
         for _, operator, fake in quantized_weights(graph_module)
@@ -125,6 +130,6 @@ def dampening(graph_module: fx.GraphModule) -> Tensor:
 
 
 def oscillating(graph_module: fx.GraphModule) -> list[Oscillating]:
-    """Returns the oscillation counts, operator by operator; empty if nothing was followed."""
+    """Returns the oscillation counts of the operators; empty if none are tracked."""
     found = quantized_weights(graph_module)
     return [fake.oscillation.counted(path) for path, _, fake in found if fake.oscillation is not None]

@@ -23,7 +23,7 @@ class Outputs(nn.Module):
     In training it returns all outputs, in inference only the first ones.
 
     Args:
-        kept: number of outputs in inference.
+        kept: the number of outputs in inference.
     """
 
     def __init__(self, kept: int = 1) -> None:
@@ -47,11 +47,13 @@ def results(graph: fx.Graph) -> tuple[fx.Node, ...]:
 def outputs_in_inference(model: nn.Module, outputs: Any) -> int | None:
     """Returns how many of a model's outputs, counted from the first, are exported; None for all of them.
 
-    A model declares this by an attribute `inference_outputs`; torchvision's models are recognized by their auxiliary
-    heads. A run marks names by `auxiliary_outputs`; they count if the model has them in addition to "out".
+    A model declares this by an attribute `inference_outputs`. torchvision's models are recognized by their auxiliary
+    heads, and segmentation models by an output "aux" in addition to "out". A run marks names of outputs as auxiliary by
+    an attribute `auxiliary_outputs`; they are left out if the model has an output "out" too.
 
     Args:
-        outputs: as the model returns them, or the names of the outputs of its graph.
+        model: the model.
+        outputs: the outputs that the model returned, or the names of the outputs of its graph.
     """
     declared: int | None = getattr(model, "inference_outputs", None)
     if declared is not None:
@@ -66,9 +68,7 @@ def outputs_in_inference(model: nn.Module, outputs: Any) -> int | None:
 
 
 def classifies_in_training(model: nn.Module) -> bool:
-    """Returns whether a classifier has auxiliary heads for training only, like torchvision's GoogLeNet and
-    Inception.
-    """
+    """Returns whether a classifier has auxiliary heads only in training, like torchvision's GoogLeNet and Inception."""
     return bool(getattr(model, "aux_logits", False))
 
 
@@ -80,13 +80,14 @@ def module_of(node: fx.Node) -> nn.Module:
 def is_opaque(module: nn.Module) -> bool:
     """Returns whether the type of a module declares `opaque = True`.
 
-    PyTorch does not compute such a module, for the `reason` that it gives. It stays float, and no gradient passes it.
+    PyTorch does not compute such a module; its attribute `reason` says why. It stays float, and no gradient passes
+    through it.
     """
     return bool(getattr(module, "opaque", False))
 
 
 def parameter_reads(graph: fx.Graph) -> Counter[int]:
-    """Counts how often the graph reads each parameter in one pass, through its module or by name; keyed by `id`."""
+    """Returns how often the graph reads each parameter in one pass, through its module or by name; keyed by `id`."""
     reads = Counter[int]()
     for node in graph.nodes:
         if node.op == "call_module":
@@ -97,7 +98,7 @@ def parameter_reads(graph: fx.Graph) -> Counter[int]:
 
 
 def known_type(module: nn.Module) -> type[nn.Module] | None:
-    """Returns the type in the operator table that `module` has or inherits its forward from; None if there is none."""
+    """Returns the type in the operator table whose forward `module` has; None if there is none."""
     known = operators.module_classes()
     kinds: list[Any] = [kind for kind in type(module).__mro__ if kind in known]
     return next((kind for kind in kinds if type(module).forward is kind.forward), None)
@@ -139,8 +140,9 @@ def fused_activation(node: fx.Node, fuses: Mapping[str, tuple[str, ...]]) -> fx.
 
 
 def _pool_class(node: fx.Node) -> str:
-    """Returns "global_pool" for an adaptive pool to size 1 (ONNX's GlobalAveragePool); other sizes have no
-    int8 kernel.
+    """Returns "global_pool" for an adaptive pool to size 1 (ONNX's GlobalAveragePool), else "other".
+
+    Adaptive pools to other sizes have no int8 kernel.
     """
     if node.op == "call_module":
         size: Any = module_of(node).output_size
@@ -150,16 +152,16 @@ def _pool_class(node: fx.Node) -> str:
 
 
 def _max_pool_class(node: fx.Node) -> str:
-    """Returns "max_pool" unless the pool also returns indices, for which there is no int8 kernel."""
+    """Returns "max_pool", or "other" for a pool that also returns indices, which has no int8 kernel."""
     given = module_of(node) if node.op == "call_module" else None
     places = getattr(given, "return_indices", False) or node.kwargs.get("return_indices", False)
     return "other" if places else "max_pool"
 
 
 def _pad_class(node: fx.Node) -> str:
-    """Returns "pad" for a padding with zeros or with existing values.
+    """Returns "pad" for a padding with zeros or with existing values, else "other".
 
-    Any other padding introduces a value of its own or has no ONNX Pad.
+    Any other padding adds new values, or ONNX's Pad does not support it.
     """
     given = dict(zip(("input", "pad", "mode", "value"), node.args, strict=False)) | node.kwargs
     mode, value = given.get("mode", "constant"), given.get("value")
@@ -169,7 +171,7 @@ def _pad_class(node: fx.Node) -> str:
 
 
 def _resize_class(node: fx.Node) -> str:
-    """Returns "resize" for nearest-neighbour resizing, which keeps the bytes; interpolation computes in float."""
+    """Returns "resize" for nearest-neighbour resizing, which moves bytes, and "other" for interpolation."""
     if node.op == "call_module":
         mode = getattr(module_of(node), "mode", "nearest")
     else:
@@ -201,12 +203,12 @@ def site(node: fx.Node) -> str:
 
 
 def owner(node: fx.Node) -> str:
-    """Returns the path of the module, exported as one operator, that a node was recorded in; "" for any other node."""
+    """Returns the path of the one-operator module in which a node was recorded; "" if there is none."""
     return str(node.meta.get(OWNER, ""))
 
 
 def is_depthwise(module: nn.Module) -> bool:
-    """Returns whether each output channel of a convolution reads exactly one input channel of its own."""
+    """Returns whether a module is a convolution in which each output channel reads its own single input channel."""
     channels = getattr(module, "in_channels", 0)
     return 1 < channels == getattr(module, "out_channels", 0) == getattr(module, "groups", 0)
 

@@ -1,8 +1,8 @@
 """Replaces BatchNorms of other types by torch's own, the only ones that fusing, schedules and the exporter know.
 
-SyncBatchNorm, subclasses of _BatchNorm    from distributed training and users: the same forward, of any rank
-custom modules                             statistics and an affine by BatchNorm's names (frozen ones of detectors):
-                                           replaced if they compute what BatchNorm computes, on drawn values
+SyncBatchNorm, subclasses of _BatchNorm    replaced if they have BatchNorm's forward, which accepts any rank
+custom modules                             with BatchNorm's names of statistics and parameters (such as the frozen ones
+                                           of detectors): replaced if they compute the same on random values
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from qatkit.quant.qat_layers import with_the_same_parameters
 
 _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _STATISTICS, _AFFINE = ("running_mean", "running_var"), ("weight", "bias")
-_EPS = (1e-5, 0.0, 1e-3, 1e-6)  # of modules that do not say; the first two are detectors'
+_EPS = (1e-5, 0.0, 1e-3, 1e-6)  # tried for modules without an attribute `eps`; detectors have the first two
 
 
 class BatchNorm(nn.BatchNorm2d):
@@ -30,8 +30,9 @@ class BatchNorm(nn.BatchNorm2d):
 
 
 def as_batch_norm(module: nn.Module) -> nn.Module | None:
-    """Returns a module of another type as the BatchNorm that it computes; None for torch's own and for any
-    other module.
+    """Returns the BatchNorm that a module of another type computes.
+
+    Returns None for torch's own BatchNorms and for modules that compute something else.
     """
     if isinstance(module, _BatchNorm):
         same = type(module).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
@@ -72,10 +73,10 @@ def _with_values_of(module: nn.Module, tensors: dict[str, Tensor], eps: float) -
 
 
 def _moves(module: nn.Module, norm: BatchNorm) -> bool | None:
-    """Returns whether a module uses batch statistics in training, as `norm` does, or keeps its own.
+    """Returns whether a module uses batch statistics in training, as `norm` does, or always its own statistics.
 
-    Returns None if it computes something else. Both are tried with drawn values, since their own may be those of an
-    identity.
+    Returns None if it computes something else. Both run with random parameters and statistics, since their own may
+    make them identities.
     """
     pair: list[Any] = [copy.deepcopy(module), copy.deepcopy(norm)]
     generator = torch.Generator().manual_seed(0)

@@ -1,7 +1,7 @@
 """Modules of torch.nn rewritten as the products that they compute, so that each product gets its int8 kernel.
 
-    Bilinear(a, b)              →  a Linear of a onto all outputs and all of b's features, times b
-    LSTMCell, GRUCell, RNNCell  →  a Linear of the input and one of the state; the gates stay float
+    Bilinear(a, b)              →  a Linear from a to all outputs and all features of b, times b
+    LSTMCell, GRUCell, RNNCell  →  a Linear of the input and a Linear of the state; the gates stay float
 
 They replace the originals before the capture, with the same parameters.
 """
@@ -14,14 +14,14 @@ from torch.nn import functional as F
 
 
 class OpenBilinear(nn.Bilinear):
-    """Σ a_i · W[o, i, j] · b_j: first over i, a product with a weight, then over j."""
+    """Bilinear: Σ a_i · W[o, i, j] · b_j, first summed over i (a product with a weight), then over j."""
 
     def forward(self, input1: Tensor, input2: Tensor) -> Tensor:
         return bilinear(input1, input2, self.weight, self.bias)
 
 
 def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Computes `F.bilinear`, with `weight` [O, I, J]."""
+    """Computes `F.bilinear` of input1 [..., I] and input2 [..., J] with `weight` [O, I, J]; returns [..., O]."""
     rows = F.linear(input1, weight.transpose(1, 2).flatten(0, 1))
     by_output = rows.unflatten(-1, (weight.shape[0], weight.shape[2]))
     total = torch.matmul(by_output, input2.unsqueeze(-1)).squeeze(-1)

@@ -1,15 +1,15 @@
 """The table of operators: what each class is in PyTorch, how ranges pass through it and what it becomes in ONNX.
 
-Every other file asks this table: placement (`values`, `fixed`, `activation`), alignment (`align`), conversion
+Other modules read this table: placement (`values`, `fixed`, `activation`), alignment (`align`), conversion
 (`integer`, `many_nodes`), equalization (`homogeneous`, `pools`), ONNX Runtime's tools and the audit (`onnx`,
 `kernels`, `fused`). A backend declares a rule per class (`qatkit.quant.backends`).
 
-PyTorch's types and functions are listed by their dotted names and looked up when a graph is first read. So this file
-imports nothing, a deployment machine can read its ONNX half without PyTorch, and a private name that torchvision has
-renamed affects only the models that used it.
+PyTorch's types and functions are listed by their dotted names and looked up when a graph is first read. This file
+therefore imports nothing, a deployment machine can read the ONNX fields without PyTorch, and if torchvision renames a
+private function, only models that use it are affected.
 
-To add an operator, add a record here and a rule in the backends that want it in 8 bits. An operator of your own, or
-another type for a class of this table, needs no change of this file:
+To add an operator, add a record here and a rule in the backends that should run it in 8 bits. An operator of your own,
+or another type for a class of this table, needs no change to this file:
 
     register("max_pool", modules=(BlurPool,))
     register("leaky_relu6", functions=("my_package.clip",), values="new", align="table", onnx=("Clip",))
@@ -33,27 +33,27 @@ class Operator:
     """The record of one operator class.
 
     Attributes:
-        name: of the class, as overrides (`op/NAME`) and backends call it.
+        name: the name of the class in overrides (`op/NAME`) and backends.
         modules, functions, methods: its PyTorch forms: module types, functions, names of Tensor's methods.
             Types and functions are given by dotted name or as objects.
-        weighted: it has a weight, which makes it run in 8 bits.
-        values: of its output: "new"; "kept", a selection of the input's values; "moved", all of them at other places.
-            With the latter two, one range serves input and output.
-        fixed: the range of its output, known without observing.
-        scalar: an elementwise function without parameters of its own.
-        activation: it clamps to these bounds, and a quantized range that ends there replaces it.
-        binary: arithmetic of two operands, one of which may be a Python number.
-        align: how its scales are kept from near-ties (`qatkit.graph.scales.align`), one of `ALIGNMENTS`.
-        integer: the module that computes it as the 8-bit kernel does, where that is not dequantize → operator →
-            quantize (`qatkit.graph.convert.integer_modules`).
-        many_nodes: in ONNX it is several nodes, which ONNX Runtime fuses into one if nothing comes between them.
-        homogeneous: f(s·x) = s·f(x) for s > 0, channel by channel.
-        pools: it pools over positions, which become channels for a Linear after it.
-        turns: those of `functions` and `methods` that exchange axes.
-        onnx: the ONNX operators that it becomes, and that ONNX Runtime's static quantizer may be asked for.
-        also: further ONNX operators of the class, with an 8-bit kernel.
+        weighted: whether it has a weight, which makes it run in 8 bits.
+        values: how the values of its output are made: "new" (computed), "kept" (a selection of the input's values) or
+            "moved" (all of them at other places). With "kept" and "moved", input and output have one range.
+        fixed: the range of its output if it is known without observing.
+        scalar: whether it is an elementwise function without parameters of its own.
+        activation: the bounds that it clamps to; a quantized range with these ends replaces the operator.
+        binary: whether it is arithmetic with two operands, one of which may be a Python number.
+        align: the method that keeps its results away from ties (`qatkit.graph.scales.align`), one of `ALIGNMENTS`.
+        integer: the module that computes it like the 8-bit kernel, if that is not dequantize → operator → quantize
+            (`qatkit.graph.convert.integer_modules`).
+        many_nodes: whether it is several nodes in ONNX, which ONNX Runtime fuses if no other node is between them.
+        homogeneous: whether f(s·x) = s·f(x) for s > 0, channel by channel.
+        pools: whether it pools over positions, which may be the channels of a Linear after it.
+        turns: the names in `functions` and `methods` that exchange axes.
+        onnx: the ONNX operators that it becomes, which can also be selected in ONNX Runtime's static quantizer.
+        also: further ONNX operators of the class that have an 8-bit kernel.
         kernels: ONNX Runtime's operators that prove that it ran in 8 bits.
-        fused: ONNX Runtime's float forms of it, with later operators merged in.
+        fused: ONNX Runtime's float operators that contain it, with later operators merged in.
     """
 
     name: str
@@ -91,7 +91,7 @@ class Operator:
 
     @property
     def island(self) -> bool:
-        """True if it always computes in float: between two quantize/dequantize pairs if its neighbours are int8."""
+        """True if it always computes in float, with quantize/dequantize pairs around it between int8 neighbours."""
         own = (self.weighted, self.keeps_range, self.activation, self.kernels, self.also, self.integer)
         return not any(own)
 
@@ -162,7 +162,7 @@ _RECORDS = (
     ),
     Operator("leaky_relu", modules=_nn("LeakyReLU"), functions=_f("leaky_relu"), homogeneous=True,
              also=("LeakyRelu",), kernels=("QLinearLeakyRelu",)),
-    # Its slopes stay float.
+    # The slopes of a PReLU stay float.
     Operator("prelu", modules=_nn("PReLU"), functions=(*_f("prelu"), "torch.prelu"), methods=("prelu",)),
     Operator("where", functions=("torch.where",), methods=("where",), also=("Where",), kernels=("QLinearWhere",)),
     Operator(
@@ -234,7 +234,7 @@ _Result = TypeVar("_Result")
 
 
 def lookup(function: Callable[[], _Result]) -> Callable[[], _Result]:
-    """Caches a value that is derived from the whole table, until `register` changes the table."""
+    """Returns a cached version of a function of the whole table; `register` clears the cache."""
     cached = functools.cache(function)
     _LOOKUPS.append(cached)
     return cached
@@ -246,7 +246,7 @@ def operator(name: str) -> Operator:
 
 
 def operators() -> tuple[Operator, ...]:
-    """Returns all records."""
+    """Returns the records of all classes."""
     return tuple(_TABLE.values())
 
 
@@ -254,15 +254,15 @@ def register(name: str, **facts: Any) -> Operator:
     """Adds an operator class, or further types, functions, methods and ONNX operators to an existing one.
 
     Args:
-        name: of the class.
-        facts: fields of `Operator`. Tuples are added to those of an existing class; its other facts can't be
+        name: the name of the class.
+        facts: fields of `Operator`. Tuples are appended to those of an existing class. Its other fields can't be
             changed, since several modules rely on them.
 
     Returns:
-        The record as it is now.
+        The new record of the class.
 
     Raises:
-        ValueError: an unknown field, a value that it does not accept, or a fact that contradicts an existing class.
+        ValueError: a field is unknown, a value is not allowed, or a field contradicts the existing class.
     """
     _check_facts(name, facts)
     present = _TABLE.get(name)
@@ -326,7 +326,7 @@ def _by_member(kind: str) -> dict[Any, str]:
 
 
 def look_up(member: Any) -> Any:
-    """Returns a type or function by its dotted name; None for a name that its package no longer has."""
+    """Returns the type or function with a dotted name; None if its package no longer has this name."""
     if not isinstance(member, str):
         return member
     module, _, name = member.rpartition(".")
@@ -337,7 +337,7 @@ def look_up(member: Any) -> Any:
 
 
 def onnx_operators(records: Iterable[Operator], *, kernels: bool = False) -> frozenset[str]:
-    """Returns the ONNX operators of some classes; with `kernels` also ONNX Runtime's replacements for them."""
+    """Returns the ONNX operators of the given classes; with `kernels`, ONNX Runtime's replacements for them too."""
     return frozenset(
         op
         for record in records

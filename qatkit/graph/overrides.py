@@ -1,8 +1,8 @@
 """Overrides of single operators and tensors: a selector (`qatkit.graph.selectors`) and the settings that it changes.
 
-An override without effect is rejected, and the message names the operator to select instead: a ReLU that a Conv
-absorbs, or a pooling, has no range of its own. An override of a tensor applies to the point that quantizes it,
-wherever that is.
+An override without effect is rejected, and the message names the operator to select instead. For example, a pooling, or
+a ReLU that the quantization of a Conv absorbs, has no range of its own. An override of a tensor applies to the point
+that quantizes the tensor, wherever this point is.
 
 Selectors use a slash and no colon: Hydra's command line accepts `op/linear` as a key without quotes, and no module
 path contains a slash.
@@ -27,7 +27,9 @@ from qatkit.quant.spec import WHOLE, QuantSpec
 from qatkit_verify.errors import ConfigError
 
 OVERRIDDEN = "overridden"  # key in the meta of a prepared graph: the sites that an override applies to
-MATCHED = "matched"  # key next to it: what each selector chose, in the form of `record_of`
+MATCHED = (
+    "matched"  # key in the meta of a prepared graph: what each selector chose, as records of `record_of`
+)
 
 Chosen = tuple[str, OverrideConfig]
 
@@ -35,15 +37,15 @@ Chosen = tuple[str, OverrideConfig]
 class Overrides:
     """The overrides of one run, resolved to nodes.
 
-    Later selectors win over earlier ones, those of tensors over those of operators.
+    Later selectors have precedence over earlier ones, and selectors of tensors over selectors of operators.
 
     Attributes:
-        by_node: operators, with the last selector that chose them.
-        by_tensor: nodes whose outputs a selector of tensors chose.
-        records: what each selector chose.
+        by_node: the selected operators, each with the last selector that chose it and its override.
+        by_tensor: the nodes whose outputs a selector of tensors chose, likewise.
+        records: the record of what each selector chose.
 
     Raises:
-        ConfigError: a selector that chooses nothing, with the nearest names that exist.
+        ConfigError: a selector chooses nothing; the message has similar names.
     """
 
     def __init__(self, graph: fx.Graph, patterns: Mapping[str, OverrideConfig]) -> None:
@@ -53,7 +55,7 @@ class Overrides:
         self.by_point: dict[fx.Node, Chosen] = {}
         self.records: list[dict[str, Any]] = []
         for pattern, override in patterns.items():
-            if override.int8:  # `stub` has handled these
+            if override.int8:  # `stub` has applied this override
                 opened = getattr(graph.owning_module, "meta", {}).get(IN_INT8, {})
                 self.records.append(record_of(pattern, {"int8": True}, opened.get(pattern, ())))
             elif is_of_tensors(graph, pattern):
@@ -89,10 +91,11 @@ class Overrides:
         return {site(node) for chosen in (self.by_node, self.by_tensor, self.by_weight) for node in chosen}
 
     def check_effect(self, placement: Placement) -> None:
-        """Rejects a pattern with a setting that changes nothing on any operator it matches; finds the tensors' points.
+        """Rejects overrides without effect, and finds the points of overridden tensors.
 
         Raises:
-            ConfigError: says why, and which operator to name instead if there is one.
+            ConfigError: a setting changes nothing at any operator that its selector chooses; the message has the reason
+                and, if there is one, the operator to select instead.
         """
         points = {p.node: p for p in placement.points}
         for pattern in dict.fromkeys(pattern for pattern, _ in self.by_node.values()):
@@ -120,15 +123,18 @@ class Overrides:
 
     @property
     def forced_float(self) -> dict[fx.Node, str]:
-        """The operators that overrides keep float, with the selector."""
+        """The operators that overrides keep float, each with its selector."""
         return {n: shown(pattern) for n, (pattern, override) in self.by_node.items() if override.float}
 
     def said(self, node: fx.Node, backend: Backend) -> bool:
-        """Returns whether a report lists an operator as float; one that no rule would quantize anyway is left out."""
+        """Returns whether the report lists an operator as float because of an override.
+
+        An operator that no rule would quantize anyway is not listed.
+        """
         return not self.by_node[node][0].startswith(ONLY) or facts(node).name in backend.rules
 
     def weight(self, node: fx.Node, backend: Backend) -> QuantSpec:
-        """Returns the weight spec of an operator."""
+        """Returns the spec of an operator's weight, with its overrides."""
         pattern, override = self.of_weight(node)
         spec = backend.weight
         if override.weight_granularity is not None:
@@ -150,18 +156,20 @@ class Overrides:
         if override.weight_symmetric is not None:
             spec = replace(spec, symmetric=override.weight_symmetric)
         if override.reduce_range is not None:
-            eight_bits = backend.reduced(False)  # an override takes precedence over the backend's own bits
+            eight_bits = backend.reduced(
+                False
+            )  # an override has precedence over the backend's number of bits
             spec = replace(eight_bits.reduced(override.reduce_range).weight, granularity=spec.granularity)
         if override.scale_type is not None:
             spec = replace(spec, scale_type=override.scale_type)
         if override.bias_dtype is not None:
             spec = replace(spec, bias_dtype=override.bias_dtype)
         dtype = override.weight_dtype or spec.dtype
-        # Types with fewer bits never saturate: `backend.reduce_range` does not apply to them.
+        # `backend.reduce_range` does not apply to types with fewer bits, whose sums never saturate.
         return replace(spec, dtype=dtype, reduce_range=spec.reduce_range and dtype in WHOLE)
 
     def activation(self, node: fx.Node, backend: Backend) -> QuantSpec:
-        """Returns the spec of an operator's output."""
+        """Returns the spec of an operator's output, with its overrides."""
         override = self.of_activation(node)[1]
         spec = backend.activation
         if override.activation_symmetric is not None:
@@ -194,7 +202,11 @@ def _has_table(node: fx.Node) -> bool:
 
 
 def _check_axis(pattern: str, node: fx.Node, axis: int) -> None:
-    """Rejects an axis that the weight does not have, and one that is not that of the output channels."""
+    """Rejects an axis that the weight does not have or that is not the axis of its output channels.
+
+    Raises:
+        ConfigError: the axis is not that of the output channels.
+    """
     of_file, rank = file_node(node), getattr(module_of(node).weight, "ndim", 2)
     outputs = int("Transpose" in type(module_of(node)).__name__) if of_file is None else of_file.axis
     key, there = f"backend.overrides.{pattern}.weight_axis", f"the weight of {site(node)} has {rank} axes"
@@ -216,7 +228,7 @@ def _without_effect(pattern: str, what: str, reason: str) -> ConfigError:
 
 
 def _whose_range(node: fx.Node, placement: Placement) -> str:
-    """Returns why an operator has no range of its own."""
+    """Returns why an operator has no range of its own, and the operator to select instead if there is one."""
     givers = {p.absorbed or p.node: p.node for p in placement.points}
     giver = node
     while giver not in givers:

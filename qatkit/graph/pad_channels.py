@@ -1,18 +1,18 @@
-"""Pads channels with zeros up to the multiples that a backend's int8 kernels want (`Backend.channel_multiples`).
+"""Pads channels with zeros to the multiples that a backend's int8 kernels need (`Backend.channel_multiples`).
 
     Conv 16→72 → depthwise 72 → Conv 72→24     Conv 16→80 → depthwise 80 → Conv 80→24
     image, 3 channels → Conv 3→64              image → Pad of its bytes → Conv 4→64
 
 ONNX Runtime has a fast depthwise kernel only for multiples of 16 channels, and a fast convolution only for multiples
 of 4 (docs/onnxruntime-qdq.md, 3b; for the gain of each see decision 29). No result changes. The added filters and
-biases are 0, so the new channels hold zeros (or what activations map zero to), and the weights that read them are 0
-too. The integer sums stay the same, and so do the scales that they are multiplied by.
+biases are 0, so the new channels contain zeros (or the values to which activations map zero), and the weights that read
+them are 0 too. The integer sums stay the same, and so do the scales that they are multiplied by.
 
 Tensors that share their channels are widened together or not at all. Such a group runs from the convolutions that
 compute the tensors, through depthwise convolutions, activations, pools, gates and sums, to the convolutions that read
-them. The whole group stays as it is if another operator reads one of the tensors, if one is an output, or if one
-belongs to an operator that stays float. `qatkit.graph.channels`, which asks which channels can be divided by a factor,
-stops at gates and sums; zeros pass through these.
+them. The whole group stays unchanged if another operator reads one of the tensors, if one is an output, or if one
+belongs to an operator that stays float. Zeros pass through gates and sums, while the factors in
+`qatkit.graph.channels` do not.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from qatkit.graph.nodes import is_depthwise, module_of, op_class, site
 from qatkit.graph.pads import belongs_to
 from qatkit.graph.trace import tidy
 
-# The largest number of added channels, as a fraction of the existing ones: they cost time in the neighbours.
+# The largest number of added channels, as a fraction of the existing ones: they cost time in neighbouring operators.
 _MOST = 1 / 3
-# For an image: the limit of products added to each sum. 49 (7x7, 3 channels) still pay; 98 and more cost
-# time.
+# For an image: the largest number of products added to each sum. 49 products (7x7, 3 channels) still save time, 98 and
+# more cost time.
 _MOST_PRODUCTS = 50
-# With fewer outputs than this there is no fast kernel, whatever the number of inputs.
+# With fewer outputs there is no fast kernel, whatever the number of inputs is.
 _LEAST_OUTPUTS = 16
 _INTEGER = (QuantizeDequantize, QuantizedHardSigmoid, QuantizedPair)
 _CHANNELWISE = frozenset(
@@ -56,9 +56,11 @@ class _Widening:
     """A group of tensors that share their channels, and the convolutions affected by widening them.
 
     Attributes:
-        extra: number of channels to add.
-        tensors: the tensors that get them.
-        makers, between, readers: convolutions that compute the tensors, depthwise ones, and those that read them.
+        extra: the number of channels to add.
+        tensors: the tensors that get the channels.
+        makers: the convolutions that compute the tensors.
+        between: the depthwise convolutions between the tensors.
+        readers: the convolutions that read the tensors.
         source: for an image, the quantized tensor that is padded for the reader.
     """
 
@@ -74,7 +76,9 @@ def pad_channels(converted: fx.GraphModule, multiples: Mapping[str, int]) -> int
     """Widens a converted graph in place.
 
     Args:
-        multiples: of channels that the kernels want, for "conv" and "depthwise"; if empty, nothing is done.
+        converted: the converted graph.
+        multiples: the multiples of channels that the kernels need, for "conv" and "depthwise"; if empty, nothing is
+            done.
 
     Returns:
         The number of groups of tensors that were widened.
@@ -96,14 +100,14 @@ def pad_channels(converted: fx.GraphModule, multiples: Mapping[str, int]) -> int
 
 
 def _inside(graph: fx.Graph, multiples: Mapping[str, int]) -> list[_Widening]:
-    """Finds the groups of inner tensors whose number of channels is not a multiple of the wanted one."""
+    """Finds the groups of inner tensors whose number of channels is not a multiple that the kernels need."""
     found, seen = [], set[fx.Node]()
     for node in graph.nodes:
         if not _is_convolution(node) or node in seen:
             continue
         widening, can = _shared(node)
         seen |= widening.tensors
-        # Tensors with one spatial position, as in the gates of squeeze and excitation, gain nothing.
+        # Tensors with one spatial position, as in squeeze-and-excitation gates, would gain nothing.
         if can and any(max(_shape(tensor)[2:]) > 1 for tensor in widening.tensors):
             channels = _shape(node)[1]
             widening.extra = -channels % multiples["depthwise" if widening.between else "conv"]
@@ -120,9 +124,7 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
 
 
 def _shared(start: fx.Node) -> tuple[_Widening, bool]:
-    """Collects the tensors that share their channels with `start`'s output; also returns whether all can be
-    widened.
-    """
+    """Returns the group of tensors that share their channels with `start`'s output, and whether it can be widened."""
     channels = _shape(start)[1]
     found, waiting, can = _Widening(), [start], True
     while waiting:
@@ -177,7 +179,7 @@ def _is_channelwise(node: fx.Node) -> bool:
 
 
 def _images(graph: fx.Graph, multiple: int) -> list[_Widening]:
-    """Finds the convolutions that read a quantized input of the graph and pay for padding its channels."""
+    """Finds the convolutions that read a quantized input of the graph and become faster if its channels are padded."""
     found = []
     for node in filter(_is_dense, graph.nodes):
         conv, source = cast(nn.Conv2d, _settings(node)), _unpadded(node)
@@ -192,7 +194,7 @@ def _images(graph: fx.Graph, multiple: int) -> list[_Widening]:
 
 
 def _unpadded(node: fx.Node) -> fx.Node:
-    """Returns the input of a convolution before its own zero padding (pads that only it reads)."""
+    """Returns the first input of a node, before zero paddings that only this node reads."""
     source = cast(fx.Node, node.args[0])
     while belongs_to(source, node) and len(source.users) == 1:
         node, source = source, cast(fx.Node, source.args[0])
@@ -200,7 +202,7 @@ def _unpadded(node: fx.Node) -> fx.Node:
 
 
 def _alike(graph: fx.Graph, found: list[_Widening]) -> list[_Widening]:
-    """Keeps the changes that treat operators with equal weights alike: the file stores such a weight once."""
+    """Returns the changes that are the same for all operators with equal weights, which the file stores once."""
     tied = defaultdict[Any, list[fx.Node]](list)
     for node in filter(_is_convolution, graph.nodes):
         weight = cast(Quantized, module_of(node)).weight
@@ -216,7 +218,7 @@ def _alike(graph: fx.Graph, found: list[_Widening]) -> list[_Widening]:
 
 
 def _changes(found: Iterable[_Widening]) -> dict[fx.Node, tuple[int, int]]:
-    """Returns the numbers of inputs and outputs that are added to each convolution."""
+    """Returns the numbers of input and output channels that are added to each convolution."""
     changes: dict[fx.Node, tuple[int, int]] = {}
     for one in found:
         for node in one.makers | one.between | one.readers:
@@ -230,10 +232,10 @@ def _changes(found: Iterable[_Widening]) -> dict[fx.Node, tuple[int, int]]:
 
 
 def _pad_bytes(one: _Widening) -> None:
-    """Pads the channels of an image with zeros and quantizes again: a Pad of bytes in the file (`export/pads.py`)."""
+    """Pads the channels of an image with zeros and quantizes it again: in the file, a Pad of bytes (`export.pads`)."""
     source, (reader,) = cast(fx.Node, one.source), one.readers
     while (before := cast(fx.Node, reader.args[0])) is not source:
-        reader = before  # spatial zero padding, which stays part of the convolution
+        reader = before  # the spatial zero padding stays a part of the convolution
     with source.graph.inserting_after(source):
         padded = source.graph.call_function(F.pad, (source, _behind(one.extra)))
     with source.graph.inserting_after(padded):
@@ -249,5 +251,5 @@ def _widened(value: Any, extra: int) -> Any:
 
 
 def _behind(extra: int) -> list[int]:
-    """Returns the padding in the order of `F.pad` that appends channels to an image."""
+    """Returns the padding, in the order of `F.pad`, that appends `extra` channels to an image."""
     return [0, 0, 0, 0, 0, extra]

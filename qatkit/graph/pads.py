@@ -1,11 +1,11 @@
-"""Turns the padding of modules and convolutions into an operator of its own, which only moves values.
+"""Turns the padding of modules and convolutions into a separate operator, which only moves values.
 
     nn.ZeroPad2d(p), nn.ReflectionPad2d(p), ...     →  F.pad
     nn.Conv2d(..., padding_mode="reflect")          →  F.pad, Conv2d without padding
     F.pad(x, (l, r), "circular")                    →  cat of slices; an ONNX Pad can't wrap before opset 19
 
-Zero is representable in every range and the other modes repeat existing values, so a quantization moves up through it.
-Zeros around the image belong to the convolution after them: the export writes them into its `pads`
+Every range contains zero, and the other modes repeat existing values, so that a quantizer can move up before the
+padding. Zeros around the image belong to the convolution after them: the export writes them into its `pads`
 (`qatkit.export.pads`). Any other padding runs on bytes.
 """
 
@@ -25,7 +25,7 @@ from qatkit.quant.qat_layers import with_the_same_parameters
 
 _Conv = nn.modules.conv._ConvNd
 _PADDING = nn.modules.padding
-# Types of modules and the mode of F.pad that each is.
+# The mode of F.pad for each type of module.
 _MODES: dict[type[nn.Module], str] = {
     _PADDING._ConstantPadNd: "constant",
     _PADDING._ReflectionPadNd: "reflect",
@@ -35,7 +35,7 @@ _MODES: dict[type[nn.Module], str] = {
 
 
 def open_pads(graph_module: fx.GraphModule) -> None:
-    """Opens the paddings of `graph_module`, which is traced, in place."""
+    """Turns the paddings of a traced graph into separate operators, in place."""
     opened: dict[str, tuple[list[int], str]] = {}
     for node in [n for n in graph_module.graph.nodes if n.op == "call_module"]:
         module, path = module_of(node), str(node.target)
@@ -55,7 +55,10 @@ def open_pads(graph_module: fx.GraphModule) -> None:
 
 
 def _wrap(node: fx.Node, x: fx.Node, amounts: Sequence[int]) -> None:
-    """Puts the ends of each axis around it; `amounts` in the order of F.pad, the last axis first."""
+    """Replaces `node` by a circular padding of `x`: each axis is extended by values from its other end.
+
+    `amounts` are in the order of F.pad, with the last axis first.
+    """
     for i in range(0, len(amounts), 2):
         (before, after), axis = amounts[i : i + 2], -1 - i // 2
         every = [slice(None)] * (-1 - axis)
@@ -90,7 +93,7 @@ def _pad_before(node: fx.Node, amounts: list[int], mode: str) -> None:
 
 
 def _without_padding(conv: nn.modules.conv._ConvNd) -> nn.Module:
-    """Returns the same convolution for an input that is already padded."""
+    """Returns a convolution with the same parameters for an input that is already padded."""
     new: Any = with_the_same_parameters(cast(nn.Module, conv))
     new.padding, new.padding_mode = (0,) * len(conv.kernel_size), "zeros"
     new._reversed_padding_repeated_twice = [0] * (2 * len(conv.kernel_size))
@@ -98,7 +101,7 @@ def _without_padding(conv: nn.modules.conv._ConvNd) -> nn.Module:
 
 
 def belongs_to(pad: fx.Node, reader: fx.Node) -> bool:
-    """Returns whether a padding can be part of a convolution that reads it: only zeros, only around the image."""
+    """Returns whether a padding can be part of a convolution that reads it: it adds only zeros around the image."""
     shape = shape_of(pad)
     if op_class(pad) != "pad" or pad.op != "call_function" or shape is None:
         return False

@@ -1,4 +1,4 @@
-"""The result that every pass returns."""
+"""The result of a pass over a graph."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class PassResult:
 
     Attributes:
         graph: the graph, changed in place.
-        changed: how many sites were changed.
-        skipped: (site, reason) of every place that the pass might have changed but left as it was.
+        changed: the number of changed sites.
+        skipped: (site, reason) of every place that the pass might have changed but left unchanged.
     """
 
     graph: fx.GraphModule

@@ -16,7 +16,7 @@ from qatkit.quant.qat_layers import QATOperator
 def set_phase(graph_module: nn.Module, *, observe: bool, quantize: bool, calibrating: bool = False) -> None:
     """Turns observing and fake quantization on or off in the whole graph.
 
-    Outside of calibration only the observers that follow the training are turned on.
+    Outside of calibration, `observe` turns on only the observers that follow the training.
     """
     for module in graph_module.modules():
         if isinstance(module, Quantizer):
@@ -24,7 +24,7 @@ def set_phase(graph_module: nn.Module, *, observe: bool, quantize: bool, calibra
 
 
 def observe_in_parts(graph_module: nn.Module, *, wanted: bool) -> None:
-    """Sets whether all values that observers see until the next call are parts of one batch (`Observer.in_parts`)."""
+    """Sets whether the values that observers get from now on are parts of one batch (`Observer.in_parts`)."""
     for module in graph_module.modules():
         if isinstance(module, Observer):
             module.in_parts(wanted)
@@ -32,9 +32,9 @@ def observe_in_parts(graph_module: nn.Module, *, wanted: bool) -> None:
 
 @contextmanager
 def inference(model: nn.Module, parts: Iterable[fx.GraphModule] = ()) -> Iterator[None]:
-    """Puts `model` into inference mode without gradients; every module's mode and phase is restored afterwards.
+    """Puts `model` into inference mode without gradients; restores the mode and phase of every module afterwards.
 
-    Inside, `set_phase` may be called freely on the model or on `parts` of it; they are restored even after an
+    Inside this context, `set_phase` may be called on the model or on `parts`. They are restored even after an
     exception.
     """
     modes = [(module, module.training) for module in model.modules()]
@@ -58,7 +58,7 @@ def inference(model: nn.Module, parts: Iterable[fx.GraphModule] = ()) -> Iterato
 
 
 def freeze_batch_norm(graph_module: fx.GraphModule) -> None:
-    """Makes fused BatchNorms use, and keep, their running statistics from now on."""
+    """Freezes fused BatchNorms: from now on they use their running statistics and do not update them."""
     for module in graph_module.modules():
         if isinstance(module, QATOperator):
             module.bn_frozen = True

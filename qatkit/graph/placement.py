@@ -1,17 +1,17 @@
-"""Placement: decides which tensors of the graph are quantized. `prepare` carries the decision out.
+"""Placement: decides which tensors of the graph are quantized; `prepare` inserts their quantizers.
 
 Three facts per node, found in one walk from the inputs to the outputs:
 
     int8(n)      n's output is an 8-bit tensor: a Conv's always, an Add's when all of its inputs are, a
                  reshape's when its input is
     demanded(n)  some Conv or Linear reads n (for some backends also: an Add after a Conv, as its shortcut)
-    a point      where a FakeQuantize goes: int8 nodes that set a range of their own, and demanded nodes
-                 that are not int8 (of these, only the readers that demand it see the quantized tensor,
-                 and a parallel residual stream stays float); it moves up through reshapes and the like
+    a point      where a FakeQuantize is inserted: after int8 nodes with a range of their own, and after demanded
+                 nodes that are not int8 (then only the readers that demand it read the quantized tensor, and a
+                 parallel residual stream stays float); it moves up through operators that only move values
 
 The point after a ReLU absorbs it if nothing else reads the ReLU's input and the range can start at zero, which
-requires a zero point. A backend may compute activations together with the operator before them (`Backend.fuses`):
-the point then comes after the activation, which stays.
+requires a zero point. A backend may compute activations together with the operator before them (`Backend.fuses`).
+Then the activation stays, and the point comes after it.
 """
 
 from __future__ import annotations
@@ -43,12 +43,13 @@ class Point:
     """A place where a FakeQuantize will be inserted.
 
     Attributes:
-        node: its input.
-        readers: the nodes that read the quantized tensor; the others keep the float one.
-        absorbed: a ReLU or ReLU6 between `node` and the readers that disappears into `bounds`.
-        fixed: `bounds` is the whole range, nothing has to be observed.
-        axis: the axis of the tensor over which the readers sum products, along which blocks of a number format lie.
-        further: whether another point quantizes the same tensor, along another axis.
+        node: the node whose output is quantized.
+        readers: the nodes that read the quantized tensor; other readers keep the float tensor.
+        absorbed: a ReLU or ReLU6 between `node` and the readers that `bounds` replaces.
+        bounds: the ends of the range that are known, else None.
+        fixed: whether `bounds` is the whole range, so that nothing has to be observed.
+        axis: the axis of the tensor over which the readers sum products; blocks of a number format lie along it.
+        further: whether an earlier point quantizes the same tensor along another axis.
     """
 
     node: fx.Node
@@ -78,9 +79,9 @@ class Placement:
     """The result of the placement.
 
     Attributes:
-        points: in graph order.
+        points: the points in graph order.
         weighted: the Conv and Linear nodes with quantized weights; they run in int8, unless their rule is "weight".
-        reasons: (site, why it stays float) of operators that could have been int8.
+        reasons: (site, reason) of operators that could have been int8 but stay float.
         int8: the nodes whose output is an 8-bit tensor.
     """
 
@@ -91,10 +92,12 @@ class Placement:
 
 
 def place(graph: fx.Graph, backend: Backend, forced_float: Collection[fx.Node]) -> Placement:
-    """Decides which tensors of a propagated graph (`trace.propagate`) are quantized.
+    """Decides which tensors of a graph are quantized.
 
     Args:
-        forced_float: nodes that stay float whatever the rules say.
+        graph: a propagated graph (`trace.propagate`).
+        backend: the backend, whose rules decide.
+        forced_float: nodes that stay float whatever the rules are.
 
     Raises:
         ConfigError: the backend has a rule for a class that the table of operators does not know.
@@ -103,10 +106,10 @@ def place(graph: fx.Graph, backend: Backend, forced_float: Collection[fx.Node]) 
 
 
 class Placer:
-    """Decides repeatedly for one graph; the facts about its nodes are looked up once.
+    """A placer for repeated decisions on one graph; it looks up the records of the nodes only once.
 
     Raises:
-        ConfigError: as `place`.
+        ConfigError: see `place`.
     """
 
     def __init__(self, graph: fx.Graph, backend: Backend) -> None:
@@ -122,7 +125,7 @@ class Placer:
         self.activations = {name for fused in backend.fuses.values() for name in fused}
 
     def place(self, forced_float: Collection[fx.Node]) -> Placement:
-        """Returns the placement in which the given nodes are float."""
+        """Returns the placement in which the nodes in `forced_float` stay float."""
         self.forced_float = forced_float
         self.int8: dict[fx.Node, bool] = {}
         self.moved: set[fx.Node] = set()
@@ -154,8 +157,9 @@ class Placer:
         return (multiplies and self.rule(reader).when == "always") or self._shortcut(reader) is node
 
     def _shortcut(self, node: fx.Node) -> fx.Node | None:
-        """Returns the operand that an Add adds to the output of a Conv that it alone reads; of two such
-        Convs, the second.
+        """Returns the operand of an Add that is the shortcut around a Conv; None if there is none.
+
+        The other operand is a Conv that only the Add reads. If both operands are, the second one is the shortcut.
         """
         inputs = node.all_input_nodes
         if self.rule(node).when != "shortcut" or len(inputs) != 2:
@@ -176,12 +180,12 @@ class Placer:
             return rule.output
         inputs = [n for n in node.all_input_nodes if carries_float(n)]
         if self.facts[node].name in self.activations:
-            inputs = inputs[:1]  # the others are its parameters (the slopes of a PReLU)
+            inputs = inputs[:1]  # the other inputs are parameters (the slopes of a PReLU)
         if rule.when not in ("inputs", "output") or not inputs:
             return False
         pair = node.args[:2] if self.facts[node].binary else ()
         if len(pair) > 1 and len(set(inputs)) < 2 and pair[0] is not pair[1]:
-            return False  # a Python number as the other operand
+            return False  # the other operand is a Python number
         if rule.when == "output":
             return True
         float_inputs = [n for n in inputs if not self.int8[n]]
@@ -192,16 +196,16 @@ class Placer:
         return not float_inputs
 
     def _computes_on(self, node: fx.Node) -> bool:
-        """Returns whether `node` is inside an operator of the file that continues to compute on its result.
+        """Returns whether `node` is a part of a one-operator module, and a later part computes on its result.
 
-        No quantize/dequantize pair fits there. Nodes that only move or select values may follow; the pair then comes
-        after them.
+        A quantize/dequantize pair cannot be inserted inside such an operator. If the later parts only move or select
+        values, the pair comes after them.
         """
         inside = [user for user in node.users if owner(node) and owner(user) == owner(node)]
         return any(not self.facts[user].keeps_range or self._computes_on(user) for user in inside)
 
     def _moves_for_demand(self, node: fx.Node) -> bool:
-        """Returns whether `node` moves all of its values for int8 operators only, so that moving bytes is cheaper."""
+        """Returns whether all readers of a value-moving `node` are int8, so that moving bytes is cheaper."""
         if self.facts[node].values != "moved" or self.int8[node] or self.rule(node) is _FLOAT:
             return False
         before = [n for n in node.all_input_nodes if carries_float(n)]
@@ -230,7 +234,7 @@ class Placer:
             readers = list(node.users)
         else:
             readers = [u for u in node.users if self._demands(u, node) or u in self.moved]
-        if node.op == "placeholder":  # an input that is returned unchanged is not quantized for the output
+        if node.op == "placeholder":  # an input that is also an output is not quantized for the output
             readers = [user for user in readers if user.op != "output"]
         if node in self.moved:
             return None
@@ -243,7 +247,7 @@ class Placer:
         return self._absorbing_point(node, readers)
 
     def _along_axes(self, point: Point) -> list[Point]:
-        """Returns a point for each axis that the readers sum over, where the scales of blocks depend on it."""
+        """Splits a point by the axis that its readers sum over, if the type has blocks along this axis."""
         if self.backend.activation.form is None:
             return [point]
         by_axis: dict[int, list[fx.Node]] = {}
@@ -261,7 +265,7 @@ class Placer:
         ]
 
     def _summed(self, reader: fx.Node, node: fx.Node) -> list[int]:
-        """Returns the axes of `node` over which `reader`, which reads it, sums products; two if it is both operands."""
+        """Returns the axes of `node` over which its `reader` sums products; two if `node` is both operands."""
         name = self.facts[reader].name
         if name in ("conv", "linear"):
             return [1 if name == "conv" else -1]
@@ -290,7 +294,7 @@ class Placer:
 
 
 def constants(graph: fx.Graph) -> set[fx.Node]:
-    """Returns the nodes that depend on no input: parameters, and what is computed only from parameters."""
+    """Returns the nodes that depend on no input: parameters, and values computed only from parameters."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op not in ("placeholder", "output") and all(n in found for n in node.all_input_nodes):

@@ -1,10 +1,11 @@
-"""A prepared graph for inference on many images: everything that does not depend on them is computed once.
+"""A prepared graph for inference on many images: all values that do not depend on the images are computed once.
 
-    prepared   x ── Conv(fold(w, BatchNorm) ── round) ── quantize     the weight again for every few images
-    settled    x ── Conv(final w), quantized in place                 the same values
+    prepared   x ── Conv(fold(w, BatchNorm) ── round) ── quantize     computes the weight again for each batch
+    settled    x ── Conv(final w), quantized in place                 computes the same values
 
-On the CPU the kernels are stored with their channels innermost, so convolutions compute their results in that order
-too: oneDNN's own order of channels would have to be converted before and after each quantizer. Figures: decision 41.
+On the CPU the weights of convolutions are stored with the channels last, so that convolutions return their results in
+this order too. oneDNN's own order of channels would have to be converted before and after each quantizer. Figures:
+decision 41.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from qatkit.quant.recurrent_layers import QATRecurrent
 
 
 class _Operator(nn.Module):
-    """A Conv or Linear with its current weight and bias."""
+    """A Conv or Linear with the current quantized weight and the bias of a prepared operator."""
 
     weight: Tensor
     bias: Tensor | None
@@ -44,15 +45,15 @@ class _Operator(nn.Module):
         return made if self.steps is None else numerics.to_steps(made, *self.steps, in_place=True)
 
     def take(self, quantizer: FakeQuantize) -> None:
-        """Quantizes its output as `quantizer` does."""
+        """Makes the operator quantize its output with `quantizer`."""
         zero, (low, high) = int(quantizer.zero_point), quantizer.spec.type_range
         self.steps = (float(quantizer.scale), low - zero, high - zero)
 
 
 def settled_graph(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Returns a copy for inference, in which each operator with a weight holds its current quantized, folded weight.
+    """Returns a copy for inference in which the weights are quantized and BatchNorms are folded into them.
 
-    Everything else is shared. The copy is valid until the original is trained, loaded or moved.
+    Everything else is shared with the original. The copy is valid until the original is trained, loaded or moved.
     """
     graph = fx.Graph()
     graph.output(cast(Any, graph.graph_copy(graph_module.graph, {})))
@@ -64,7 +65,9 @@ def settled_graph(graph_module: fx.GraphModule) -> fx.GraphModule:
     ]
     for number, node in enumerate(operators):
         made = _Operator(cast(QATOperator, module_of(node)))
-        node.target = f"settled_{number}"  # a new path: the parents of the old ones may be the original's
+        node.target = (
+            f"settled_{number}"  # a new path, since parents of the old path may belong to the original
+        )
         copy.add_module(node.target, made)
         reader = next(iter(node.users), None)
         if len(node.users) == 1 and reader is not None and _quantizes_plainly(reader):
@@ -85,7 +88,7 @@ def settled_graph(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _plain(layer: QATRecurrent | QATEmbedding) -> nn.Module:
-    """Returns the layer of torch with the current weights."""
+    """Returns the layer as torch's own type, with its current quantized weights."""
     base: Any = next(t for t in type(layer).__mro__ if t.__module__.startswith("torch.nn"))
     plain: nn.Module = with_the_same_parameters(layer, base)
     plain._modules.clear()
@@ -101,7 +104,7 @@ def _plain(layer: QATRecurrent | QATEmbedding) -> nn.Module:
 
 
 def _quantizes_plainly(node: fx.Node) -> bool:
-    """Returns whether a node is a quantizer on the CPU with known arithmetic; a user's own may have another."""
+    """Returns whether a node is a quantizer on the CPU with known arithmetic, and not of a user's own type."""
     fake = module_of(node) if node.op == "call_module" else None
     if not isinstance(fake, FakeQuantize) or type(fake).forward is not FakeQuantize.forward:
         return False

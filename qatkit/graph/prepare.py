@@ -1,4 +1,4 @@
-"""Prepare: puts FakeQuantize on the edges and weights that the backend wants quantized."""
+"""Prepare: inserts a FakeQuantize at the edges and weights that the backend quantizes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from qatkit.quant.weight_fake_quantize import Quantizers
 from qatkit_verify.errors import ConfigError
 
 _ONLY = "stays float: only convolutions, Linear, Embedding and torch.nn's LSTM, GRU and RNN have an int8 form"
-# Functions that multiply by a weight, and have a table here as little as the modules that call them.
+# Functions that multiply by a weight and are not in the table of operators, like the modules that call them.
 _WEIGHTED = (
     *("bilinear", "embedding", "embedding_bag", "lstm", "gru", "rnn_tanh", "rnn_relu"),
     *(f"conv{kind}{rank}d" for kind in ("", "_transpose") for rank in (1, 2, 3)),
@@ -52,13 +52,14 @@ def prepare_qat(
     """Inserts FakeQuantize modules, off and not observing yet (see `qatkit.graph.phase`).
 
     Args:
-        graph_module: fused and stubbed; changed in place.
-        example: one batch of the real shapes, for shapes and types.
-        overrides: by pattern (`qatkit.graph.overrides`).
-        quantizers: make the quantizers of activations and weights, and the observers.
+        graph_module: a fused and stubbed graph; changed in place.
+        backend: the backend, whose rules decide what is quantized.
+        example: an example batch with the real shapes and types.
+        overrides: the overrides by selector (`qatkit.graph.overrides`).
+        quantizers: the factories of the quantizers of activations and weights, and of the observers.
 
     Raises:
-        ConfigError: an override that matches or changes nothing, or nothing in the model that can be quantized.
+        ConfigError: an override matches or changes nothing, or nothing in the model can be quantized.
     """
     graph_module.meta["backend"] = backend
     ready_to_place(graph_module, example)
@@ -94,8 +95,9 @@ def prepare_qat(
 
 
 def ready_to_place(graph_module: fx.GraphModule, example: Example) -> None:
-    """Computes shapes and types at every node, and gives every call of a Conv or Linear a module: `place`
-    reads them.
+    """Prepares a graph for `place`.
+
+    Computes the shape and type of every node, and gives every call of a Conv or Linear a module of its own.
     """
     propagate(graph_module, example)
     _find_batch_axes(graph_module, example)
@@ -105,8 +107,8 @@ def ready_to_place(graph_module: fx.GraphModule, example: Example) -> None:
 def _find_batch_axes(graph_module: fx.GraphModule, example: Example) -> None:
     """Finds the batch axis and the free axes of every Linear with leading axes, and writes them into its meta.
 
-    They are found by a run with more images and one with other sizes. In a graph whose capture has no information on
-    batches, the first axis is that of the batch.
+    They are found by a run with more images and a run with other sizes. If the capture found no batch axes, nothing is
+    written for them, and the first axis counts as the batch axis.
     """
     axes, free = (graph_module.meta.get(key, ()) for key in ("batch_axes", "free_axes"))
     shapes = {n: shape_of(n) or () for n in graph_module.graph.nodes if op_class(n) == "linear"}
@@ -141,9 +143,7 @@ def _skipped(chosen: Overrides, placement: Placement, backend: Backend) -> list[
 
 
 def _unknown(graph: fx.Graph) -> list[tuple[str, str]]:
-    """Lists operators with weights of their own that no table knows: PReLU, EmbeddingBag, calls of
-    `torch.lstm`, ...
-    """
+    """Returns (site, reason) of operators with weights that no table knows, such as EmbeddingBag or `torch.lstm`."""
     found = []
     for node in graph.nodes:
         ruled = op_class(node) == "prelu" and "prelu" in _backend(node).rules
@@ -164,13 +164,13 @@ def _reads_parameters(node: fx.Node) -> bool:
 def _spec(point: Point, chosen: Overrides, backend: Backend) -> QuantSpec:
     spec = chosen.activation(point.node, backend)
     if point.bounds[0] == 0.0 and backend.activation.has_zero_point:
-        # The range must end at the bound, or the clamp that it replaces (a ReLU) would be lost.
+        # The range must end at the bound, since otherwise the clamp that it replaces (a ReLU) would be lost.
         spec = replace(spec, symmetric=False)
     return spec.along(point.axis)
 
 
 def _weight_specs(placement: Placement, chosen: Overrides, backend: Backend) -> dict[fx.Node, QuantSpec]:
-    """Returns the specs of the weights; one that serves several calls is guarded for all of them or for none."""
+    """Returns the specs of the weights; a weight with several calls is guarded for all of them or for none."""
     specs = {node: chosen.weight(node, backend).along(1) for node in placement.weighted}
     weights = {node: identity_of(module_of(node), "weight") for node in specs}
     guarded = {weights[node] for node, spec in specs.items() if spec.pairs and adds_in_16_bits(node)}
@@ -203,9 +203,9 @@ def _holds_another(graph_module: fx.GraphModule, path: str) -> bool:
 
 
 def _separate_calls(graph_module: fx.GraphModule) -> None:
-    """Gives every further call of a Conv or Linear a module of its own, with the same parameters.
+    """Gives every further call of a Conv or Linear a module of its own with the same parameters.
 
-    Each call has its own input range, hence its own bias scale, and an override may leave one in float.
+    Each call has its own input range and therefore its own bias scale, and an override may keep a single call in float.
     """
     called: set[str] = set()
     for node in graph_module.graph.nodes:
@@ -230,8 +230,8 @@ def _quantize_weight(node: fx.Node, spec: QuantSpec, quantizers: Quantizers) -> 
 def _link_weights(graph_module: fx.GraphModule) -> None:
     """Links every quantized weight to the activations before and after its operator.
 
-    A weight that serves several calls keeps one scale, so that the file holds it once: aligning it with the activation
-    after each call (`qatkit.graph.scales.align`) would turn it into as many weights.
+    A weight with several calls is not linked to the activations after them. It keeps one scale, so that the file holds
+    it once: aligned with the activation after each call (`qatkit.graph.scales.align`), it would become several weights.
     """
     calls = [n for n in graph_module.graph.nodes if n.op == "call_module" and facts(n).weighted]
     serves = Counter(identity_of(module_of(n), "weight") for n in calls)
@@ -248,9 +248,9 @@ def _link_weights(graph_module: fx.GraphModule) -> None:
 
 
 def _past_activation(node: fx.Node) -> fx.Node:
-    """Returns the activation that is the only reader of `node` and is computed with it, or `node`.
+    """Returns the activation that is the only reader of `node` and is computed with it, else `node`.
 
-    A ReLU is one (for a target without zero points it stays a node).
+    A ReLU is such an activation; for a target without zero points it is a node of the graph.
     """
     reader = next(iter(node.users)) if len(node.users) == 1 else None
     if reader is not None and facts(reader).activation:

@@ -2,8 +2,9 @@
 
 Both run in inference mode on batches with other sizes and values than the graph was recorded with: a batch of
 four, and a batch of one, which many models treat specially. Fused and opened operators round differently, and a
-deep model may amplify that. A difference that could be rounding or a wrong graph is judged in float64, where
-rounding is far below a difference of function. The model runs as a copy, so that its state stays unchanged.
+deep model may amplify that. If a difference could be due to rounding or to a wrong graph, both run in float64, where
+rounding errors are far smaller than the effect of a wrong graph. A copy of the model runs, so that the model's state
+stays unchanged.
 """
 
 from __future__ import annotations
@@ -44,27 +45,29 @@ from qatkit.graph.trace import copy_of, is_traced, trace
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.foreign import described
 
-_SIZES = (4, 1)  # the graph was recorded with batches of 2 and 3
-_LARGE = 2**20  # values per sample from which on a batch of one is compared: four such samples take gigabytes
-_SURELY_ROUNDING = 2e-5  # relative to the largest output, in float32
-_ROUNDING = 1e-7  # in float64, with parameters that come from float32
-_PERHAPS_ROUNDING = 1e-3  # where float64 is not available
-_SMALL = 1e-12  # a relative change of the inputs
+_SIZES = (4, 1)  # batch sizes that differ from those of the recording, 2 and 3
+_LARGE = (
+    2**20
+)  # from this many values per sample, only a batch of one is compared: four samples take gigabytes
+_SURELY_ROUNDING = 2e-5  # up to this difference, relative to the largest output, it is rounding in float32
+_ROUNDING = 1e-7  # the same in float64, with parameters that come from float32
+_PERHAPS_ROUNDING = 1e-3  # the same where float64 is not available
+_SMALL = 1e-12  # relative change of the inputs
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _FOLDED_INTO = (nn.modules.conv._ConvNd, nn.Linear)  # in a fused graph their own outputs do not exist
 _HINT = "rewrite it with torch functions of tensors, or quantize the parts around it (qatkit.Parts)"
 
 
 def prove(model: nn.Module, graph_module: fx.GraphModule, example: Example) -> None:
-    """Compares `graph_module` with `model` on a batch of four, unless samples are large, and on a batch of one.
+    """Compares a graph with its model on a batch of four, unless samples are large, and on a batch of one.
 
     Args:
-        model: the model that was captured; unchanged afterwards.
-        graph_module: fused and stubbed.
-        example: a call of the model.
+        model: the model that was captured; it stays unchanged.
+        graph_module: its fused and stubbed graph.
+        example: an example input of the model.
 
     Raises:
-        ConfigError: the outputs differ by more than rounding; names the first module whose output differs.
+        ConfigError: the outputs differ by more than rounding; the message names the first module whose output differs.
     """
     if is_traced(model):
         return
@@ -76,12 +79,12 @@ def prove(model: nn.Module, graph_module: fx.GraphModule, example: Example) -> N
 def _differences(
     model: nn.Module, graph_module: fx.GraphModule, example: Example
 ) -> Iterator[tuple[tuple[Tensor, ...], float]]:
-    """Yields inputs that the model accepts, each with the difference of the outputs."""
+    """Yields inputs that the model accepts, each with the difference between the outputs of graph and model."""
     for tensors, alike in _others(flatten(example), graph_module):
         try:
             yield tensors, _difference(model, graph_module, example, tensors)
             continue
-        except _NotTakenError:  # ids in places where the model expects other ones
+        except _NotTakenError:  # the model does not accept the shuffled whole numbers
             pass
         try:
             yield alike, _difference(model, graph_module, example, alike)
@@ -96,7 +99,11 @@ def _differences(
 def _look_closely(
     model: nn.Module, graph_module: fx.GraphModule, example: Example, tensors: tuple[Tensor, ...]
 ) -> None:
-    """Judges a difference in float64: of the graph itself, and of a second one, whose constants are float64 too."""
+    """Compares the graph and the model in float64, and if they still differ, a new graph with float64 constants.
+
+    Raises:
+        ConfigError: the outputs differ by more than rounding.
+    """
     exact, graph, bound = copy_of(model).double(), copy.deepcopy(graph_module).double(), _ROUNDING
     doubles = _doubles(tensors)
     wide = unflatten(example, _doubles(flatten(example)))
@@ -125,7 +132,7 @@ def _look_closely(
 def _response(model: nn.Module, example: Example, tensors: tuple[Tensor, ...], change: float) -> float:
     """Returns how far the outputs move when each value of the inputs changes by the relative amount `change`.
 
-    Blocks after BatchNorms of small variance amplify a change a million times or more, and rounding errors too.
+    BatchNorms with small variances amplify a change, and thus rounding errors too, a million times or more.
     """
     generator = torch.Generator().manual_seed(0)
     moved = tuple(
@@ -139,7 +146,7 @@ def _response(model: nn.Module, example: Example, tensors: tuple[Tensor, ...], c
 
 
 class _Wide(TorchFunctionMode):
-    """A mode in which an explicit float32 is float64."""
+    """A mode in which calls that ask for float32 get float64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.float:
@@ -155,7 +162,7 @@ def _widened(value: Any) -> Any:
 
 @contextlib.contextmanager
 def _in_float64() -> Iterator[None]:
-    """Makes types that are written into a model float64 too, and turns autocast off."""
+    """Makes a model compute in float64 even where its code names float32, and turns autocast off."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -172,7 +179,7 @@ def _doubles(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 def _others(
     tensors: tuple[Tensor, ...], graph_module: fx.GraphModule
 ) -> Iterator[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
-    """Yields inputs with other sizes and values, also with the given whole numbers kept.
+    """Yields pairs of inputs with other sizes and values: with whole numbers shuffled, and with them kept.
 
     A graph for one batch size gets inputs of that size.
     """
@@ -200,14 +207,16 @@ class _NotTakenError(RuntimeError):
 def _difference(
     model: nn.Module, graph: fx.GraphModule, example: Example, tensors: Sequence[Tensor]
 ) -> float:
-    """Returns the largest difference of an output relative to its largest value; for whole numbers, 1 if any
-    differs.
+    """Returns the largest `relative_difference` between an output of the model and of the graph.
+
+    Raises:
+        _NotTakenError: the model fails on these inputs.
     """
     model = copy_of(model)
     eager = torch.compiler.set_stance("force_eager")
     with inference(model), inference(graph), warnings.catch_warnings(), eager:
         warnings.simplefilter("ignore")
-        follow_paths(model, graph.meta.get(PATHS, ()))  # the capture compares their merged copies
+        follow_paths(model, graph.meta.get(PATHS, ()))  # the capture has compared the merged copies
         try:
             _, expected, _ = output_leaves(call(model, unflatten(example, [t.clone() for t in tensors])))
         except Exception as error:  # a forward may raise anything
@@ -218,7 +227,7 @@ def _difference(
 
 
 def _of_model(model: nn.Module, example: Example, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Returns the outputs of a copy, since a call may change the model's state."""
+    """Returns the outputs of a copy of the model, since a call may change the model's state."""
     model = copy_of(model)
     with inference(model), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -228,7 +237,7 @@ def _of_model(model: nn.Module, example: Example, tensors: Sequence[Tensor]) -> 
 def _first_difference(
     model: nn.Module, given: fx.GraphModule, example: Example, tensors: Sequence[Tensor]
 ) -> str:
-    """Describes the first module whose output differs: in the newly captured graph, else in the given one."""
+    """Describes the first module whose output differs, in a newly captured graph or else in the given one."""
     expected = list(_outputs(copy_of(model), example, tensors))
     for graph in (trace(model, example), given):
         values = _values(graph, tensors)
@@ -251,7 +260,7 @@ def _lies_in(name: str, path: str) -> bool:
 
 
 def _values(graph: fx.GraphModule, tensors: Sequence[Tensor]) -> dict[str, list[Tensor]]:
-    """Returns the nodes' outputs by the path of their module and operator."""
+    """Returns the outputs of the nodes by site, one output per call."""
     values: dict[str, list[Tensor]] = defaultdict(list)
 
     class NodeOutputs(fx.Interpreter):

@@ -1,7 +1,7 @@
-"""Finds quantizers in the graph: the one before an operator, the one after it, and all of them by name.
+"""Finds quantizers in the graph: before an operator, after it, or all of them by name.
 
-The node of an activation's quantizer holds in its meta, under `QUANTIZES`, the site of the tensor that it quantizes.
-Caches, reports and users refer to the range by this name.
+The meta of an activation's quantizer has, under `QUANTIZES`, the site of the tensor that it quantizes. Caches, reports
+and users refer to the range by this name.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ def is_quantizer(node: fx.Node) -> bool:
 
 
 def quantizer_of(node: Any) -> fx.Node | None:
-    """Returns the FakeQuantize node whose range `node`'s value has, looking back through value-moving operators."""
+    """Returns the FakeQuantize node that sets the range of `node`'s value; None if it is not quantized.
+
+    Operators that only move or select values may be between the two.
+    """
     while isinstance(node, fx.Node):
         if is_quantizer(node):
             return node
@@ -38,7 +41,7 @@ def quantizer_of(node: Any) -> fx.Node | None:
 
 
 def quantizer_after(node: fx.Node) -> fx.Node | None:
-    """Returns the FakeQuantize that is the only reader of `node`."""
+    """Returns the FakeQuantize node that is the only reader of `node`; None if there is none."""
     after = next(iter(node.users)) if len(node.users) == 1 else None
     return after if after is not None and is_quantizer(after) else None
 
@@ -67,10 +70,12 @@ def quantized_operators(
 def sorted_out(
     graph_module: fx.GraphModule, why_not: Callable[[QATOperator, Counter[int]], str | None]
 ) -> tuple[dict[str, QATOperator], list[tuple[str, str]]]:
-    """Returns the `quantized_operators` that an algorithm may change, by site, and (site, why not) of the others.
+    """Returns the `quantized_operators` that an algorithm may change, by site, and (site, reason) of the others.
 
     Args:
-        why_not: takes an operator and `parameter_reads`; returns None for an operator that may be changed.
+        graph_module: a prepared graph.
+        why_not: a function of an operator and `parameter_reads` that returns why the operator may not be changed, or
+            None if it may.
     """
     reads = parameter_reads(graph_module.graph)
     chosen, skipped = dict[str, QATOperator](), list[tuple[str, str]]()
@@ -85,8 +90,8 @@ def sorted_out(
 def quantized_weights(graph_module: fx.GraphModule) -> list[tuple[str, nn.Module, WeightFakeQuantize]]:
     """Returns (path, operator, quantizer) of every quantized weight, in the modules' order.
 
-    Included are every Conv, Linear and Embedding with a quantizer, and every weight of an LSTM, GRU or RNN
-    (path.NAME).
+    These are the weights of every Conv, Linear and Embedding with a quantizer, and every weight of an LSTM, GRU or
+    RNN, whose path ends with the weight's name.
     """
     found: list[tuple[str, nn.Module, WeightFakeQuantize]] = []
     for path, module in graph_module.named_modules():
@@ -108,7 +113,7 @@ def weight_name(operator: nn.Module, fake: WeightFakeQuantize) -> str:
 
 
 def inference_weight(operator: nn.Module, fake: WeightFakeQuantize) -> Tensor:
-    """Returns the weight that `fake` quantizes, as inference uses it, before quantization."""
+    """Returns the float weight that `fake` quantizes in inference."""
     if isinstance(operator, QATOperator):
         return operator.effective()[0]
     weight: Tensor = getattr(operator, weight_name(operator, fake))
@@ -119,7 +124,8 @@ def clip_weights(graph_module: fx.GraphModule, levels: int = 256) -> None:
     """Sets the ranges of quantized weights to those with the least squared error for the current weights.
 
     Args:
-        levels: the largest number of integers of a weight; the range of a weight with more stays as it is.
+        graph_module: a prepared graph.
+        levels: the largest number of integers of a weight; the range of a weight whose type has more stays unchanged.
     """
     for _, operator, fake in quantized_weights(graph_module):
         if fake.spec.form is None and fake.spec.quant_max - fake.spec.quant_min < levels:

@@ -1,9 +1,9 @@
-"""Removes needless changes of shape around Linears, which read [rows, channels].
+"""Removes unnecessary changes of shape around Linears, which read [rows, channels].
 
     Linear → reshape → GELU → flatten → Linear   →  Linear → GELU → Linear
     index_select → reshape → flatten → Linear    →  index_select → flatten → Linear
 
-A change of shape that keeps the last axis keeps the rows too, and their order.
+A change of shape that keeps the last axis also keeps the rows and their order.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ _POINTWISE = frozenset({"gelu", "silu", "relu", "relu6", "leaky_relu", "sigmoid"
 
 
 def rows_of(x: fx.Node) -> fx.Node:
-    """Returns the node whose rows are those of `x` [..., channels], before needless changes of shape.
+    """Returns the node before unnecessary changes of shape that has the same rows as `x` [..., channels].
 
-    A pointwise operator that only the caller reads is changed in place: it then reads the node before them.
+    If `x` is a pointwise operator with a single reader, changes of shape before it are skipped too: it is changed in
+    place to read the node before them.
     """
     x = _before_reshapes(x)
     if op_class(x) in _POINTWISE and len(x.users) == 1:

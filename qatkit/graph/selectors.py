@@ -1,8 +1,8 @@
 """Resolves selectors to operators and tensors of a graph (`qatkit.config.selectors`, `docs/overrides.md`).
 
-An operator has the name of its module or call (`site`). One of an imported ONNX file also has its node's name, which
-stands for everything that is recorded inside that node. An exact name wins over every other reading of a selector, so
-names with brackets, colons or one of our prefixes need no quoting here.
+An operator has the name of its module or call (`site`). In a model imported from an ONNX file, the name of a node of
+the file also selects all operators recorded inside that node. An exact name has precedence over patterns and prefixes,
+so names with brackets, colons or one of our prefixes need no quoting here.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from qatkit.graph.nodes import facts, op_class, owner, site
 from qatkit.graph.signature import unique
 from qatkit_verify.errors import ConfigError, did_you_mean, near_matches
 
-FILE_NODES = "file_nodes"  # in a graph's meta: by path of a module, the node of a given file that it is
-IN_INT8 = "in_int8"  # key next to it: by selector, the sites of the SiLUs that were opened
+FILE_NODES = "file_nodes"  # key in a graph's meta: the node of an imported file for each module path
+IN_INT8 = "in_int8"  # key in a graph's meta: the sites of the SiLUs that each selector opened
 _OPERATORS = ("call_module", "call_function", "call_method")
 _SHOWN = 5
 
 
 @dataclass(frozen=True)
 class FileNode:
-    """A node of a given ONNX file.
+    """A node of an imported ONNX file.
 
     Attributes:
-        name: in the file.
-        op_type: of its operator.
-        inputs, outputs: names of its tensors; "" for those left out.
-        weight: which of its inputs is the weight, where it has one.
-        axis: of the weight, that of the output channels.
+        name: the name of the node.
+        op_type: the type of its operator.
+        inputs, outputs: names of its tensors; "" for optional tensors that are left out.
+        weight: the index of the input that is the weight, for operators that have one.
+        axis: the axis of the weight's output channels.
     """
 
     name: str
@@ -49,7 +49,7 @@ class FileNode:
 
 
 def input_nodes(names: Sequence[str], of_file: Sequence[str]) -> dict[str, FileNode]:
-    """Returns the inputs of a file by the names that a graph has for them, which are those with other letters."""
+    """Returns the inputs of a file by their names in the graph, where other characters are replaced (`unique`)."""
     if len(names) == len(of_file) == 1:
         return {names[0]: FileNode(of_file[0], "", (), (of_file[0],))}
     known = dict(zip(unique(of_file), of_file, strict=True))
@@ -57,23 +57,23 @@ def input_nodes(names: Sequence[str], of_file: Sequence[str]) -> dict[str, FileN
 
 
 def file_node(node: fx.Node) -> FileNode | None:
-    """Returns the node of a given file that a node of the graph is, or is a part of."""
+    """Returns the node of the imported file that `node` belongs to; None if there is none."""
     known = getattr(node.graph.owning_module, "meta", {}).get(FILE_NODES, {})
     path = owner(node) or site(node)
     while known and path not in known and "." in path:
-        path = path.rpartition(".")[0]  # a node that a pass made from it is called NAME.WHAT
+        path = path.rpartition(".")[0]  # passes name the nodes that they make from it NAME.WHAT
     found: FileNode | None = known.get(path)
     return found
 
 
 def names_in_file(graph_module: fx.GraphModule, sites: Iterable[str]) -> list[str]:
-    """Returns sites, and the names of the nodes of a given file that they are where these have other letters."""
+    """Returns sites, followed by the names of their nodes in the imported file where the two differ."""
     known, listed = graph_module.meta.get(FILE_NODES, {}), list(sites)
     return list(dict.fromkeys((*listed, *(known[one].name for one in listed if one in known))))
 
 
 def operators_of(graph: fx.Graph, kind: str | None = None) -> list[fx.Node]:
-    """Returns the operators of a graph, of one class or of all, in its order."""
+    """Returns the operators of a graph in graph order: those of the class `kind`, or all of them."""
     calls = [n for n in graph.nodes if n.op in _OPERATORS]
     return [n for n in calls if kind in (None, op_class(n))]
 
@@ -81,14 +81,14 @@ def operators_of(graph: fx.Graph, kind: str | None = None) -> list[fx.Node]:
 def matched(
     graph: fx.Graph, selector: str, kind: str | None = None, key: str = "backend.overrides"
 ) -> list[fx.Node]:
-    """Returns the operators that a selector chooses, of one class or of all, in the graph's order.
+    """Returns the operators that a selector chooses, in graph order; with `kind`, only those of this class.
 
     Raises:
-        ConfigError: there is none; it names the nearest that there are.
+        ConfigError: it chooses no operator; the message has similar names.
     """
     calls = operators_of(graph, kind)
     found = _chosen(graph, calls, selector, key)
-    if not found and not selector.startswith(ONLY):  # which may leave nothing out
+    if not found and not selector.startswith(ONLY):  # `only` may leave nothing out
         near = _near(selector, calls)
         raise ConfigError(key, selector, reason=f"the pattern matches no {kind or 'operator'}{near}")
     return found
@@ -118,14 +118,14 @@ def _names(node: fx.Node) -> tuple[str, ...]:
 
 
 def _types(node: fx.Node) -> set[str]:
-    """Returns the classes and types that `op/` names an operator by."""
+    """Returns the names after `op/` that select an operator: its class, and its type in an imported file."""
     known = {record.name for record in operators.operators()}
     of_file = file_node(node)
     return ({op_class(node)} & known) | ({of_file.op_type} if of_file is not None else set())
 
 
 def _reader(selector: str) -> Callable[[str], Any]:
-    """Returns a function that tells whether a name matches a regular expression or a glob."""
+    """Returns a function that returns whether a name matches the selector, a regular expression or a glob."""
     if selector.startswith(EXPRESSION):
         return re.compile(selector.removeprefix(EXPRESSION)).fullmatch
     return lambda name: fnmatch.fnmatchcase(name, selector)
@@ -139,7 +139,7 @@ def _near(selector: str, calls: Iterable[fx.Node]) -> str:
 
 
 def _ends_one(node: fx.Node, inside: Collection[fx.Node]) -> bool:
-    """Returns whether a node is an activation absorbed by the quantization of the operator before it, or a no-op."""
+    """Returns whether a node is an activation or a no-op after an operator in `inside`."""
     kind = facts(node)
     ends = kind.activation is not None or kind.name in ("pass", "outputs")
     return ends and bool(node.all_input_nodes) and node.all_input_nodes[0] in inside
@@ -150,10 +150,10 @@ def _union(graph: fx.Graph, selectors: Iterable[str], key: str) -> set[fx.Node]:
 
 
 def _between(graph: fx.Graph, ends: dict[str, Any], key: str) -> set[fx.Node]:
-    """Returns every operator on a path from one of the first ends to one of the last, these included.
+    """Returns every operator on a path from an operator of `from` to one of `to`, including both.
 
     Raises:
-        ConfigError: no path leads there; it names the nearest operator that is reached.
+        ConfigError: there is no such path; the message has similar names of operators that are reached.
     """
     name = ends.get("name")
     key = f"backend.subgraphs.{name}" if name is not None else key
@@ -188,8 +188,8 @@ class Tensors:
     """The tensors that a selector chooses.
 
     Attributes:
-        makers: nodes whose outputs are the tensors: operators and inputs of the model.
-        readers: operators whose weights are the tensors.
+        makers: nodes whose outputs are chosen: operators and inputs of the model.
+        readers: operators whose weights are chosen.
     """
 
     makers: list[fx.Node]
@@ -200,7 +200,7 @@ def chosen_tensors(graph: fx.Graph, selector: str, key: str = "backend.overrides
     """Returns the tensors that `tensor/NAME` or `input/K/SELECTOR` chooses.
 
     Raises:
-        ConfigError: there is none; it names the nearest that there are, or the inputs that an operator has.
+        ConfigError: it chooses no tensor; the message has similar names, or the inputs of the operator.
     """
     if selector.startswith(TENSOR):
         return _by_name(graph, selector, selector.removeprefix(TENSOR), key)
@@ -215,7 +215,7 @@ def chosen_tensors(graph: fx.Graph, selector: str, key: str = "backend.overrides
 
 
 def is_of_tensors(graph: fx.Graph, selector: str) -> bool:
-    """Returns whether a selector chooses tensors: it has their prefix, and no operator is called so."""
+    """Returns whether a selector chooses tensors: it has their prefix and is not the name of an operator."""
     prefixed = selector.startswith((TENSOR, INPUT))
     return prefixed and not any(selector in _names(n) for n in operators_of(graph))
 
@@ -230,7 +230,7 @@ def _by_name(graph: fx.Graph, selector: str, name: str, key: str) -> Tensors:
         raise ConfigError(key, selector, reason=f"the pattern matches no tensor{near}")
     last = {
         made: n for n, made in makers.items() if made in wanted
-    }  # of a node in parts, the last one makes it
+    }  # if several nodes are one node of a file, the last one computes its output
     return Tensors(list(last.values()), [n for n, weight in weights.items() if weight in wanted])
 
 
@@ -282,6 +282,6 @@ def _no_input(name: str, number: int, count: int) -> str:
 
 
 def record_of(selector: str, settings: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Returns a report's record of a selector: its settings, and the operators or makers of tensors that it chose."""
+    """Returns the record of a selector for the report: its settings and the names of what it selected."""
     listed = list(dict.fromkeys(names))
     return {"selector": shown(selector), "settings": settings, "count": len(listed), "names": listed}

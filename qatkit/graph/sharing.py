@@ -9,14 +9,14 @@ from torch import nn
 
 _LARGE = (
     2**16
-)  # values; smaller tensors (biases, norms, scales) are copied, since corrections write into them
+)  # number of values; smaller tensors (biases, norms, scales) are copied, since corrections write into them
 
 
 def large_parameters(module: nn.Module) -> dict[int, Any]:
-    """Returns the memo with which `copy.deepcopy` gives a copy large parameters in the same memory.
+    """Returns the memo with which `copy.deepcopy` makes a copy whose large parameters share their memory.
 
-    They are parameters of their own: the copy can be moved to another device, or given other ones. What writes into
-    them writes into the original.
+    The copy has parameters of its own, so it can be moved to another device or get other ones. Writing into them in
+    place also changes the original.
     """
     return {
         id(one): nn.Parameter(one.data, one.requires_grad)
@@ -26,7 +26,7 @@ def large_parameters(module: nn.Module) -> dict[int, Any]:
 
 
 def large_tensors(module: nn.Module) -> dict[int, Any]:
-    """Returns the memo for a copy that nothing writes into: large buffers are shared, too."""
+    """Returns the memo for a copy that is only read: large buffers are shared, too."""
     return large_parameters(module) | {id(one): one for one in module.buffers() if one.numel() >= _LARGE}
 
 
@@ -35,7 +35,7 @@ def own_unlike(module: nn.Module, others: Mapping[str, Any]) -> None:
 
     Args:
         module: a module that shares its parameters with another one.
-        others: values by the names of the parameters, as in a state_dict.
+        others: the new values by the names of the parameters, as in a state_dict.
     """
     for name, one in module.named_parameters():
         other = others.get(name)

@@ -6,8 +6,8 @@
     {"ids": ids, "mask": mask}   model(ids=.., mask=..)   (ids, mask)            "ids", "mask"
     ({"left": a, "right": b},)   model({..})              (a, b)                 "pair_left", "pair_right"
 
-Tensors may be anywhere in lists, tuples, mappings and dataclasses; anything else (a flag, None) is constant.
-A batch is anything of the example's form: `flatten` gives the tensors in the graph's order.
+Tensors may be anywhere in lists, tuples, mappings and dataclasses. Any other value (a flag, None) is constant.
+A batch is any value with the structure of the example; `flatten` returns its tensors in the graph's order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Path = tuple[str, ...]
 
 
 def arguments_of(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns positional and keyword arguments of the call that `example` stands for."""
+    """Returns the positional and keyword arguments with which a model is called for `example`."""
     if isinstance(example, Tensor):
         return (example,), {}
     if isinstance(example, Mapping):
@@ -37,7 +37,7 @@ def arguments_of(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def call(model: Callable[..., Any], example: Example) -> Any:
-    """Calls `model` with `example`."""
+    """Calls `model` with the arguments that `example` describes."""
     args, kwargs = arguments_of(example)
     return model(*args, **kwargs)
 
@@ -60,23 +60,24 @@ def unflatten(example: Example, tensors: Sequence[Tensor]) -> Example:
 
 
 def example_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Example:
-    """Returns the example for a call; positional and keyword arguments together become a mapping by name."""
+    """Returns the example for a call; with keyword arguments, it is a mapping of all arguments by name."""
     if not kwargs:
         return args[0] if len(args) == 1 and isinstance(args[0], Tensor) else args
     return arguments_by_name(signature.bind(*args, **kwargs)) if args else dict(kwargs)
 
 
 def like(example: Example, batch: Any, names: Sequence[str] = ("input",)) -> tuple[Tensor, ...]:
-    """Returns the tensors of `batch` in the order of `example`: of its form (mappings in any order), or flat.
+    """Returns the tensors of `batch` in the order of the tensors in `example`.
 
     Args:
         example: the example that the graph was made with.
-        batch: of the same form, a sequence of all tensors, or a mapping by `names`. Values other than tensors are
-            ignored; a tensor where `example` has none (labels, a mask that it was called without) is rejected.
-        names: of the graph's inputs.
+        batch: a value with the structure of `example` (keys of mappings in any order), a sequence of all tensors, or a
+            mapping of them by `names`. Values other than tensors are ignored. A tensor where `example` has none (such
+            as labels, or a mask that the example lacks) is rejected.
+        names: the names of the graph's inputs.
 
     Raises:
-        ConfigError: another form.
+        ConfigError: `batch` has another structure.
     """
     found = _paired(example, batch)
     if found is None and isinstance(batch, Mapping) and set(names) == set(batch):
@@ -90,7 +91,7 @@ def like(example: Example, batch: Any, names: Sequence[str] = ("input",)) -> tup
 
 
 def _paired(example: Any, batch: Any) -> list[Any] | None:
-    """Returns the values of `batch` in the places of `example`'s tensors; None if a place is missing."""
+    """Returns the values of `batch` at the places where `example` has tensors; None if a place is missing."""
     if isinstance(example, Tensor):
         return [batch] if isinstance(batch, Tensor) else None
     parts, given = _parts(example), _parts(batch)
@@ -108,7 +109,7 @@ def inputs_of(graph_module: fx.GraphModule, batch: Any) -> tuple[Tensor, ...]:
     """Returns the tensors of `batch` in the order of the graph's inputs: by name from a mapping, else in given order.
 
     Raises:
-        ConfigError: another number of tensors than the graph has inputs.
+        ConfigError: the numbers of tensors and of the graph's inputs differ.
     """
     names = graph_inputs(graph_module)
     if isinstance(batch, Mapping):
@@ -128,13 +129,13 @@ def graph_inputs(graph_module: nn.Module) -> tuple[str, ...]:
 
 
 def graph_axes(graph_module: nn.Module, tensors: Sequence[Tensor]) -> tuple[int | None, ...]:
-    """Returns the batch axis of each of a graph's inputs, as its capture found them; else guessed from `tensors`."""
+    """Returns the batch axis of each input: as the capture found it or, without this information, from `tensors`."""
     found = getattr(graph_module, "meta", {}).get("batch_axes")
     return batch_axes(tensors) if found is None else tuple(found)
 
 
 def batch_multiple(graph_module: nn.Module) -> int:
-    """Returns the number that the sizes of a graph's batches must be multiples of."""
+    """Returns the number by which all batch sizes of a graph must be divisible."""
     return int(getattr(graph_module, "meta", {}).get("batch_multiple", 1))
 
 
@@ -144,7 +145,7 @@ def on(device: torch.device, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def on_device(batch: Example, device: torch.device) -> Example:
-    """Moves a batch to a device, keeping its form."""
+    """Moves a batch to a device and keeps its structure."""
     return unflatten(batch, on(device, flatten(batch)))
 
 
@@ -152,7 +153,7 @@ def input_names(model: nn.Module, example: Example) -> tuple[str, ...]:
     """Returns names of `example`'s tensors for `model`: "input" for a single image, or the arguments of forward.
 
     Raises:
-        ConfigError: `example` is no call of `model.forward`, or holds no tensor.
+        ConfigError: `example` does not fit the arguments of `model.forward`, or has no tensor.
     """
     args, kwargs = arguments_of(example)
     if not flatten(example):
@@ -173,7 +174,7 @@ def input_names(model: nn.Module, example: Example) -> tuple[str, ...]:
 
 
 def arguments_by_name(bound: inspect.BoundArguments) -> dict[str, Any]:
-    """Returns the bound arguments by name; those of **kwargs by their own."""
+    """Returns the bound arguments by name; arguments in **kwargs have their own names."""
     found: dict[str, Any] = {}
     for name, value in bound.arguments.items():
         if bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
@@ -184,7 +185,7 @@ def arguments_by_name(bound: inspect.BoundArguments) -> dict[str, Any]:
 
 
 def _form(example: Any) -> str:
-    """Describes the example's form for messages: each value's place and shape."""
+    """Describes the structure of an example for messages: the place and the shape of each value."""
     if isinstance(example, Tensor):
         return f"Tensor{list(example.shape)}"
     if isinstance(example, Mapping):
@@ -195,7 +196,7 @@ def _form(example: Any) -> str:
 
 
 def output_leaves(result: Any) -> tuple[tuple[str, ...], tuple[Tensor, ...], tuple[str, ...]]:
-    """Returns names and tensors of a model's outputs, and the places of outputs other than tensors and None."""
+    """Returns the names and the tensors of a model's outputs, and the places of outputs other than tensors and None."""
     if isinstance(result, Tensor):
         return ("output",), (result,), ()
     found = [(path, value) for path, value in leaves(result) if value is not None]
@@ -207,12 +208,12 @@ def output_leaves(result: Any) -> tuple[tuple[str, ...], tuple[Tensor, ...], tup
 
 
 def leaf_names(paths: Iterable[Path]) -> tuple[str, ...]:
-    """Returns names of several outputs by their places: "scores", "maps_levels_0", "output_1"."""
+    """Returns names of several outputs, made from their places: "scores", "maps_levels_0", "output_1"."""
     return unique("_".join(path if not path[0].isdigit() else ("output", *path)) for path in paths)
 
 
 def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yields (path, leaf) of nested lists, tuples, mappings and dataclasses; a named tuple's fields by their names."""
+    """Yields (path, leaf) of nested lists, tuples, mappings and dataclasses; named tuples have field names."""
     parts = _parts(value)
     if parts is None:
         yield path, value
@@ -236,7 +237,7 @@ def _parts(value: Any) -> list[tuple[str, Any]] | None:
 
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Returns `value` with every leaf changed and the types of its containers kept."""
+    """Returns `value` with `change` applied to every leaf; containers keep their types."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, Mapping):
@@ -253,7 +254,7 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def unique(names: Iterable[str]) -> tuple[str, ...]:
-    """Returns unique names that a file may hold: characters other than letters and digits become "_"."""
+    """Returns unique names that are valid in a file: characters other than letters and digits become "_"."""
     found: list[str] = []
     for name in names:
         plain = re.sub(r"\W", "_", name) or "_"
@@ -262,17 +263,19 @@ def unique(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def batch_axes(tensors: Sequence[Tensor]) -> tuple[int | None, ...]:
-    """Returns the batch axis of each tensor: the first one, if it is as long as that of the first tensor with axes.
+    """Returns the batch axis of each tensor: 0 if its first axis has the size of the batch, else None.
 
-    A tensor without that length (a mask of positions, a temperature) has none.
+    The size of the batch is that of the first axis of the first tensor with axes. A mask of positions or a temperature
+    has no batch axis.
     """
     size = next((len(tensor) for tensor in tensors if tensor.ndim), None)
     return tuple(0 if tensor.ndim and len(tensor) == size else None for tensor in tensors)
 
 
 def batch_size(tensors: Sequence[Tensor], axes: Sequence[int | None] | None = None) -> int:
-    """Returns the number of images in `tensors`, along the first of `axes` that is not None; 1 if no tensor
-    has an axis.
+    """Returns the number of samples in `tensors`; 1 if no tensor has a batch axis.
+
+    It is the size along the first of `axes` that is not None.
     """
     chosen = [None] * len(tensors) if axes is None else axes
     along = (t.shape[axis] for t, axis in zip(tensors, chosen, strict=True) if axis is not None)
@@ -282,7 +285,7 @@ def batch_size(tensors: Sequence[Tensor], axes: Sequence[int | None] | None = No
 def resized(
     tensors: Sequence[Tensor], size: int, axes: Sequence[int | None] | None = None
 ) -> tuple[Tensor, ...]:
-    """Returns `tensors` with `size` rows along their batch axes, the given rows repeated."""
+    """Returns `tensors` with size `size` along their batch axes; their samples are repeated as needed."""
     chosen = batch_axes(tensors) if axes is None else axes
     return tuple(
         tensor if axis is None else tensor.index_select(axis, _rows(size, tensor.shape[axis], tensor.device))
@@ -297,14 +300,14 @@ def _rows(size: int, given: int, device: torch.device) -> Tensor:
 def other_values(tensors: Sequence[Tensor], seed: int, *, whole: bool = True) -> tuple[Tensor, ...]:
     """Returns tensors of the same shapes with other values of the same kind.
 
-    Floats get noise of their own spread. Whole numbers (integers, booleans, floats that count or name something) are
-    shuffled within each tensor, so all lie in the range of the example. If a model does not accept them in any order
-    (columns that index tables of different sizes, offsets that have to rise), `whole` is False.
+    Noise with the standard deviation of the values is added to floats. Whole numbers (integers, booleans,
+    floats that count or name something) are shuffled within each tensor, so they stay in the range of the example.
 
     Args:
-        tensors: as given.
-        seed: of the noise.
-        whole: whether whole numbers are shuffled.
+        tensors: the given tensors.
+        seed: the seed of the noise.
+        whole: whether whole numbers are shuffled. Some models need them in the given order (columns that index tables
+            of different sizes, offsets that have to increase).
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -324,7 +327,7 @@ def other_values(tensors: Sequence[Tensor], seed: int, *, whole: bool = True) ->
 
 
 def is_whole(tensor: Tensor) -> bool:
-    """Returns whether a tensor is of another type than float, or holds three or more different whole numbers."""
+    """Returns whether a tensor is not floating-point, or has only whole numbers, at least three different ones."""
     if not tensor.is_floating_point():
         return True
     return bool((tensor == tensor.round()).all()) and len(tensor.unique()) > _FLAGS

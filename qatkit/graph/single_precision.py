@@ -1,11 +1,11 @@
 """Turns a model of another floating-point type (half, bfloat16, double) into one of float32.
 
-    model.half(), and x.to(torch.float16), x.half(), torch.zeros(..., dtype=torch.float16) inside of it
-    → a float32 copy whose forward reads each of these types as float32
+    model.half(), and x.to(torch.float16), x.half(), torch.zeros(..., dtype=torch.float16) in its code
+    → a float32 copy whose forward treats each of these types as float32
 
-Converting only its parameters would not be enough: a model that casts its inputs would combine its float32
-weights with halves. A result that still has such a type (from a NumPy array of doubles, say) is converted to
-float32 too.
+Converting only the parameters would not be enough: a model that casts its inputs would combine float32 weights with
+half-precision inputs. A result that still has another type (from a NumPy array of doubles, say) is converted to float32
+too.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _OLD_NAMES = {"Half": torch.float16, "BFloat16": torch.bfloat16, "Double": torch
 
 
 def in_single_precision(model: nn.Module) -> tuple[nn.Module, list[torch.dtype]]:
-    """Returns a float32 copy of `model` and the types of its parameters and buffers; `model` itself if they
-    are float32.
+    """Returns a float32 copy of `model`, and the other floating-point types that it had.
 
-    A model whose only doubles are buffers (tables that were computed exactly) does not count as a model of doubles.
+    If there are none, `model` itself is returned. A model in which only buffers are doubles (tables that were computed
+    exactly) counts as a float32 model.
     """
     found = {one.dtype for one in model.parameters() if one.is_floating_point()}
     found |= {one.dtype for one in model.buffers() if one.dtype in _SHORT}
@@ -58,7 +58,7 @@ def in_single_precision(model: nn.Module) -> tuple[nn.Module, list[torch.dtype]]
 
 
 class _Single(TorchFunctionMode):
-    """A mode that reads these types as float32 in every call."""
+    """A mode that treats these types as float32 in every call."""
 
     def __init__(self, types: Set[torch.dtype]) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Stub: opens what hides arithmetic, so that quantization reaches inside.
+"""Stub: opens modules and functions that hide arithmetic, so that quantization reaches inside.
 
-A rule looks at a node and rewrites it (None), says why it can't, or finds that it is not meant (""). The
+A rule returns None after it has rewritten its node, the reason if it can't, or "" if it does not apply. The
 twins equal the originals to 1e-5 and take over their parameters.
 
     MultiheadAttention(x, x, x)  →  qkv Linear, MatMul, Softmax, MatMul, out_proj Linear
@@ -9,7 +9,7 @@ twins equal the originals to 1e-5 and take over their parameters.
     relative positions of MViT   →  MatMuls with tables, a Pad and an Add
     shortcut of MViT, in place   →  Add
     hardswish(x)                 →  x · hardsigmoid(x)
-    silu(x), where it is asked   →  x · sigmoid(x)
+    silu(x), where selected      →  x · sigmoid(x)
     x.mean((2, 3))               →  global average pool, flatten
     einsum("…ID,…JD->…IJ", a, b) →  MatMul (and "…IJ,…JD->…ID")
     F.layer_norm(x, …, γ, β)     →  LayerNorm
@@ -18,7 +18,7 @@ twins equal the originals to 1e-5 and take over their parameters.
     relu(relu(x))                →  relu(x)
     x + 0, sum([x]), x * 1       →  x
 
-Rules that need the size of a tensor find it only if an example was given.
+Rules that need the size of a tensor apply only if an example was given.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ from qatkit.graph.trace import propagate, tidy, trace
 
 
 def stub(model: nn.Module, example: Example, silu_in_int8: Iterable[str] = ()) -> PassResult:
-    """Applies every rule to every node; records the graph of `model` first if it is none yet.
+    """Applies every rule to every node; records the graph of `model` first if it is not a graph yet.
 
     Args:
         model: the float model, or its graph.
-        example: one input of the real shape [N, C, H, W].
+        example: an example input with the real shapes, such as an image [N, C, H, W].
         silu_in_int8: patterns (`qatkit.graph.selectors`) of SiLUs that become a Sigmoid and a Mul, which have int8
-            kernels; the others stay one float operator.
+            kernels; other SiLUs stay one float operator.
 
     Raises:
-        ConfigError: a pattern that matches no SiLU.
+        ConfigError: a pattern matches no SiLU.
     """
     graph_module = trace(model, example)
     propagate(graph_module, example)
@@ -93,14 +93,15 @@ def _open_gated(gate: Callable[[Tensor], Tensor]) -> Callable[[fx.Node], str | N
 
 
 def _merge_patches(node: fx.Node) -> str | None:
-    """Rewrites the merging of every second row and column into channels: four strided slices and a Cat, or
-    one permute.
+    """Rewrites the merging of every second row and column into channels.
+
+    Four strided slices and a Cat become one reshape, permute and reshape.
     """
     shape = shape_of(node.args[0])
     if shape is None or len(shape) < 4 or shape[-3] % 2 or shape[-2] % 2 or has_free_axes(node):
         return ""
     *before, rows, columns, channels = shape[1:]
-    axis = len(before) + 1  # of the rows; frames of a clip come before
+    axis = len(before) + 1  # the axis of the rows, after the frames of a clip
     order = (*range(axis), axis, axis + 2, axis + 3, axis + 1, axis + 4)
     graph, name = node.graph, site(node)
     with graph.inserting_before(node):
@@ -117,7 +118,7 @@ def _merge_patches(node: fx.Node) -> str | None:
 
 
 def _drop_empty_pad(node: fx.Node) -> str | None:
-    """Drops a padding up to a multiple that the example has already (the patches of clips)."""
+    """Removes a padding to a multiple that pads nothing for the example (the patches of clips)."""
     given = arguments(node, F.pad)
     computed = has_free_axes(node) and any(isinstance(amount, fx.Node) for amount in given["pad"])
     if not node.all_input_nodes or computed or any(known(amount) != 0 for amount in given["pad"]):
@@ -141,7 +142,10 @@ def _drop_second_clamp(node: fx.Node) -> str | None:
 
 
 def _drop_neutral(number: int) -> Callable[[fx.Node], str | None]:
-    """Returns a rule that drops an Add of 0 or a Mul by 1 (Python's `sum` starts with one) before an activation."""
+    """Returns a rule that removes an Add or Mul whose other operand is `number`, 0 or 1, so that it changes nothing.
+
+    Python's `sum` starts with such an Add of 0.
+    """
 
     def rule(node: fx.Node) -> str | None:
         values = [arg for arg in node.args if not (isinstance(arg, int | float) and arg == number)]
@@ -221,7 +225,7 @@ def _layer_norm_module(node: fx.Node) -> str | None:
         return ""
     beside = [n for n in node.graph.nodes if n.op == "get_attr" and str(n.target).rpartition(".")[0] == path]
     if any(user is not node for read in beside for user in read.users):
-        return ""  # others read tensors of the module whose place it would take
+        return ""  # other nodes read tensors of the module that it would replace
     owner.set_submodule(path, norm)
     with node.graph.inserting_before(node):
         new = node.graph.call_module(path, (given["input"],))
@@ -240,7 +244,7 @@ def _keep_norm_from_transposes(node: fx.Node) -> str | None:
     x, shape, norm = node.args[0], shape_of(node), module_of(node)
     if shape is None or not isinstance(norm, nn.LayerNorm) or not isinstance(x, fx.Node):
         return ""
-    if len(norm.normalized_shape) > 1:  # ONNX Runtime leaves it where it is
+    if len(norm.normalized_shape) > 1:  # ONNX Runtime does not move such a norm
         return ""
     images = len(shape) == 4 and op_class(x) in ("shape", "cat") and _turned(node)
     if images and has_free_axes(node):
@@ -257,7 +261,7 @@ def _keep_norm_from_transposes(node: fx.Node) -> str | None:
             *(("unflatten", (node, 1, shape[1:3])) if images else ("flatten", (node, -2, -1)))
         )
     flat.meta["site"], back.meta["site"] = f"{path}.flatten", f"{path}.unflatten"
-    value = node.meta["value"]  # what is opened later asks for shapes
+    value = node.meta["value"]  # later rules need shapes
     back.meta["value"] = value
     flat.meta["value"] = node.meta["value"] = (
         value.flatten(1, 2) if images else value.unflatten(-1, (1, shape[-1]))
@@ -274,10 +278,9 @@ def _is_turn(x: fx.Node) -> bool:
 
 
 def _behind_a_turn(x: fx.Node) -> bool:
-    """Returns whether only shape changes, concatenations and no-ops are between an exchange of axes and the
-    readers of `x`.
+    """Returns whether `x` is an exchange of axes, followed only by shape changes, concatenations and no-ops.
 
-    Also true if `x` is the sum after an exchange of axes, as where tokens are mixed.
+    Also true if `x` is the sum of a tensor and an exchange of axes, as in mixers of tokens.
     """
     if op_class(x) == "shape" and turns_axes(x):
         return True

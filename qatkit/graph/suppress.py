@@ -1,8 +1,8 @@
-"""Non-maximum suppression of a fixed size: returns the scores with `DROPPED` in place of those of suppressed boxes.
+"""Non-maximum suppression of a fixed size: returns all scores, with `DROPPED` for suppressed boxes.
 
-torchvision's returns as many indices as boxes are kept, which depends on values. Here all sizes are known beforehand,
-so a detector of two stages is one graph for any batch: a TopK after it selects a fixed number of boxes. In ONNX it is
-NonMaxSuppression followed by a ScatterND (`qatkit.export.suppression`).
+torchvision's function returns as many indices as boxes are kept, which depends on values. Here all sizes are known
+beforehand, so that a two-stage detector is one graph for any batch: a TopK afterwards selects a fixed number of boxes.
+In ONNX it is NonMaxSuppression followed by a ScatterND (`qatkit.export.suppression`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# The score of a dropped box, far below every logit; float16 holds it. Half of it separates dropped boxes from others.
+# The score of a dropped box, which is far below every logit and which float16 can represent. Half of it separates
+# dropped boxes from others.
 DROPPED = -20000.0
 
 
@@ -19,15 +20,15 @@ def suppress(
 ) -> Tensor:
     """Returns `scores` with `DROPPED` for each box that is not valid or overlaps a better one of its group too much.
 
-    No gradient flows through it.
+    No gradient flows through the function.
 
     Args:
-        boxes: corners, [N, boxes, 4].
-        scores: [N, boxes], in any unit, above `DROPPED` / 2.
-        valid: which boxes take part, [N, boxes] of booleans.
+        boxes: the corners of the boxes, [N, boxes, 4].
+        scores: the scores of the boxes, [N, boxes], in any unit, above `DROPPED` / 2.
+        valid: whether each box takes part, [N, boxes] of booleans.
         groups: sizes of consecutive groups of boxes, such as the levels of a feature pyramid.
         overlap: maximum intersection over union with a better box.
-        most: maximum number of boxes kept per group, best first; of equal scores, the first.
+        most: maximum number of boxes kept per group, best first; among equal scores, the first box is better.
     """
     found: Tensor = torch.ops.qatkit.suppress(boxes.detach(), scores.detach(), valid, groups, overlap, most)
     return found

@@ -1,8 +1,7 @@
 """Names of tensors for the quantizers of a prepared graph, by which external encodings are matched.
 
-In a PyTorch model an activation is called by its site, and a weight by its path in the model
-("layer1.0.conv1.weight"). For an imported ONNX file the file's own names are used
-(`qatkit.importing.tensor_names`).
+In a PyTorch model the name of an activation is its site, and the name of a weight is its path in the model
+("layer1.0.conv1.weight"). For an imported ONNX file, the names in the file are used (`qatkit.importing.tensor_names`).
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ class TensorNames:
     """Names of a model's tensors.
 
     Attributes:
-        activations: names by the site of the quantizer whose range they have, the best first.
-        weights: names by the path that `quantized_weights` gives.
-        tensors: all names of the model, with a quantizer or without.
-        nodes: names of the nodes that quantize in a file that qatkit exported, by site.
+        activations: for each site of a quantizer, the names of the tensors that have its range, best name first.
+        weights: for each path in `quantized_weights`, the names of the weight.
+        tensors: the names of all tensors of the model, with or without a quantizer.
+        nodes: for each site, the name of the quantize node in a file that qatkit exports.
     """
 
     activations: dict[str, list[str]]
@@ -34,7 +33,7 @@ class TensorNames:
 
 
 def names_of_graph(graph_module: fx.GraphModule) -> TensorNames:
-    """Returns the names of a model without a file."""
+    """Returns the tensor names of a model that was not imported from a file."""
     quantizers = [node for node in graph_module.graph.nodes if is_quantizer(node)]
     activations = {str(node.meta[QUANTIZES]): [str(node.meta[QUANTIZES])] for node in quantizers}
     nodes = {str(node.meta[QUANTIZES]): str(node.target) for node in quantizers}
@@ -48,11 +47,12 @@ def names_of_graph(graph_module: fx.GraphModule) -> TensorNames:
 
 
 def best_first(found: Iterable[tuple[bool, int, str]]) -> list[str]:
-    """Returns names in order: where the range ends before those that only move its values, after an absorbed
-    node first.
+    """Returns names of tensors with one range, best first and without duplicates.
+
+    Tensors whose values were not moved come first. Among them, those after more absorbed nodes come first.
 
     Args:
-        found: whether values were moved, how many nodes were absorbed, and the name.
+        found: for each name, whether values were moved, how many nodes were absorbed, and the name.
     """
     ordered = sorted(found, key=lambda one: (one[0], -one[1]))
     return list(dict.fromkeys(name for _, _, name in ordered))

@@ -1,8 +1,8 @@
-"""Traces an nn.Module into the one graph: torch.fx with the model's own modules as nodes.
+"""Traces an nn.Module into a torch.fx graph that all passes use, with the model's own modules as nodes.
 
-Every node gets a `site`, the name by which overrides, reports and ONNX tensors call it: the module's path
-for modules ("layer1.0.conv1"), the enclosing module's path and the operator for functions
-("layer1.0.add"; a second one in the same module is "layer1.0.add_1").
+Every node gets a `site`, its name in overrides, reports and ONNX tensors. For a module it is the module's path
+("layer1.0.conv1"). For a function it is the enclosing module's path and the operator ("layer1.0.add"; a second one
+in the same module is "layer1.0.add_1").
 """
 
 from __future__ import annotations
@@ -34,23 +34,28 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 def trace(model: nn.Module, example: Example, dynamic_axes: Wanted = "none") -> fx.GraphModule:
     """Returns the graph of a copy of `model`, recorded as it runs on `example` (`qatkit.graph.capture`).
 
-    A graph of ours is returned unchanged.
+    If `model` is already such a graph, it is returned unchanged.
 
     Args:
-        dynamic_axes: as `qatkit.graph.capture.model.capture`.
+        model: the model.
+        example: an example input of the model.
+        dynamic_axes: see `qatkit.graph.capture.model.capture`.
 
     Raises:
-        ConfigError: the model has control flow that depends on data; names the module and the line.
+        ConfigError: the model has control flow that depends on data (the message names the module and the line), or
+            the model or an axis of `dynamic_axes` fails as described at `capture`.
     """
     return cast(fx.GraphModule, model) if is_traced(model) else _captured(model, example, dynamic_axes)
 
 
 def is_traced(model: nn.Module) -> bool:
-    """Returns whether `model` is a graph of ours; other graphs (a feature extractor) are models like any other."""
+    """Returns whether `trace` made `model`; other graphs, such as feature extractors, are ordinary models."""
     return isinstance(model, fx.GraphModule) and "outputs" in getattr(model, "meta", {})
 
 
-@torch.inference_mode(False)  # whatever mode the caller is in: the tensors made here will be trained
+@torch.inference_mode(
+    False
+)  # tensors made here will be trained, so the caller's inference mode must not apply
 def _captured(model: nn.Module, example: Example, dynamic_axes: Wanted) -> fx.GraphModule:
     duplicate = with_twins(copy_of(model))
     graph_module = capture(duplicate, example, dynamic_axes)
@@ -73,8 +78,8 @@ def _captured(model: nn.Module, example: Example, dynamic_axes: Wanted) -> fx.Gr
 def copy_of(model: nn.Module) -> nn.Module:
     """Returns a copy of a model.
 
-    Computed tensors (of weight_norm's hook, in a cache) are copied as values, and objects that can't be copied
-    are shared. The copy's hooks, and the functions that it holds otherwise, refer to the copy.
+    Computed tensors (such as those of weight_norm's hook, or in a cache) are copied as values, and objects that can't
+    be copied are shared. The copy's hooks and other functions refer to the copy.
     """
     memo = what_copies_share(model)
     copied = copy.deepcopy(model, memo)
@@ -83,7 +88,7 @@ def copy_of(model: nn.Module) -> nn.Module:
 
 
 def what_copies_share(model: nn.Module) -> dict[int, Any]:
-    """Returns the memo that `copy.deepcopy` copies a model with (`copy_of`)."""
+    """Returns the memo for `copy.deepcopy` with the objects that a model and its copy share (`copy_of`)."""
     memo: dict[int, Any] = {}
     for module in model.modules():
         for value in attributes_of(module).values():
@@ -94,7 +99,7 @@ def what_copies_share(model: nn.Module) -> dict[int, Any]:
 
 
 def _can_be_copied(value: Any, memo: dict[int, Any]) -> bool:
-    """Returns False for a scripted function, a lock, a generator and anything else whose copy raises."""
+    """Returns whether a value can be copied; scripted functions, locks and generators, for example, cannot."""
     try:
         copy.deepcopy(value, dict(memo))
     except Exception:
@@ -103,10 +108,10 @@ def _can_be_copied(value: Any, memo: dict[int, Any]) -> bool:
 
 
 def _call_batch_norms(graph: fx.Graph, model: nn.Module, home: nn.Module) -> None:
-    """Replaces F.batch_norm with the statistics of a BatchNorm that has a forward of its own (timm's) by a
-    module call.
+    """Replaces calls of F.batch_norm with a BatchNorm's statistics by module calls.
 
-    The called module, in `home`, is that BatchNorm of `model` as the plain type that it is derived from.
+    Such calls come from subclasses of BatchNorm with a forward of their own (timm's). The called module is added to
+    `home`; it is the BatchNorm of `model` converted to the plain type from which it is derived.
     """
     for node in [n for n in graph.nodes if n.target is F.batch_norm]:
         mean = node.args[1] if len(node.args) > 1 else node.kwargs.get("running_mean")
@@ -135,10 +140,10 @@ def _gather_outputs(graph_module: fx.GraphModule, kept: int) -> None:
 def name_sites(graph: fx.Graph, prefix: str = "") -> None:
     """Writes `site` into the meta of every node that has none, and `OWNER` if it is inside a one-operator module.
 
-    A one-operator module is of a type with `one_operator = True`: its first node has its name. The tracer's own
-    record of modules is removed: torch.export would read it, and it is wrong after `inline`.
+    A one-operator module has a type with `one_operator = True`, and its first node has the module's name. The tracer's
+    own record of modules is removed, since torch.export would read it and it is wrong after nodes were inlined.
     """
-    # A module's path is its first call's name, even if functions and second calls come before it.
+    # The path of a module is the name of its first call, even if functions and second calls come before it.
     paths = [str(node.target).split(".") for node in graph.nodes if node.op == "call_module"]
     taken = {prefix + ".".join(parts[: i + 1]) for parts in paths for i in range(len(parts))}
     called_once: set[str] = set()
@@ -170,13 +175,13 @@ def _is_one_operator(kind: Any) -> bool:
 
 
 def _numbered(name: str) -> Iterator[str]:
-    """Yields `name`, `name`_1, `name`_2, ..."""
+    """Yields the names NAME, NAME_1, NAME_2, ... for a given name."""
     yield name
     yield from (f"{name}_{i}" for i in itertools.count(1))
 
 
 def propagate(graph_module: fx.GraphModule, example: Example) -> None:
-    """Runs `example` in inference mode and stores each node's result, on "meta", in its meta.
+    """Runs `example` in inference mode and stores each node's result, on the meta device, in the node's meta.
 
     Only shapes and types are kept, so Convs and Linears need not be computed (`qatkit.graph.capture.sizes`).
     """
@@ -202,7 +207,7 @@ def propagate(graph_module: fx.GraphModule, example: Example) -> None:
 
 def tidy(graph_module: fx.GraphModule) -> None:
     """Removes dead nodes and modules that are not called, and generates the code again."""
-    for node in reversed(list(graph_module.graph.nodes)):  # readers of a replaced module first
+    for node in reversed(list(graph_module.graph.nodes)):  # erase the readers of a replaced module first
         pure = node.op == "get_attr" or (node.op in ("call_function", "call_method") and not node.is_impure())
         if pure and not node.users:
             graph_module.graph.erase_node(node)

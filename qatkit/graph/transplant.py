@@ -1,4 +1,4 @@
-"""Carries ranges and corrections of a prepared graph over to another one of the same model, with other floats."""
+"""Copies ranges and corrections of a prepared graph to another graph of the same model with other float operators."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Replaces modules that can't be traced by equivalent plain ones with the same parameters.
 
-    TransformerEncoderLayer   its inference shortcut branches on the input; here attention, norms and Linears
-    TransformerEncoder        the same, around a loop over its layers
-    FrozenBatchNorm2d         arithmetic on buffers (detection backbones): the BatchNorm2d that it was
-    other BatchNorms          `qatkit.graph.norms`
-    Bilinear, LSTMCell, ...   products inside a leaf: `qatkit.graph.open_modules`
+    TransformerEncoderLayer   its fast path in inference branches on the input; the twin is attention, norms and Linears
+    TransformerEncoder        it has such a fast path too; the twin is a loop over its layers
+    FrozenBatchNorm2d         arithmetic on buffers (in detection backbones); replaced by the BatchNorm2d that it was
+    other BatchNorms          see `qatkit.graph.norms`
+    Bilinear, LSTMCell, ...   products inside a leaf; see `qatkit.graph.open_modules`
 
 Paths and names of parameters stay the same.
 """
@@ -47,13 +47,13 @@ class _Encoder(nn.TransformerEncoder):
         is_causal: bool | None = None,
     ) -> Tensor:
         for layer in self.layers:
-            # `is_causal` is a hint at what the mask holds, so nothing is lost without it.
+            # `is_causal` is only a hint about the mask, so it can be left out.
             src = layer(src, src_mask=mask, src_key_padding_mask=src_key_padding_mask)
         return src if self.norm is None else cast(Tensor, self.norm(src))
 
 
 def _with_forward_of(twin: type[nn.Module]) -> Callable[[nn.Module], nn.Module]:
-    """Returns a rule that gives a module derived from `twin` the twin's forward and keeps its type's other methods."""
+    """Returns a rule that gives a module the forward of `twin` and keeps the other methods of its type."""
 
     def replace(module: nn.Module) -> nn.Module:
         kind = type(type(module).__name__, (twin, type(module)), {"__module__": twin.__module__})
@@ -69,7 +69,7 @@ def _thaw(module: nn.Module) -> nn.Module:
     return norm.requires_grad_(False).eval()
 
 
-# Keyed by the forward that is replaced: a derived module with another forward is left alone.
+# Rules by the type whose forward is replaced; a subclass with another forward is not changed.
 _RULES: dict[type[nn.Module], Callable[[nn.Module], nn.Module]] = {
     nn.TransformerEncoderLayer: _with_forward_of(_EncoderLayer),
     nn.TransformerEncoder: _with_forward_of(_Encoder),
@@ -82,7 +82,7 @@ _RULES: dict[type[nn.Module], Callable[[nn.Module], nn.Module]] = {
 
 
 def with_twins(model: nn.Module) -> nn.Module:
-    """Replaces every module of `model` that has a twin by it, in place; returns the model."""
+    """Replaces every module of `model` that has a twin by its twin, in place; returns the model."""
     for path, module in list(model.named_modules()):
         rule = next(
             (r for t, r in _RULES.items() if isinstance(module, t) and _plain(module, t)), as_batch_norm

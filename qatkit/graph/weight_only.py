@@ -1,6 +1,6 @@
 """Quantizes large weights of operators without an int8 kernel in ONNX Runtime.
 
-They are int8 in the file with one scale per row, and the operators compute in float:
+In the file these weights are int8 with one scale per row, and the operators compute in float:
 
     Embedding          its table; rows of bytes are looked up
     LSTM, GRU, RNN     the weights of every layer and direction
@@ -39,10 +39,10 @@ _SAID = {
 def quantize_weights_alone(
     graph_module: fx.GraphModule, chosen: Overrides, backend: Backend, quantizers: Quantizers
 ) -> list[tuple[str, str]]:
-    """Gives these operators quantized weights, except those that an override leaves float.
+    """Quantizes the weights of these operators, unless an override keeps them float.
 
     Returns:
-        (site, note on its quantization) of each operator to report.
+        (site, note on its quantization) for each operator to report.
     """
     notes, known = [], constants(graph_module.graph)
     guarded = {
@@ -64,18 +64,18 @@ def quantize_weights_alone(
             new = _quantized(module, _TYPES[kind], spec, quantizers)
             fix_weights(new, *chosen.of_weight(node))
             graph_module.set_submodule(str(node.target), new)
-        if not backend.weights_alone or kind != "embedding":  # there every table is packed
+        if not backend.weights_alone or kind != "embedding":  # with `weights_alone` all tables are packed
             notes.append((site(node), _SAID[kind]))
     return notes
 
 
 def _spec(module: nn.Module, spec: QuantSpec, backend: Backend, guarded: Collection[object]) -> QuantSpec:
-    """Returns the spec of these weights: a scale per row, or a packed table's as everywhere."""
+    """Returns the spec of the weights of `module`: one scale per row, or for a packed table the usual spec."""
     if not backend.weights_alone:
         return replace(spec, granularity=PerChannel(0), pairs=_shares_guarded(module, guarded))
     if isinstance(module, nn.Embedding):
         return spec
-    # Fewer bits would be stored in bytes as well.
+    # Weights with fewer bits would be stored in bytes too.
     return QuantSpec("int8", symmetric=True, granularity=PerChannel(0))
 
 
@@ -104,7 +104,7 @@ def _why_not(module: nn.Module, backend: Backend) -> str:
 def _quantized(
     module: nn.Module, kind: type[nn.Module], spec: QuantSpec, quantizers: Quantizers
 ) -> nn.Module:
-    """Returns `module` as one of `kind`, with the same parameters."""
+    """Returns `module` converted to type `kind`, with the same parameters and with quantizers."""
     new = with_the_same_parameters(module, kind)
 
     def quantizer(name: str) -> WeightFakeQuantize:
@@ -112,7 +112,7 @@ def _quantized(
         return quantizers.weight(spec, weight.shape).to(weight.device)
 
     if isinstance(module, nn.RNNBase):
-        del new.__dict__["_flat_weights"]  # computed from now on
+        del new.__dict__["_flat_weights"]  # it is a computed property of the new type
         new.weight_fake_quants = nn.ModuleDict({name: quantizer(name) for name in weight_names(module)})
     else:
         new.weight_fake_quant = quantizer("weight")

@@ -13,8 +13,8 @@ from typing import Any
 from qatkit.config.schema.model import DRAWN
 from qatkit_verify.bundle.ports import Port
 from qatkit_verify.classification import names_of
+from qatkit_verify.errors import counted
 from qatkit_verify.fitting import by_sides
-from qatkit_verify.table import counted
 
 _WORST = 10  # classes in the table
 

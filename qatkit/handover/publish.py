@@ -242,7 +242,7 @@ class _Upload:
             if name != MANIFEST:
                 self.store.put_file(str(path), f"{self.target}/{name}")
                 if self.store.size(f"{self.target}/{name}") != path.stat().st_size:
-                    raise OSError(f"{name} did not arrive whole")
+                    raise OSError(f"{name} was not uploaded completely")
         if self._read(self.claim) != mine:
             raise self._at_work()
         with suppress(FileExistsError):

@@ -79,8 +79,9 @@ class FloatFile:
         allowed = f"a model with one input, float32 images [{', '.join(layout.upper())}] of 1 or 3 channels"
         hint = "data=arrays supports any inputs"
         if len(self.inputs) != 1:
-            names = ", ".join(one.name for one in self.inputs) or "none"
-            raise ConfigError("onnx", self.path, f"{allowed}; this one has the inputs {names} ({hint})")
+            names = ", ".join(one.name for one in self.inputs)
+            has = f"the inputs {names}" if names else "no inputs"
+            raise ConfigError("onnx", self.path, f"{allowed}; this one has {has} ({hint})")
         (only,) = self.inputs
         other = next(one for one in LAYOUTS if one != layout)
         if image_input(self.inputs, other) is not None:

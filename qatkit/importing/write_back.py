@@ -184,7 +184,7 @@ class _Writer:
         if self.regions.loses(region_of(step)):
             raise refused(
                 self.model.file,
-                f"node '{step.name}' is quantized inside, which one node of a file cannot express",
+                f"the inside of node '{step.name}' is quantized, which a single node cannot express",
             )
         if step.branches:
             self._captured(step, edges)

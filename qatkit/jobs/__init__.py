@@ -1,1 +1,1 @@
-"""The jobs of the commands, one file per job or stage; `pipeline` holds the order of the stages of a training run."""
+"""The jobs of the commands, one file per job or stage; `pipeline` has the order of the stages of a training run."""

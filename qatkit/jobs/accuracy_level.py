@@ -1,10 +1,10 @@
-"""Chooses the accuracy level of a file's products with packed weights, where another than 0 may apply.
+"""Chooses the accuracy level of a file's products with packed weights, if a level other than 0 is allowed.
 
-    file at level 0 ── rounded copy ── both in turns on calibration samples ──> the one that ships
+    file at level 0 ── rounded copy ── both in turns on calibration samples ──> the chosen file
 
-The module computes level 0, so parity is checked at level 0 whatever ships (`qatkit.verify.checks.exact`). A
-language model's decoder has a choice of its own (`qatkit.jobs.decoder`), and the file of whole windows that
-comes with it stays at level 0.
+The module computes level 0, so parity is always checked at level 0 (`qatkit.verify.checks.exact`). The level
+of a language model's decoder is chosen separately (`qatkit.jobs.decoder`). The model's file for whole windows
+stays at level 0.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from qatkit.verify.checks.exact import LEVEL
 from qatkit_verify.files import whole
 
 KEY = "export.accuracy_level"
-_SAMPLES = 512  # on which both levels are compared, at most
+_SAMPLES = 512  # limit of samples on which both levels are compared
 
 
 class ChooseLevel(Conditional):
-    """Applies the requested level, or the one that pays on this machine."""
+    """Applies the requested level; with `auto`, the level that is worth its loss on this machine."""
 
     def planned(self, state: State, pace: Pace) -> Sequence[Planned]:
         if self.done(state):
@@ -82,7 +82,7 @@ def _measured(state: State, exact: Path, rounded: Path) -> LevelFigures:
 
 
 def _told(state: State, note: str, level: int | None, found: LevelFigures | None = None) -> State:
-    """Returns the state with the note and, where there is a choice, its figures, for report and manifest."""
+    """Returns the state with the note, and with the level and its figures for the report and the manifest."""
     written = state.exported
     figures = {} if level is None else {"level": level, "asked": state.run.config.export.accuracy_level}
     if found is not None:
@@ -91,6 +91,6 @@ def _told(state: State, note: str, level: int | None, found: LevelFigures | None
 
 
 def level_of_run(folder: Path) -> int:
-    """Returns the level of a finished run's file from its report."""
+    """Returns the accuracy level of a finished run's file, as its report gives it."""
     measured = (report_of(folder) or {}).get("measured") or {}
     return int((measured.get(LEVEL) or {}).get("level", FLOAT))

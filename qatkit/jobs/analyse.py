@@ -1,11 +1,11 @@
-"""The analysis stage of a run, on a finished module and its file: which side loses, which layers matter, and where.
+"""The analysis stage of a run: which side loses accuracy, which layers matter, and where the file deviates.
 
-    isolation    over `analysis.images` test images, the file in ONNX Runtime next to the simulation
-    sensitivity  the estimate, then the exact measure of the `analysis.top` most sensitive ones
+    isolation    over `analysis.images` test images: the file in ONNX Runtime, and the simulation
+    sensitivity  the estimate, then the exact measure for the `analysis.top` most sensitive layers
     tensors      over `analysis.tensors` images: float, simulated, ONNX Runtime
 
 The sums of the exact measure are stored in the run's folder after each batch, so that a killed run can
-continue.
+resume.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from qatkit_verify.session import fixed_batch, open_session, run_images
 
 
 def check_layers(module: QATModule, asked: AnalysisConfig) -> None:
-    """Checks, before the long stages, that every pattern matches something.
+    """Checks, before the long stages, that every pattern of `analysis.layers` matches a layer.
 
     Raises:
-        ConfigError: a pattern without a match, with near names.
+        ConfigError: a pattern has no match; the message suggests similar names.
     """
     if is_asked(asked):
         switches(module.graph, asked.layers)
@@ -58,9 +58,9 @@ def is_asked(asked: AnalysisConfig) -> bool:
 
 
 def planned_analysis(state: State, pace: Pace) -> Sequence[Planned]:
-    """Returns the row of the plan, where an analysis is requested.
+    """Returns the row of the plan if an analysis is requested, else ().
 
-    A measured site costs two runs of what follows it, which is half of the graph on average.
+    A measured site costs two passes of the operators after it, which are half of the graph on average.
     """
     asked = state.run.config.analysis
     if not is_asked(asked):
@@ -68,7 +68,7 @@ def planned_analysis(state: State, pace: Pace) -> Sequence[Planned]:
     images = min(asked.images, state.data.test_count)
     sites = switches(state.prepared.graph, asked.layers)
     measured = len(sites) if asked.top is None else min(asked.top, len(sites))
-    passes = {  # of the simulation: four sides; forward, backward and each error; the graph, and half of it twice
+    passes = {  # of the simulation
         "isolation": 4.0 if asked.isolation else 0.0,
         "estimate": 4.0 if asked.sensitivity != "none" else 0.0,
         f"{measured} sites": 1.0 + measured if asked.sensitivity == "exact" else 0.0,
@@ -87,7 +87,7 @@ def planned_analysis(state: State, pace: Pace) -> Sequence[Planned]:
 
 
 def analyse(run: Run, data: DataModule, module: QATModule, written: Written) -> Analysis | None:
-    """Runs the stage; returns None where nothing is requested."""
+    """Runs the analyses; returns None if none is requested."""
     if not is_asked(run.config.analysis):
         return None
     with run.stage("analysis", "analysing what quantization does"):
@@ -95,7 +95,7 @@ def analyse(run: Run, data: DataModule, module: QATModule, written: Written) -> 
 
 
 class _Stage:
-    """The data that the parts of the stage share."""
+    """The data that all analyses of a run use."""
 
     def __init__(self, run: Run, data: DataModule, module: QATModule, written: Written) -> None:
         self._run, self._data, self._module, self._written = run, data, module, written
@@ -121,7 +121,7 @@ class _Stage:
         return replace(self._drawn(found), seconds=self._seconds)
 
     def _drawn(self, found: Analysis) -> Analysis:
-        """Returns the analysis with its pictures as files, where the library for that is installed."""
+        """Returns the analysis with its pictures as files, if the library for drawing is installed."""
         if not self._asked.pictures:
             return found
         try:
@@ -172,7 +172,7 @@ class _Stage:
         )
 
     def _key(self, at: Sequence[Switch]) -> str:
-        """Returns the key of the model, its ranges, the preprocessed images, and the settings of the measurement."""
+        """Returns a key for stored sums, from the model with its ranges, the preprocessed images, and the settings."""
         first, _ = next(iter(self._data.test_subset(1, 1)))
         settings = asdict(self._run.config.data) | {"seed": self._run.config.seed}
         counted = (self._asked.images, self._asked.batch_size, [switch.key for switch in at])
@@ -197,7 +197,10 @@ class _Stage:
 
 
 def shown_tensors(found: Analysis, compared: Comparison, count: int) -> list[str]:
-    """Returns the keys of tensors whose histograms to show: the suspect, the most sensitive, the noisiest."""
+    """Returns the keys of the `count` tensors whose histograms are shown.
+
+    These are the suspect first, then the most sensitive ones, then the noisiest ones.
+    """
     suspect = [compared.suspect] if compared.suspect else []
     sensitive = [f"{row.kind} {row.site}" for row in ranked(found.sensitivity or found.estimate)]
     noisiest = sorted(compared.rows, key=lambda row: 999.0 if row.own.sqnr is None else row.own.sqnr)

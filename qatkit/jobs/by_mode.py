@@ -1,4 +1,4 @@
-"""Quantizes a float ONNX file by a mode, without a module of its integers: made, verified, reported, bundled.
+"""Quantizes a float ONNX file by a mode without a module: writes, verifies, reports and bundles the file.
 
 dynamic | static | float16 | weight_only → verify → report
 """
@@ -40,7 +40,7 @@ _LABELS = {
     "float16": "float16",
     "weight_only": "INT8 weights",
 }
-# Weights are dequantized once, when the session opens, and not on every run (figures: decision 15).
+# Weights are dequantized once when the session opens, not in each run (figures: decision 15).
 _WEIGHT_ONLY_OPTIONS = {"session.disable_quant_qdq": "1"}
 
 
@@ -50,14 +50,17 @@ Given = Sequence[int] | Mapping[str, NDArray[Any]]
 
 @dataclass(frozen=True)
 class Made:
-    """A quantized file, as described in its report.
+    """The description of a quantized file for its report.
 
     Attributes:
-        source: its origin, for people.
-        shape: an input that it accepts, [N, C, H, W], or a batch by the names of its inputs.
-        left_float: operators that the mode leaves float on purpose, names or globs.
-        without: groups of the configuration that had no effect.
-        beside: names of further files of the run.
+        mode: the mode that quantized the file.
+        source: a description of its origin.
+        shape: the shape of an input that the file accepts, [N, C, H, W], or a batch by the names of its
+            inputs.
+        left_float: the names or globs of operators that the mode leaves float on purpose.
+        notes: notes for the report.
+        without: the groups of the configuration that had no effect.
+        beside: the names of other files of the run.
     """
 
     mode: str
@@ -73,8 +76,8 @@ class Left(NamedTuple):
     """The operators that a mode leaves float.
 
     Attributes:
-        names: of operators, or globs.
-        notes: on them, for the reader of the report.
+        names: the names of the operators, or globs for them.
+        notes: notes for the report on these operators.
     """
 
     names: list[str]
@@ -82,7 +85,7 @@ class Left(NamedTuple):
 
 
 class ByMode(Always):
-    """Quantizes the float model by one of the modes of `qatkit.export.ort_modes`, without simulation."""
+    """Quantizes the float model by one of the modes of `qatkit.export.ort_modes`, without a simulation."""
 
     def planned(self, state: State, pace: Pace) -> Sequence[Planned]:
         run, first = state.run, state.run.seconds.get("export_first")
@@ -95,9 +98,9 @@ class ByMode(Always):
 
 
 def from_model(run: Run, model: Captured, data: DataModule) -> int:
-    """Exports a float model and quantizes the file by `config.export.mode`, except static.
+    """Exports a float model and quantizes the file by `config.export.mode`, which is not static.
 
-    Returns as `quantize` does.
+    Returns 0, or 1 if the file misses a bound.
 
     Raises:
         ConfigError: the mode can't quantize this model.
@@ -119,7 +122,7 @@ def from_model(run: Run, model: Captured, data: DataModule) -> int:
 
 
 def range_batches(data: DataModule, batch: int) -> list[Any]:
-    """Returns training samples in batches of one size, on which mode float16 measures the ranges of tensors."""
+    """Returns training samples in batches of `batch`, on which mode float16 measures the ranges of tensors."""
     return data.full_batches(max(_RANGE_SAMPLES, batch), batch)
 
 
@@ -130,11 +133,16 @@ def make(
     shape: Given,
     batches: Iterable[Any] = (),
 ) -> Left:
-    """Writes `target`, the float file `source` quantized by the configuration's mode, and runs it once.
+    """Quantizes the float file `source` by the configuration's mode, writes it to `target`, and runs it once.
 
     Args:
-        shape: an input that the file accepts, [N, C, H, W], or a batch by the names of its inputs.
-        batches: for calibration in mode static; for the ranges of tensors in mode float16.
+        config: the configuration.
+        source: the float file.
+        target: the path of the quantized file.
+        shape: the shape of an input that the file accepts, [N, C, H, W], or a batch by the names of its
+            inputs.
+        batches: the samples for the calibration in mode static, and for the ranges of tensors in mode
+            float16.
 
     Returns:
         The operators that the mode leaves float.
@@ -155,7 +163,7 @@ def make(
             left = ort_modes.weight_only(source, target)
         session = open_session(target, threads=config.verify.threads, options=_session_options(config, mode))
         run_images(session, shape if isinstance(shape, Mapping) else np.zeros(shape, np.float32))
-    except Exception as error:  # the tools raise any exception: the user can only choose another mode
+    except Exception as error:  # the tools may raise any exception, and the user can only choose another mode
         of_images = isinstance(error, ConfigError) and error.key.startswith("data.")
         if of_images or disk_error(error) is not None:
             raise
@@ -202,7 +210,7 @@ def finish(run: Run, data: DataModule, made: Made) -> int:
 
 
 def subject_of(config: Config, folder: Path, made: Made, data: DataModule) -> Subject:
-    """Returns the files in `folder` as the subject of the checks, still without images."""
+    """Returns the files in `folder` as the subject of the checks, without images yet."""
     mode = made.mode
     return Subject(
         folder=folder,

@@ -1,4 +1,4 @@
-"""The stages of a run that read calibration images: the algorithms before and after the ranges, and the ranges."""
+"""The stages of a run that read calibration images: the calibration, and the algorithms before and after it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Calibrate(InCheckpoint):
         config = state.run.config.calibration
         method = config.observer.rpartition(".")[2].removesuffix("Observer")
         chosen = "" if config.search == "none" else f", {config.search} of methods"
-        with undisturbed():  # a warning of too few images comes with the calibration
+        with undisturbed():  # the calibration itself warns of too few images
             count = config.images if config.random else sum(map(len, splits(state.data, state.run.config)))
         about = f"{count:,} {state.data.task.names.samples}, {method}{chosen}"
         if config.cache is not None and Path(config.cache).exists():
@@ -58,7 +58,7 @@ class Calibrate(InCheckpoint):
 
 
 def _seconds(state: State, pace: Pace) -> float:
-    """Returns the seconds of a calibration: the pass, what follows it, and the finalists of a tournament."""
+    """Returns the seconds of a calibration: the pass, the search after it, and the finalists of a tournament."""
     config, found = state.run.config, pace.calibration
     observed, held_out = splits(state.data, config)
     seconds = len(observed) * (found.each + pace.load) + found.once
@@ -70,7 +70,7 @@ def _seconds(state: State, pace: Pace) -> float:
 
 
 def _settled(run: Run, found: Calibrated) -> Run:
-    """Returns the run for all further modules: the same operators stay float in each of them."""
+    """Returns the run for later modules, in which the same operators stay float as after this calibration."""
     config = run.config
     overrides = {**config.backend.overrides, **float_overrides(found.floats)}
     cache = None if found.floats else config.calibration.cache  # it belongs to the previous module
@@ -82,10 +82,10 @@ def _settled(run: Run, found: Calibrated) -> Run:
 
 
 class _Algorithms(InCheckpoint):
-    """Runs the algorithms of one stage, where they do not compete."""
+    """Runs the algorithms of one stage, unless they compete."""
 
     stage: str
-    hook: str  # method of the module that is called with the images
+    hook: str  # the module's method that is called with the images
 
     def run(self, state: State) -> State:
         if state.run.config.algorithm_choice == "all":
@@ -123,14 +123,14 @@ class Correct(_Algorithms):
 def _with_images(run: Run, data: DataModule, stage: str, hook: Callable[..., None]) -> None:
     """Runs the algorithms of a stage, each on as many calibration images as it needs.
 
-    Partial results of long algorithms stay in the run's folder until a checkpoint holds them
+    Long algorithms keep partial results in the run's folder until a checkpoint contains the final ones
     (`forget_partial`).
     """
     for name, algorithm in algorithms_of(run.config.algorithm).items():
         if algorithm.stage != stage:
             continue
         indices = data.calibration_indices(algorithm.images, f"algorithm.{name}.images")
-        if run.config.precision.search == "auto":  # images that judge the front must not be learned from
+        if run.config.precision.search == "auto":  # without the images that judge the front
             held_out = set(splits(data, run.config)[1])
             indices = [index for index in indices if index not in held_out]
         batches, title = (
@@ -148,7 +148,7 @@ def _with_images(run: Run, data: DataModule, stage: str, hook: Callable[..., Non
 
 
 def forget_partial(run: Run) -> None:
-    """Removes the partial results of algorithms, once a checkpoint holds the final ones."""
+    """Removes the partial results of algorithms once a checkpoint contains the final ones."""
     if main_process():
         for path in partial_results(run.folder):
             path.unlink(missing_ok=True)

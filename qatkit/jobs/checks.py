@@ -1,4 +1,4 @@
-"""Checks of a job beyond the allowed values: files and code must exist, and the machine must suit."""
+"""Checks of a job in addition to allowed values: files and code must exist, and the machine must be suitable."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from qatkit_verify.foreign import Called
 from qatkit_verify.installed import install_extra
 from qatkit_verify.runtimes.base import dotted, load_runtimes
 
-_A_CORE = 16  # threads, or processes that load images: with more a machine only switches between them
+_A_CORE = 16  # limit of threads and of loading processes: more would only cause switching between them
 
 
 def check_job(config: Config, from_checkpoint: bool) -> None:
-    """Checks settings beyond their values: files must exist, and dotted paths must resolve.
+    """Checks settings in addition to their values: files must exist, and dotted paths must resolve.
 
     Args:
-        from_checkpoint: whether the job is export.py's.
+        config: the configuration of the job.
+        from_checkpoint: whether export.py started the job.
 
     Raises:
-        ConfigError: the first setting that does not fit.
+        ConfigError: a setting is unsuitable; the first one is reported.
     """
     if config.checkpoint is not None and not from_checkpoint:
         raise ConfigError(
@@ -56,7 +57,7 @@ def check_job(config: Config, from_checkpoint: bool) -> None:
 
 
 def _check_climb(config: Config) -> None:
-    """Rejects a search by the latency of a runtime that computes the whole model in float."""
+    """Rejects a search that uses the latency of a runtime that computes the whole model in float."""
     for key, kinds in (("activation_dtype", WIDE), ("bias_dtype", NARROW_BIASES)):
         if (kind := getattr(config.backend, key)) in kinds:
             raise ConfigError(
@@ -80,12 +81,12 @@ def dotted_paths(config: Config) -> list[Called]:
     paths += [("verify.checks", path) for path in config.verify.checks]
     paths += [("verify.runtimes", dotted(name)) for name in config.verify.runtimes]
     paths += [(f"algorithm.{name}.target", entry["target"]) for name, entry in config.algorithm.items()]
-    of_a_source = "." not in config.model.name or "/" in config.model.name  # a name that is no path
+    of_a_source = "." not in config.model.name or "/" in config.model.name  # a name that is not a dotted path
     return [(key, path.replace(":", ".")) for key, path in paths if key != "model.name" or not of_a_source]
 
 
 def check_machine(config: Config) -> None:
-    """Checks that the requested devices exist; Lightning would say so only after preparing data, ONNX Runtime never."""
+    """Checks that the requested devices exist: Lightning would report a missing one late, ONNX Runtime not at all."""
     cores, wanted = os.cpu_count() or 1, config.trainer
     for key, value in (("verify.threads", config.verify.threads), ("data.workers", config.data.workers)):
         if value > _A_CORE * cores:
@@ -110,15 +111,16 @@ def _devices(wanted: TrainerConfig) -> int:
     """Returns the number of devices per node; -1 means every GPU."""
     if wanted.devices != -1:
         return wanted.devices
-    import torch  # slow to import, and mistakes in the configuration should be quick to show
+    import torch  # a slow import, which should not delay messages about mistakes in the configuration
 
     return max(1, torch.cuda.device_count())
 
 
 def _check_folder(config: Config, tasks: str | None, processes: int) -> None:
-    """Requires one named folder for processes that others start.
+    """Requires output_dir for processes that a cluster or launcher starts.
 
-    Each would otherwise create a folder with its own time in the name, and wait there for the first one.
+    Otherwise each process would create a folder with its own time in the name, and wait there for the first
+    one.
     """
     several = processes > 1 and (tasks == str(processes) or "TORCHELASTIC_RUN_ID" in os.environ)
     if not (config.trainer.num_nodes > 1 or several):
@@ -134,7 +136,7 @@ def _check_devices(wanted: TrainerConfig) -> None:
     import torch
 
     found = 0 if wanted.accelerator == "cpu" else torch.cuda.device_count()
-    if found == 0 and wanted.accelerator in ("auto", "cpu"):  # any number of processes on the CPU
+    if found == 0 and wanted.accelerator in ("auto", "cpu"):  # the CPU supports any number of processes
         if wanted.devices == -1:
             raise ConfigError("trainer.devices", -1, "1 or more, since -1 means all GPUs and none is used")
     elif found == 0:
@@ -146,13 +148,13 @@ def _check_devices(wanted: TrainerConfig) -> None:
 
 
 def _check_compiler(wanted: TrainerConfig) -> None:
-    """Tests the compiler by compiling: it may lack headers, and those needed depend on the device."""
+    """Tests the compiler by compiling, since headers may be missing, and the device decides which are needed."""
     import torch
 
     device = "cuda" if wanted.accelerator != "cpu" and torch.cuda.is_available() else "cpu"
     try:
         torch.compile(lambda x: x.sin() + 1)(torch.ones(64, device=device))
-    except Exception as error:  # of the tracer, the compiler, its linker or the device
+    except Exception as error:  # any error of the tracer, the compiler, its linker or the device
         lines = str(error).splitlines()
         why = next((line.strip() for line in lines if "error:" in line), first_line(error))
         allowed = f"false, or a C++ compiler that works with torch.compile (set CXX); it failed with: {why}"

@@ -1,4 +1,4 @@
-"""The stages that choose between modules: algorithms that compete, and operators that stay float."""
+"""The stages that choose between modules: the competition of algorithms, and the choice of float operators."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from qatkit.train.module import QATModule
 
 
 class Compete(InCheckpoint):
-    """Keeps the algorithms that pay, for algorithm_choice=auto."""
+    """Keeps only the algorithms that improve the result (algorithm_choice=auto)."""
 
     def run(self, state: State) -> State:
         run = state.run
@@ -48,7 +48,7 @@ class Compete(InCheckpoint):
 
 
 class Mix(InCheckpoint):
-    """Chooses the operators that stay float: those of a point of an earlier front, or of precision=auto."""
+    """Chooses the operators that stay float: by a point of an earlier front, or by the search of precision=auto."""
 
     def run(self, state: State) -> State:
         run = state.run
@@ -80,5 +80,5 @@ class Mix(InCheckpoint):
 
 
 def _joined(state: State, floats: Iterable[str]) -> list[str]:
-    """Returns the list for the checkpoint: the operators that calibration left float, and these."""
+    """Returns the float operators for the checkpoint: those that calibration left float, followed by `floats`."""
     return list(dict.fromkeys([*state.calibrated.floats, *floats]))

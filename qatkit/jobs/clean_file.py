@@ -1,4 +1,4 @@
-"""Cleans a given ONNX file: by itself (mode=clean), or before another mode."""
+"""Cleans a given ONNX file, as a job of its own (mode=clean) or before another mode."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def clean_file(config: Config, folder: Path) -> int:
     """Writes the cleaned file and clean.json into the run's folder, and prints the changes. Returns 0.
 
     Raises:
-        ConfigError: a setting that does not fit the file, or a result that computes something else; nothing is
+        ConfigError: a setting does not fit the file, or the cleaned file computes other results; nothing is
             written.
     """
-    from qatkit.report.next_steps import after_cleaning, lines  # imports rich
+    from qatkit.report.next_steps import after_cleaning, lines  # imported late, since it imports rich
 
     with protected(config.export.encrypt), locked(folder):
         for line in (*_written(config, folder, "all"), *lines(after_cleaning(folder / file_name(CLEAN)))):
@@ -43,9 +43,9 @@ def clean_file(config: Config, folder: Path) -> int:
 
 
 def cleaned_before(config: Config, folder: Path) -> Config:
-    """Returns the configuration with the cleaned file instead of its own; unchanged where no service is requested.
+    """Returns the configuration with the cleaned file as its ONNX file; unchanged if no change is requested.
 
-    The cleaned file lies in the run's folder. A restarted run takes the existing one.
+    The cleaned file is in the run's folder. A restarted run uses the existing one.
     """
     if config.clean == CleanConfig():
         return config
@@ -65,7 +65,7 @@ def cleaned_before(config: Config, folder: Path) -> Config:
 
 
 def _settings(config: Config) -> dict[str, Any]:
-    """Returns the settings that make the cleaned file, as its record holds them."""
+    """Returns the settings that decide the content of the cleaned file, in the form of its record."""
     assert config.onnx is not None
     source = Path(config.onnx)
     stamp = source.stat().st_mtime_ns if source.is_file() else 0
@@ -73,7 +73,7 @@ def _settings(config: Config) -> dict[str, Any]:
 
 
 def _told(folder: Path) -> dict[str, Any]:
-    """Returns the settings of the cleaned file in a folder; {} without one."""
+    """Returns the recorded settings of the cleaned file in a folder; {} if there is none."""
     try:
         found = json.loads((folder / RECORD).read_text(encoding="utf-8"))["settings"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -94,13 +94,15 @@ def use_libraries(asked: CleanConfig) -> None:
 
 
 def _written(config: Config, folder: Path, folded: str) -> list[str]:
-    """Cleans the file of a configuration into a folder.
+    """Writes the cleaned file of a configuration into a folder.
 
     Args:
-        folded: the value of `clean.fold` where it is null.
+        config: the configuration that names the file.
+        folder: the folder for the cleaned file.
+        folded: the value of `clean.fold` if it is null in the configuration.
 
     Returns:
-        The changes, as lines.
+        The changes as lines of text.
     """
     assert config.onnx is not None
     source, asked = Path(config.onnx), config.clean
@@ -132,7 +134,7 @@ def _missing(source: Path) -> Any:
 
 
 def _hand_over(found: Cleaned, folder: Path, key: str | None) -> None:
-    """Copies the files into the run's folder, weights before the model that names them."""
+    """Copies the files into the run's folder: first the weights, then the model that refers to them."""
     if key is not None and len(found.files) > 1:
         raise ConfigError("export.encrypt", key, "null with a file that has external data")
     folder.mkdir(parents=True, exist_ok=True)
@@ -159,12 +161,12 @@ def _record(config: Config, found: Cleaned) -> dict[str, Any]:
 
 
 def _decibels(proof: Proof) -> dict[str, float | None]:
-    """Returns the dB of each output; None for an output that is equal in every value."""
+    """Returns the deviation of each output in dB; None for an output whose values are all equal."""
     return {name: None if ratio == float("inf") else ratio for name, ratio in proof.outputs.items()}
 
 
 def _table(source: Path, path: Path, found: Cleaned) -> list[str]:
-    """Returns the record as lines for people."""
+    """Returns the record as readable lines of text."""
     rows, last = [("clean", "what was changed")], ""
     for service, what in found.rows:
         rows.append((service if service != last else "", what))

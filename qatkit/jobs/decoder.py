@@ -1,9 +1,9 @@
-"""Exports the decoder of a language model: the finished module again, with keys and values of earlier tokens.
+"""Exports the decoder of a language model: the finished module with keys and values of earlier tokens as inputs.
 
     float model ── captured with keys and values ──> prepared like the module ── its weights ──> converted ──> ONNX
 
-The verified file takes whole windows, which perplexity needs. Generating text needs a file that computes one
-token at a time. Both hold the same weights, and `DecoderCheck` compares them.
+The verified file processes whole windows, as perplexity requires. Generating text requires a file that
+computes one token at a time. Both have the same weights, and `DecoderCheck` compares them.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from qatkit.verify.decoding import OnnxDecoder, levels
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.files import unfinished, write_text
 
-_NEW, _PAST = 11, 7  # tokens of the example: sizes that no width of a model has
-_PROVEN = 16  # tokens that are computed in two parts before the long stages
+_NEW, _PAST = 11, 7  # numbers of tokens in the example, chosen to differ from all widths of models
+_PROVEN = 16  # number of tokens that are computed in two parts, to check the decoder before the long stages
 
 
 class CheckDecoder(Conditional):
@@ -80,7 +80,7 @@ class CheckDecoder(Conditional):
 
 
 class WriteDecoder(Conditional):
-    """Writes the folder of the decoder."""
+    """Writes the decoder's folder."""
 
     def planned(self, state: State, pace: Pace) -> Sequence[Planned]:
         if self.done(state):
@@ -133,16 +133,16 @@ def _write(state: State, folder: Path) -> list[str]:
     settings: dict[str, Any] = cast(Any, state.model).config.to_dict()
     told = genai_config(settings, _ends(state.model), sizes)
     write_text(folder / GENAI_FILE, json.dumps(told, indent=1) + "\n")
-    # Not imported: it needs tokenizers, which only language models bring.
+    # Not imported at the top, since it needs tokenizers, which only language models require.
     shutil.copyfile(Path(str(handover.__file__)).with_name(GENERATE_FILE), folder / GENERATE_FILE)
     return notes
 
 
 def _choose_level(state: State, path: Path) -> list[str]:
-    """Gives a decoder at accuracy level 0 the level that is requested, or that pays.
+    """Sets the requested accuracy level of a decoder at level 0; with `auto`, the level that is worth its loss.
 
     Returns:
-        A note with the measurements, where both levels were compared.
+        A note with the measurements if both levels were compared, else an empty list.
     """
     config, asked = state.run.config, state.run.config.export.accuracy_level
     if asked == str(FLOAT):
@@ -167,7 +167,7 @@ def _choose_level(state: State, path: Path) -> list[str]:
 
 
 def _module(state: State, captured: Captured, example: dict[str, Tensor]) -> QATModule:
-    """Returns the finished module with the graph of a decoder."""
+    """Returns the finished module with a decoder's graph."""
     finished = state.prepared
     module = state.module_type(
         captured,
@@ -185,7 +185,7 @@ def _module(state: State, captured: Captured, example: dict[str, Tensor]) -> QAT
 
 
 def _tokens(state: State) -> Tensor:
-    """Returns two windows of calibration text."""
+    """Returns two windows of calibration text, int64 [2, length]."""
     batch = state.data.first_batch(2)
     found: Tensor = batch if isinstance(batch, Tensor) else next(iter(batch.values()))
     if found.shape[1] < _PAST + _NEW:
@@ -194,7 +194,7 @@ def _tokens(state: State) -> Tensor:
 
 
 def _ends(model: Any) -> list[int]:
-    """Returns the tokens that end a text: from the generation settings if there are any."""
+    """Returns the ids of the tokens that end a text, preferably from the generation settings."""
     for settings in (getattr(model, "generation_config", None), model.config):
         ends = getattr(settings, "eos_token_id", None)
         if ends is not None:
@@ -203,7 +203,7 @@ def _ends(model: Any) -> list[int]:
 
 
 def check_settings(config: Config) -> None:
-    """Rejects, by ConfigError, a decoder of something other than a language model, or of a mode without a module."""
+    """Raises ConfigError if a decoder is requested for another task or in a mode without a module."""
     if config.export.decoder and config.export.mode != "static":
         raise ConfigError(KEY, True, f"false with export.mode={config.export.mode}")
     if config.export.decoder and config.task != "causal_lm":

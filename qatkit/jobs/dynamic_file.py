@@ -1,4 +1,4 @@
-"""ONNX Runtime's dynamic int8 version of a run's float file, in addition to the run's own file (`verify.dynamic`)."""
+"""Writes ONNX Runtime's dynamic int8 version of a run's float file, for comparison (`verify.dynamic`)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from qatkit_verify.session import open_session, run_images
 
 
 def with_dynamic(subject: Subject, config: Config) -> tuple[Subject, tuple[str, ...]]:
-    """Returns the subject with a dynamic file among its files, where requested, and notes for the report.
+    """Returns the subject, with a dynamic file among its files if requested, and notes for the report.
 
-    The file is written next to the float file. A run whose own file is dynamic has it already.
+    The file is written next to the float file. None is written if the run's own file is dynamic.
     """
     if not config.verify.dynamic or (config.mode or config.export.mode) == DYNAMIC:
         return subject, ()
@@ -30,7 +30,7 @@ def with_dynamic(subject: Subject, config: Config) -> tuple[Subject, tuple[str, 
         given = subject.file_shape or subject.timed(config.verify.latency_batch)
         session = open_session(target, threads=config.verify.threads, options=subject.options)
         run_images(session, given if isinstance(given, Mapping) else np.zeros(given, np.float32))
-    except Exception as error:  # the tool raises any exception, and the run's own file deserves its report
+    except Exception as error:  # any exception of the tool must not prevent the run's report
         if disk_error(error) is not None:
             raise
         return subject, (

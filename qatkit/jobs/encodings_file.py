@@ -1,4 +1,4 @@
-"""The scales and zero points of a quantized ONNX file as JSON (mode=encodings)."""
+"""Writes the scales and zero points of a quantized ONNX file as JSON (mode=encodings)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def write_encodings(config: Config, folder: Path) -> int:
     """Writes encodings.json into the run's folder, and prints a summary. Returns 0.
 
     Raises:
-        ConfigError: the file can't be read, or holds no encoding that the format supports.
+        ConfigError: the file cannot be read, or has no encoding that the format supports.
     """
     assert config.onnx is not None
     source, wanted = Path(config.onnx), config.encodings.format
@@ -52,7 +52,7 @@ def write_encodings(config: Config, folder: Path) -> int:
 
 
 def _table(found: Encodings) -> list[str]:
-    """Returns a table of the number of tensors by type."""
+    """Returns a table with the number of tensors of each type."""
     rows = [("encodings of", "type", "scales", "tensors")]
     for title, group in (("activations", found.activations), ("parameters", found.parameters)):
         rows += [(title, *kind, f"{number}") for kind, number in _kinds(group)]

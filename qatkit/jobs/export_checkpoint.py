@@ -42,7 +42,7 @@ def export(config: Config) -> int:
     """Writes the ONNX file of `config.checkpoint` again; the same checkpoint gives the same bytes.
 
     Raises:
-        ConfigError: settings that do not fit the checkpoint or the run in its folder; nothing is written.
+        ConfigError: settings do not fit the checkpoint or the run in its folder; nothing is written.
     """
     with protected(config.export.encrypt):
         return _exported(config)
@@ -95,7 +95,7 @@ def _exported(config: Config) -> int:
 
 
 def _opened(config: Config, inputs: Inputs) -> DataModule | None:
-    """Returns the run's data, where integer inputs and outputs or a bundle need them; else None."""
+    """Returns the run's data if integer inputs and outputs or a bundle need them, else None."""
     integer = config.export.io == "uint8"
     if not integer and not config.export.bundle:
         return None
@@ -108,7 +108,7 @@ def _opened(config: Config, inputs: Inputs) -> DataModule | None:
 
 
 def _bundle(config: Config, path: Path, data: DataModule) -> None:
-    """Makes a bundle of the exported file and the run next to the checkpoint."""
+    """Writes a bundle of the exported file and of the run next to the checkpoint."""
     run = Path(str(config.checkpoint)).parent
     if config.export.demo and not (run / FLOAT_FILE).is_file():
         say(f"note: {run} has no {FLOAT_FILE}, so the demo page has no comparison with float")
@@ -121,7 +121,7 @@ def _bundle(config: Config, path: Path, data: DataModule) -> None:
 
 
 def _check_settings(config: Config, folder: Path, run: Path) -> None:
-    """Rejects, by ConfigError, settings that no file of a checkpoint, or not this run's, can have."""
+    """Raises ConfigError for settings that an export of a checkpoint, or of this run's, does not support."""
     if config.export.mode != "static":
         allowed = (
             "static, since a checkpoint is exported as QDQ (use onnx=model.float.onnx mode=MODE for others)"
@@ -137,7 +137,7 @@ def _check_settings(config: Config, folder: Path, run: Path) -> None:
 
 
 def restored(config: Config, checkpoint: str, stored: dict[str, Any]) -> QATModule:
-    """Returns the module that a checkpoint was written from, by the run's placement and the stored choices."""
+    """Returns the module of a checkpoint, rebuilt with the run's placement and the stored choices."""
     blank = replace(config.model, weights=None, checkpoint=None, num_classes=stored["qatkit"]["num_classes"])
     inputs = inputs_of(stored["qatkit"])
     module = qat_module(
@@ -155,13 +155,13 @@ def restored(config: Config, checkpoint: str, stored: dict[str, Any]) -> QATModu
         raise ConfigError(
             "checkpoint", checkpoint, reason=f"the checkpoint does not fit its config.yaml ({reason})"
         ) from error
-    module.take_average(stored.get("average"))  # in mid-training: the weights that would ship
-    module.ready_to_convert()  # a checkpoint of mid-training holds scales that are not aligned yet
+    module.take_average(stored.get("average"))  # during training, the averaged weights are those to export
+    module.ready_to_convert()  # the scales in a checkpoint of an unfinished training are not aligned yet
     return module
 
 
 def _check_neighbours(config: Config, folder: Path) -> None:
-    """Rejects a file with other settings in a finished run's folder, whose report describes its own file."""
+    """Rejects an export with other settings into a finished run's folder, since its report describes the old file."""
     if not (folder / REPORT_FILE).exists() or not (folder / CONFIG_FILE).is_file():
         return
     for name, value in same_file(config.export, load_config(folder / CONFIG_FILE).export).items():

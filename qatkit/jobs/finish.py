@@ -1,4 +1,4 @@
-"""The stages after the last training, in the first process only: files, analysis, checks and report."""
+"""The stages after the last training, which only the first process runs: files, analysis, checks and report."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Export(Always):
     """Writes the files of the finished module."""
 
     def planned(self, state: State, pace: Pace) -> Sequence[Planned]:
-        first = state.run.seconds.get("export_first")  # the same module, written once before
+        first = state.run.seconds.get("export_first")  # the time of the first export of the same module
         return (stage("export", "the INT8 and the float file", lambda: pace.known(first)),)
 
     def run(self, state: State) -> State:
@@ -38,7 +38,7 @@ class Export(Always):
 
 
 class Analyse(Always):
-    """Analyses the effects of quantization on the layers, where requested."""
+    """Analyses the effects of quantization on the layers, if requested."""
 
     def planned(self, state: State, pace: Pace) -> Sequence[Planned]:
         return planned_analysis(state, pace)

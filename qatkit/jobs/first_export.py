@@ -1,10 +1,10 @@
-"""The first export of a run, before the long stages: shortfalls that calibration and training cannot fix.
+"""The first export of a run, before the long stages: finds shortfalls that calibration and training cannot fix.
 
-    module ─ convert, export ─> file of made-up ranges ─ the checks that read only files ─> shortfalls
+    module ─ convert, export ─> file with arbitrary ranges ─ the checks that need only files ─> shortfalls
 
-Which operators get int8 kernels and how large the file is follow from the graph, not from the ranges. So
-these are checked here with the final bounds, and an unmet bound ends the run: after a night of training it
-would end with the same line. `verify.audit=false` accepts float operators, and nothing is checked.
+The int8 kernels of the operators and the size of the file depend on the graph and not on the ranges. They
+are therefore checked here with the final bounds, and a missed bound ends the run, since it would be
+missed after hours of training too. `verify.audit=false` accepts float operators, and nothing is checked.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from qatkit_verify.errors import ConfigError
 from qatkit_verify.session import open_session, run_outputs
 from qatkit_verify.stream import KEY, stream_file
 
-_PROVEN, _ALIKE_DB = 4, 60.0  # samples, and how near both float files have to be
+_PROVEN, _ALIKE_DB = 4, 60.0  # number of samples, and the required agreement of both float files in dB
 _STOPPED = (
     "stopped at the first export: nothing was calibrated, trained or written;"
     " set verify.audit=false to run to the end regardless"
@@ -45,7 +45,7 @@ _STOPPED = (
 
 
 class FirstExport(Always):
-    """Exports a module for the first time; ends a run that could not ship."""
+    """Exports a module for the first time, and ends the run if its file would miss a bound."""
 
     def run(self, state: State) -> State:
         goes_on = _try_module(state.run, state.captured, state.prepared, state.data)
@@ -53,7 +53,7 @@ class FirstExport(Always):
 
 
 class FirstExportByMode(Always):
-    """Does the same for a model that is quantized by one of the modes of `qatkit.export.ort_modes`."""
+    """Does the same as `FirstExport` for a model that one of the modes of `qatkit.export.ort_modes` quantizes."""
 
     def run(self, state: State) -> State:
         goes_on = _try_mode(state.run, state.captured, state.data)
@@ -64,7 +64,7 @@ def _try_module(run: Run, model: Captured, module: QATModule, data: DataModule) 
     """Exports a prepared module once; returns whether the run can continue.
 
     Raises:
-        ConfigError: a model that can't be exported or loaded, or trained as the schedule says.
+        ConfigError: the model cannot be exported, loaded, or trained as scheduled.
     """
     config, inputs = run.config, data.inputs
     with (
@@ -105,10 +105,11 @@ def _try_module(run: Run, model: Captured, module: QATModule, data: DataModule) 
 
 
 def _prove_stream(file: Path, data: DataModule, threads: int) -> None:
-    """Runs a float file whole and in chunks.
+    """Checks that a float file computes the same as a whole and in chunks.
 
     Raises:
-        ConfigError: its states can't be made inputs, or other operators than its recurrent layers connect the chunks.
+        ConfigError: its states cannot become inputs, or operators other than recurrent layers connect the
+            chunks.
     """
     target = stream_file(file)
     add_states(file, target)

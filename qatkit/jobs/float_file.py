@@ -1,4 +1,4 @@
-"""Quantizes a float ONNX file that `quantize_file` has checked: run once, quantized by a mode, verified, reported."""
+"""Quantizes a float ONNX file that `quantize_file` has checked: runs it once, quantizes, verifies and reports it."""
 
 from __future__ import annotations
 
@@ -33,22 +33,23 @@ from qatkit_verify.feeds import Array, by_name, input_names, rows
 from qatkit_verify.files import whole
 from qatkit_verify.session import open_session, run_outputs
 
-_UPGRADE_TOLERANCE = 1e-3  # relative to the range of the outputs
-# Groups of the configuration that have no effect on an ONNX file; only `mode="static"` calibrates.
+_UPGRADE_TOLERANCE = 1e-3  # tolerance relative to the range of the outputs
+# Groups of the configuration that have no effect on an ONNX file. Only `mode="static"` calibrates.
 _NO_PART = ("model", "quantizer", "algorithm", "schedule", "trainer", "checkpoint", "resume")
-_CLASSES, _ANY = "classification", "outputs"  # tasks
+_CLASSES, _ANY = "classification", "outputs"  # names of tasks
 
 
 def quantized(config: Config, folder: Path, file: FloatFile, made: Path) -> int:
-    """Quantizes the file, verifies and reports; returns as `qatkit.jobs.quantize_file.quantize` does.
+    """Quantizes, verifies and reports the file; returns 0, or 1 if it misses a bound.
 
     Args:
-        folder: of the run.
-        file: as it was read.
-        made: a temporary folder that holds `file` as written.
+        config: the configuration.
+        folder: the folder of the run.
+        file: the file as it was read.
+        made: a temporary folder in which `file` has been written.
 
     Raises:
-        ConfigError: data, checks or a mode that don't fit the file.
+        ConfigError: the data, the checks or the mode do not suit the file.
     """
     mode = config.mode
     assert mode is not None
@@ -78,10 +79,10 @@ def quantized(config: Config, folder: Path, file: FloatFile, made: Path) -> int:
 
 
 def with_task(config: Config, file: FloatFile) -> tuple[Config, tuple[str, ...]]:
-    """Chooses the task of a run that imports a file: the one that its data and outputs suit.
+    """Chooses the task of a run that imports a file, by its data and outputs.
 
     Returns:
-        The configuration with it, and notes for the report.
+        The configuration with this task, and notes for the report.
     """
     if config.task != _CLASSES:
         return config, ()
@@ -100,7 +101,7 @@ def with_task(config: Config, file: FloatFile) -> tuple[Config, tuple[str, ...]]
 
 
 def _data(config: Config, file: FloatFile) -> DataModule:
-    """Returns the data, checked to fit the file."""
+    """Returns the data after checking that they suit the file."""
     data = opened_data(as_run(config))
     if not data.of_arrays:
         file.images(layout_of(file.path, config.data.layout))
@@ -115,11 +116,11 @@ def _data(config: Config, file: FloatFile) -> DataModule:
 def _checked(
     config: Config, file: FloatFile, path: Path, data: DataModule, batch: int | None
 ) -> tuple[Config, list[str], Span]:
-    """Runs the file once: it must run, as it did before an upgrade, and give the outputs that the task needs.
+    """Runs the file once and checks its outputs for the task; an upgraded file is compared with the original.
 
     Returns:
-        The configuration with the task that suits the outputs, notes for the report, and the time that the file
-        takes per sample.
+        The configuration with the task that suits the outputs, notes for the report, and the file's time per
+        sample.
     """
     session = open_session(path, threads=config.verify.threads)
     given, outputs = _outputs(session, file, data, batch)
@@ -149,10 +150,10 @@ def _checked(
 def _outputs(
     session: Any, file: FloatFile, data: DataModule, batch: int | None
 ) -> tuple[Any, Sequence[Array]]:
-    """Returns a batch, and the file's outputs for it; a single sample where the file accepts no more.
+    """Returns a batch and the file's outputs for it; the batch is a single sample if the file accepts no larger one.
 
     Raises:
-        ConfigError: it runs on none.
+        ConfigError: the file runs on no batch.
     """
     while True:
         count = data.rows(batch or 2)  # a batch of one does not show whether the batch is dynamic
@@ -178,7 +179,7 @@ def _does_not_run(file: FloatFile, inputs: str, error: Exception) -> ConfigError
 
 
 def _task_for(config: Config, data: DataModule, outputs: Sequence[Array]) -> str:
-    """Returns the task's name: as set, or "outputs" if the outputs are not logits of the data's classes."""
+    """Returns the name of the configured task; "outputs" if the outputs are not logits of the data's classes."""
     if config.task != _CLASSES or config.verify.decision != VerifyConfig().decision:
         return config.task if config.task != _CLASSES else _ANY
     alone = data.labelled or (len(outputs) == 1 and not data.of_arrays)
@@ -186,7 +187,7 @@ def _task_for(config: Config, data: DataModule, outputs: Sequence[Array]) -> str
 
 
 def _unused_labels(config: Config, data: DataModule, first: Array, count: int) -> tuple[str, ...]:
-    """Returns a note where the data have labels that the file's first output can't be compared with."""
+    """Returns a note if the data have labels with which the file's first output cannot be compared."""
     if config.task != _ANY or not data.labelled:
         return ()
     return (
@@ -197,8 +198,8 @@ def _unused_labels(config: Config, data: DataModule, first: Array, count: int) -
 
 
 def _check_upgrade(config: Config, file: FloatFile, session: Any, data: DataModule, given: Any) -> None:
-    """Compares an upgraded file with the original: the opset converter may make mistakes."""
-    given = data.first_batch(1) if file.fixed else given  # fixed inputs have no rows
+    """Compares an upgraded file with the original, since the opset converter may make mistakes."""
+    given = data.first_batch(1) if file.fixed else given  # inputs of fixed size have no rows
     named = by_name(input_names(session), given)
     with readable(file.path) as plain:
         before = open_session(plain, threads=config.verify.threads)
@@ -215,14 +216,14 @@ def _check_upgrade(config: Config, file: FloatFile, session: Any, data: DataModu
 
 
 def _largest_difference(exact: Array, found: Array) -> float:
-    """Returns the largest difference of finite values; infinity for different shapes, or where no value is finite."""
+    """Returns the largest difference of finite values; infinity for different shapes, or if no value is finite."""
     if exact.shape != found.shape or not (known := np.isfinite(exact) & np.isfinite(found)).any():
         return float("inf")
     return float(np.abs(exact[known].astype(np.float64) - found[known]).max())
 
 
 def _batches(config: Config, batch: int | None, data: DataModule) -> Iterable[Any]:
-    """Returns the batches on which the mode measures ranges; full ones where the file fixes their size."""
+    """Returns the batches on which the mode measures ranges; only full ones if the file has a fixed batch size."""
     if config.mode == "float16":
         return range_batches(data, batch or 1)
     return _Calibration(config, batch, data) if config.mode == "static" else ()
@@ -230,10 +231,10 @@ def _batches(config: Config, batch: int | None, data: DataModule) -> Iterable[An
 
 @dataclass(frozen=True)
 class _Calibration:
-    """The calibration batches, read again in each iteration.
+    """The calibration batches, which are read again in each iteration.
 
     Attributes:
-        batch: of the file, where that is fixed.
+        batch: the batch size of the file if it is fixed.
     """
 
     config: Config

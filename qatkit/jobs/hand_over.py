@@ -1,4 +1,4 @@
-"""The last stage of a run: its bundle, where requested and the file meets its bounds."""
+"""The last stage of a run: writes a bundle if it is requested and the file meets its bounds."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ from qatkit_verify.untrusted import read_json
 
 
 def check_hand_over(config: Config) -> None:
-    """Rejects what can't be handed over, before the long stages.
+    """Checks the settings of the bundle before the long stages.
 
     Raises:
-        ConfigError: a key or a demo without a bundle, a key that can't sign, a demo without its runtime.
+        ConfigError: a key or a demo is set without a bundle, a key cannot sign, or the runtime of a demo is
+            missing.
     """
     asked = config.export
     if asked.demo:
@@ -51,17 +52,19 @@ def check_hand_over(config: Config) -> None:
 
 
 def hand_over(run: Run, data: DataModule, status: int, int8: str) -> int:
-    """Makes the bundle of a finished run and publishes it; does neither where no bundle is requested.
+    """Writes and publishes the bundle of a finished run, if a bundle is requested; returns the status of the run.
 
     Args:
-        status: of the run: a file that misses a bound is not handed over automatically.
-        int8: the name of the file that ships.
+        run: the finished run.
+        data: the data of the run.
+        status: the status of the run so far. A file that misses a bound is not handed over automatically.
+        int8: the name of the file to deliver.
     """
     if not run.config.export.bundle:
         track_end(run, None)
         return status
     if status:
-        checkpoint = run.folder / CHECKPOINT_FILE  # of a run that trains or calibrates
+        checkpoint = run.folder / CHECKPOINT_FILE  # exists if the run trains or calibrates
         made = f"; export.py checkpoint={checkpoint} export.bundle=true writes one regardless"
         say(
             f"no bundle was written, since the file misses a bound (see above){made if checkpoint.is_file() else ''}"
@@ -76,7 +79,7 @@ def hand_over(run: Run, data: DataModule, status: int, int8: str) -> int:
 
 
 def ended(run: Run, status: int) -> int:
-    """Prints what may come next, as the last lines of a run, and returns its status."""
+    """Prints suggestions for next steps as the last lines of a run, and returns `status`."""
     for line in lines(run.next):
         print(line, flush=True)
     return status
@@ -93,7 +96,7 @@ def bundled(source: BundleSource, folder: Path) -> Path:
 
 
 def source_of(config: Config, run: Path, int8: Path, data: DataModule) -> BundleSource:
-    """Returns the contents of a bundle of `run`, with the settings of `config`."""
+    """Returns the contents of a bundle of the run in the folder `run`, with the settings of `config`."""
     options = read_json(run / REPORT_FILE).get("session_options") if (run / REPORT_FILE).is_file() else None
     cache = config.calibration.cache
     return BundleSource(config.name, int8, run, data, config.export, config.verify.threads,
@@ -102,7 +105,7 @@ def source_of(config: Config, run: Path, int8: Path, data: DataModule) -> Bundle
 
 
 def bundle_line(path: Path) -> str:
-    """Returns a line with the bundle's path and the command to use it at its destination."""
+    """Returns a line with the bundle's path and the command with which its recipient uses it."""
     if path.name == SEALED_BUNDLE:
         opened = f"python -m qatkit.encryption.command open {path} KEYFILE bundle.zip"
         return f"bundle: {path}  (to decrypt: {opened})"
@@ -111,16 +114,16 @@ def bundle_line(path: Path) -> str:
 
 
 def same_file(asked: ExportConfig, reported: ExportConfig) -> dict[str, object]:
-    """Returns the settings that make two files differ: the values of `reported` where `asked` has others."""
+    """Returns the settings that would make a different file: the values of `reported` that differ in `asked`."""
     keys = ("opset", "dynamic_batch", "dynamic_axes", "mode", "io", "packed_weights", "tensorrt_table")
     return {key: getattr(reported, key) for key in keys if getattr(asked, key) != getattr(reported, key)}
 
 
 def check_places(config: Config) -> None:
-    """Checks that the results can go where the configuration sends them.
+    """Checks that the results can be stored at the configured destinations.
 
     Raises:
-        ConfigError: a store or a server refuses, or is not there.
+        ConfigError: a store or a server does not exist, or refuses access.
     """
     check_tracking(config)
     asked = config.export
@@ -134,7 +137,7 @@ def check_places(config: Config) -> None:
 
 
 def published(run: Run, bundle: Path) -> int:
-    """Publishes the bundle of a finished run where requested; returns 0, or 1 where it fails."""
+    """Publishes the bundle of a finished run if requested; returns 0, or 1 if that fails."""
     wanted = run.config.export
     if wanted.publish is None:
         return 0

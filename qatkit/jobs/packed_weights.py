@@ -1,4 +1,4 @@
-"""Checks of packed weights against the operators of the model, before the long stages."""
+"""Checks, before the long stages, that packed weights suit the operators of the model."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from qatkit_verify.session import ACCURACY_LEVEL
 
 
 def check_packed(module: QATModule, config: Config) -> None:
-    """Rejects a model without a weight to quantize, and blocks longer than every row.
+    """Checks that the model has weights to quantize, and that blocks are not longer than all rows.
 
-    A row shorter than a block has one scale, as with scales per channel; where all are, blocks change
-    nothing.
+    A row shorter than a block has one scale, as with per-channel scales. If all rows are shorter, blocks have
+    no effect.
 
     Raises:
-        ConfigError: in these cases.
+        ConfigError: the model has no such weights, or the blocks have no effect.
     """
     if not module.backend.weights_alone:
         return
@@ -40,7 +40,7 @@ def check_packed(module: QATModule, config: Config) -> None:
     rows = [
         (_width(operator), path, fake.spec.granularity)
         for path, operator, fake in found
-        if not isinstance(operator, QATRecurrent)  # one scale per row in any case
+        if not isinstance(operator, QATRecurrent)  # such weights always have one scale per row
     ]
     sizes = [one.size for _, _, one in rows if isinstance(one, PerBlock)]
     if not rows or len(sizes) < len(rows) or any(width >= min(sizes) for width, _, _ in rows):
@@ -50,10 +50,10 @@ def check_packed(module: QATModule, config: Config) -> None:
 
 
 def check_form(config: Config) -> None:
-    """Rejects a form of packed weights, or an accuracy level of their products, that the file cannot have.
+    """Checks that the file supports the form of packed weights and the accuracy level of their products.
 
     Raises:
-        ConfigError: `export.packed_weights` or `export.accuracy_level`.
+        ConfigError: `export.packed_weights` or `export.accuracy_level` is not supported.
     """
     asked = config.export
     for key, value, default in (
@@ -71,7 +71,7 @@ def check_form(config: Config) -> None:
             _check_dequantized(config, backend.weight.dtype)
         elif not backend.weights_alone:
             name = backend.name
-            allowed = f"{default} with backend={name}, whose weights are not packed (backend=weight_only)"
+            allowed = f"{default} with backend={name}, whose weights are not packed (backend=weight_only packs them)"
             raise ConfigError(key, value, allowed)
     if asked.packed_weights == DEQUANTIZE and asked.accuracy_level != "0":
         allowed = f"0 with export.packed_weights={DEQUANTIZE}, where the session sets the level"
@@ -79,11 +79,11 @@ def check_form(config: Config) -> None:
 
 
 def _check_dequantized(config: Config, dtype: str) -> None:
-    """Rejects number formats of weights that ONNX Runtime's DequantizeLinear does not support, or not in this opset."""
+    """Rejects number formats of weights that ONNX Runtime's DequantizeLinear does not support in this opset."""
     asked = config.export
     overrides = config.backend.overrides.values()
     for name in (dtype, *(one.weight_dtype for one in overrides if one.weight_dtype is not None)):
-        if name in UNSCALED:  # a Cast, in any opset
+        if name in UNSCALED:  # written as a Cast, which every opset supports
             continue
         if name not in DEQUANTIZED:
             known = ", ".join((*UNSCALED, *DEQUANTIZED))

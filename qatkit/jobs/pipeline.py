@@ -1,4 +1,4 @@
-"""The main job: its stages in the order in which they run, each in a file of this folder.
+"""The main job: its stages in the order in which they run. Each stage is in a file of this folder.
 
     float model → QATModule (fuse, stub, prepare_qat) → export once → algorithms on float activations
     → calibrate → algorithms on ranges (or all of them compete) → mixed precision (if requested) → fine-tune
@@ -64,7 +64,7 @@ LATER: Sequence[Stage] = (
     Places(),
     TrainFloat(),
     FirstProcess(),
-    Prepare(),  # again, where weights, placement or choices have changed
+    Prepare(),  # again if weights, placement or choices have changed
     Adjust(),
     Calibrate(),
     Correct(),
@@ -99,15 +99,17 @@ STAGES_BY_MODE: Sequence[Stage] = (
 )
 
 
-@with_other_ranks(False)  # except in trainings: the first process does the rest for all
+@with_other_ranks(False)  # Outside of trainings, the first process works for all.
 def train(config: Config, module_type: type[QATModule] = QATModule, *, notes: tuple[str, ...] = ()) -> int:
-    """Runs the whole chain. Returns 0, or 1 when the first or the finished file misses a bound of `config.verify`.
+    """Runs all stages. Returns 0, or 1 if the first or the finished file misses a bound of `config.verify`.
 
     Args:
-        notes: on the configuration, for the report.
+        config: the configuration of the run.
+        module_type: the class of the modules.
+        notes: notes on the configuration for the report.
 
     Raises:
-        ConfigError: any mistake of the user, before any long work.
+        ConfigError: the user has made a mistake; this is raised before the long stages.
     """
     with begun(config, notes) as (run, data, model):
         stages = STAGES if config.export.mode == "static" else STAGES_BY_MODE
@@ -116,12 +118,12 @@ def train(config: Config, module_type: type[QATModule] = QATModule, *, notes: tu
 
 @contextmanager
 def begun(config: Config, notes: tuple[str, ...] = ()) -> Iterator[tuple[Run, DataModule, nn.Module]]:
-    """Yields run, data and model of any job, checked as far as possible before the long stages; writes nothing.
+    """Yields the run, data and model of a job, checked as far as possible before the long stages; writes nothing.
 
     Within the context, the run's folder is locked.
 
     Raises:
-        ConfigError: any mistake of the user.
+        ConfigError: the user has made a mistake.
     """
     validate(config)
     check_placement(config)

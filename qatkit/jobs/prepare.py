@@ -1,4 +1,4 @@
-"""The stages that make the module: the float models, the placement of quantizers, and the module built from both."""
+"""The stages that build the module: the float models, the placement of quantizers, and the module itself."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ from qatkit_verify.placement.sites import MEASURED
 
 
 def module_of(state: State, *, quantize: bool = True) -> QATModule:
-    """Returns a module with the algorithms and the float operators that the run has chosen, or starts with.
+    """Returns a module with the algorithms and float operators that the run has chosen so far.
 
     Args:
-        quantize: False makes the float control.
+        state: the state of the run.
+        quantize: whether the module is quantized; False returns the float control.
     """
     config, stored = state.run.config, state.stored
     return qat_module(
@@ -46,7 +47,7 @@ def module_of(state: State, *, quantize: bool = True) -> QATModule:
 
 
 class Models(Always):
-    """Loads and checks the float models that the run begins with: its own, and its teacher."""
+    """Loads and checks the float models with which the run begins: its own and the teacher."""
 
     def run(self, state: State) -> State:
         run = state.run
@@ -58,7 +59,7 @@ class Models(Always):
 
 
 class KnownPlaces(Always):
-    """Applies the placement of a file, or of the run's folder."""
+    """Applies the placement that a file or the run's folder contains."""
 
     def run(self, state: State) -> State:
         run = placed_before(state.run, state.captured, state.data.inputs, state.module_type)
@@ -76,7 +77,7 @@ class Prepare(Conditional):
 
 
 class Check(Always):
-    """Checks that the settings for layers, the fixed encodings and the teacher fit the module."""
+    """Checks that the settings of single layers, the fixed encodings and the teacher suit the module."""
 
     def run(self, state: State) -> State:
         check_layers(state.prepared, state.run.config.analysis)
@@ -89,7 +90,7 @@ class Check(Always):
 
 
 class OpenFolder(Always):
-    """Creates the run's folder; nothing is written before."""
+    """Creates the run's folder; nothing is written before this stage."""
 
     def run(self, state: State) -> State:
         open_folder(state.run)
@@ -108,7 +109,7 @@ class Announce(Conditional):
     def run(self, state: State) -> State:
         run = state.run
         pace = Pace(run.config, state.data, state.model, state.module, run.speeds)
-        self._rows(state, pace)  # once to measure, then with the machine's speed as all measurements have it
+        self._rows(state, pace)  # measures, so that the second call knows the speed of the machine
         announce(run, self._rows(state, pace))
         return state
 
@@ -117,7 +118,7 @@ class Announce(Conditional):
 
 
 class Places(Always):
-    """Measures the placement where requested and not known; the module is built again then."""
+    """Measures the placement if it is requested and not known yet; the module is then built again."""
 
     def planned(self, state: State, pace: Pace) -> Sequence[Planned]:
         if (state.run.asked or state.run.config).placement != MEASURED:
@@ -131,7 +132,7 @@ class Places(Always):
 
 
 class FirstProcess(Conditional):
-    """Waits, in every process but the first, until that one has chosen the settings of the module."""
+    """Waits, in every process but the first, until the first one has chosen the settings of the module."""
 
     def done(self, state: State) -> bool:
         return main_process()

@@ -1,4 +1,4 @@
-"""Quantizes a user's float ONNX file by a mode: checked, quantized, verified and reported like a trained model.
+"""Quantizes a user's float ONNX file by a mode, and verifies and reports it like a trained model.
 
     clean, summary, encodings                    `qatkit.jobs.clean_file`, `qatkit.jobs.summarize_file`,
                                                  `qatkit.jobs.encodings_file`
@@ -7,11 +7,11 @@
     the other modes                              float file → check, upgrade → `qatkit.jobs.float_file` →
                                                  `qatkit.jobs.by_mode`
 
-This file checks the settings and the file by themselves. torch is imported only after that: an unusable file
-is rejected at once.
+This module checks the settings and the file before torch is imported, so that an unusable file is rejected at
+once.
 
-The report of the other modes lacks everything that needs a module: there is no simulation and no control.
-Parity compares the file with itself, optimizations on against off, and with the float file.
+The reports of "the other modes" have no simulation and no control, since there is no module. Parity compares
+the file with the float file, and its results with and without ONNX Runtime's optimizations.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from qatkit.run.find import output_dir
 from qatkit.run.lock import locked
 from qatkit_verify.errors import ConfigError
 
-_MODEL = "onnx/"  # prefix of a model's name: a file (`qatkit.models.onnx_files`)
+_MODEL = "onnx/"  # prefix of the model names of files (`qatkit.models.onnx_files`)
 _WEIGHTS_ALONE, _BLOCK = "qatkit.quant.backends.WEIGHT_ONLY", 32
 _CALIBRATED = ScheduleConfig(epochs=0, float_epochs=0, distill=0.0, batch_norm="fold", enable_fake_quant=0.0)
-# Sources of qatkit that name no file of the user's, so their samples are known to be pictures before the
-# call.
+# Data sources of qatkit. Their samples are pictures except for those of `_ARRAYS`; the samples of a user's
+# source are known only after its call.
 _OURS, _ARRAYS = "qatkit.data.", ("qatkit.data.arrays.", AUDIO, DRAWN, TEXT, PAIRS)
 
 
@@ -51,7 +51,7 @@ def quantize(config: Config) -> int:
     """Quantizes `config.onnx` by `config.mode`. Returns 0, or 1 if the file misses a bound.
 
     Raises:
-        ConfigError: any mistake of the user, before any long work; nothing is written.
+        ConfigError: the user has made a mistake; it is raised before long work, and nothing is written.
     """
     if config.mode == SUMMARY:
         from qatkit.jobs.summarize_file import summarize_file
@@ -74,13 +74,13 @@ def as_run(config: Config) -> Config:
     model = ModelConfig(name=f"{_MODEL}{config.onnx}", kwargs=config.model.kwargs)
     task = config.task
     if task == "classification" and config.verify.decision != VerifyConfig().decision:
-        task = "outputs"  # the only task with a decision
+        task = "outputs"  # the only task that supports a decision
     backend = _packed_backend(config) if _packs(config) else config.backend
     return replace(config, onnx=None, model=model, schedule=_CALIBRATED, task=task, backend=backend)
 
 
 def _packs(config: Config) -> bool:
-    """Returns whether weights of few bits are requested."""
+    """Returns whether low-bit weights are requested."""
     return config.mode == "weight_only" and config.weights.bits is not None
 
 
@@ -121,16 +121,19 @@ def _by_graph(config: Config) -> int:
 
 
 def _of_batch(run: Config, batch: int) -> Config:
-    """Returns the configuration for a file with a fixed batch size, which a new file, without dynamic axes, has too."""
+    """Returns the configuration for a file with a fixed batch size, which the new file has too."""
     whole = run.calibration.images // batch * batch
     calibration = replace(run.calibration, images=whole, batch_size=batch)
     return replace(run, calibration=calibration, export=replace(run.export, dynamic_batch=False))
 
 
 def by_tools(config: Config) -> int:
-    """Quantizes `config.onnx` by ONNX Runtime's own tools, also `mode="static"`, where a rescue starts.
+    """Quantizes `config.onnx` by ONNX Runtime's tools. With `mode="static"`, this is the first rung of a rescue.
 
-    Returns and raises as `quantize` does.
+    Returns 0, or 1 if the file misses a bound.
+
+    Raises:
+        ConfigError: as in `quantize`.
     """
     validate(config)
     config = replace(config, verify=replace(config.verify))  # a fixed batch becomes the latency batch
@@ -144,7 +147,7 @@ def by_tools(config: Config) -> int:
 
 @contextmanager
 def _prepared(config: Config, folder: Path) -> Iterator[tuple[FloatFile, Path]]:
-    """Yields the upgraded file, and a temporary folder with it as written; the run's folder is locked within."""
+    """Yields the upgraded file and a temporary folder that contains it; locks the run's folder within the context."""
     with (
         protected(config.export.encrypt),
         locked(folder),
@@ -156,7 +159,11 @@ def _prepared(config: Config, folder: Path) -> Iterator[tuple[FloatFile, Path]]:
 
 
 def _new_folder(config: Config, name: str) -> Path:
-    """Returns the run's folder, in which a file called `name` will be made."""
+    """Returns the run's folder, in which a file called `name` will be written.
+
+    Raises:
+        ConfigError: the folder contains such a file or another run.
+    """
     folder, begun = output_dir(config), False
     for existing in (FLOAT_FILE, name):
         if (folder / existing).exists() and not (begun := begun or _begun(config, folder)):
@@ -170,7 +177,7 @@ def _new_folder(config: Config, name: str) -> Path:
 
 
 def _begun(config: Config, folder: Path) -> bool:
-    """Returns whether this run was stopped in that folder before, so that it is restarted."""
+    """Returns whether an earlier attempt of this run was stopped in the folder."""
     try:
         before = load_config(folder / CONFIG_FILE)
     except ConfigError:
@@ -180,7 +187,7 @@ def _begun(config: Config, folder: Path) -> bool:
 
 
 def _read(config: Config) -> FloatFile:
-    """Returns the file, after checking that it and the settings fit each other."""
+    """Returns the file after checking that the settings suit it."""
     assert config.onnx is not None and config.mode is not None
     if config.mode != "static" and not _packs(config):
         refuse_selectors(config.backend, f"mode={config.mode}")
@@ -202,7 +209,7 @@ def _read(config: Config) -> FloatFile:
 
 
 def _of_pictures(config: Config) -> bool:
-    """Returns whether the samples are known to be pictures; for a user's own source only its call will tell."""
+    """Returns whether the samples are known to be pictures; those of a user's source are known only after its call."""
     source = config.data.source
     return source.startswith(_OURS) and not source.startswith(_ARRAYS)
 
@@ -211,7 +218,7 @@ def _use_library(options: dict[str, Any]) -> None:
     """Applies `model.kwargs` to a file.
 
     Raises:
-        ConfigError: a key that a file does not have, or a library that can't be used.
+        ConfigError: a file has no such key, or a library cannot be used.
     """
     for key in options.keys() - {"fix", "states", "custom_ops"}:
         raise ConfigError(f"model.kwargs.{key}", options[key], "fix, states or custom_ops with onnx=FILE")
@@ -222,7 +229,7 @@ def _use_library(options: dict[str, Any]) -> None:
 
 
 def _check_images(config: Config, file: FloatFile) -> None:
-    """Rejects settings that the file's images don't fit; a fixed batch becomes the latency batch."""
+    """Rejects settings that do not suit the file's images; a fixed batch size becomes the latency batch."""
     image = file.images(layout_of(file.path, config.data.layout))
     image.size(config.data.image_size, config.onnx)
     batch, verify = image.shape[0], config.verify
@@ -237,7 +244,7 @@ def _check_images(config: Config, file: FloatFile) -> None:
 
 
 def _check_runs(file: FloatFile) -> None:
-    """Rejects a file that ONNX Runtime does not load."""
+    """Rejects a file that ONNX Runtime cannot load."""
     from qatkit.encryption.vault import readable
     from qatkit_verify.session import open_session
 

@@ -1,12 +1,13 @@
-"""A climb: rung after rung as a whole run, each in a folder of its own, until the target is met.
+"""A climb: runs one rung after another, each as a complete run in its own folder, until the target is met.
 
-    FOLDER/rungs/float/              the float file, and its weights where they were trained here
-    FOLDER/rungs/naive/ ...          a run each: configuration, checkpoint, file, report; its output in table.txt
+    FOLDER/rungs/float/              the float file, and its weights if they were trained here
+    FOLDER/rungs/naive/ ...          one run each: configuration, checkpoint, file, report; its output in
+    table.txt
     FOLDER/ladder.json               the results of the rungs so far
     FOLDER/                          at the end: the bundle of the chosen rung, verified with the user's settings
 
-Every figure is measured on a file in ONNX Runtime, on the test images. A rung that is done, by its report, is
-not run again: a killed climb continues in the rung in which it was.
+Every figure is measured on a file in ONNX Runtime, on the test images. A rung with a report is not run again,
+so a killed climb continues in the rung that was interrupted.
 """
 
 from __future__ import annotations
@@ -59,10 +60,10 @@ _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 def climb(config: Config) -> int:
-    """Climbs from naive PTQ up to the target. Returns as `pipeline.train`, for the file that is handed over.
+    """Climbs from naive PTQ to the target. Returns 0, or 1 if the delivered file misses a bound.
 
     Raises:
-        ConfigError: any mistake of the user, before any long work.
+        ConfigError: the user has made a mistake; this is raised before the long stages.
     """
     with pipeline.begun(config) as (run, data, model):
         return _climbed(run, data, model)
@@ -71,7 +72,7 @@ def climb(config: Config) -> int:
 def _climbed(run: Run, data: DataModule, model: nn.Module) -> int:
     config = run.config
     run.folder.mkdir(parents=True, exist_ok=True)
-    for name in (CLIMB_FILE, CONFIG_FILE):  # the second becomes that of the final file
+    for name in (CLIMB_FILE, CONFIG_FILE):  # the second one is replaced by that of the final run
         save_config(config, run.folder / name)
     if config.schedule.float_epochs:
         train_float(run, model, data)
@@ -82,7 +83,7 @@ def _climbed(run: Run, data: DataModule, model: nn.Module) -> int:
 
 
 def _from_float(config: Config, data: DataModule, model: nn.Module, folder: Path) -> Config:
-    """Makes every rung start from the float model that was trained here, with its preprocessing of images."""
+    """Returns the configuration in which every rung starts from the float model trained here and its preprocessing."""
     path = folder / RUNG_FOLDERS / FLOAT / FLOAT_WEIGHTS
     path.parent.mkdir(parents=True, exist_ok=True)
     with secret(path) as temporary, temporary.open("wb") as stream:
@@ -94,7 +95,7 @@ def _from_float(config: Config, data: DataModule, model: nn.Module, folder: Path
 
 
 def _prepared(config: DataConfig, used: Preprocessing) -> DataConfig:
-    """Returns the data group with the preprocessing of images written out."""
+    """Returns the data settings with all preprocessing of images made explicit."""
     further = {
         key: getattr(used, name)
         for name, key in KEYS.items()
@@ -110,7 +111,7 @@ def _prepared(config: DataConfig, used: Preprocessing) -> DataConfig:
     )
 
 
-_Rung = Judged[Config, RungResult]  # a rung that was climbed: its configuration and its result
+_Rung = Judged[Config, RungResult]  # a finished rung: its configuration and its result
 
 
 class _Climb:
@@ -127,7 +128,7 @@ class _Climb:
         self.won: _Rung | None = None
 
     def announce(self, run: Run) -> None:
-        """Announces the rungs; how long they take is known of those that an earlier attempt has climbed."""
+        """Announces the rungs. Durations are known only for rungs that an earlier attempt has finished."""
         rows = [
             (NAIVE[0], f"{NAIVE[1]}: {NAIVE[2]}"),
             *((one.name, f"{one.title}: {one.about}") for one in RUNGS),
@@ -136,7 +137,7 @@ class _Climb:
         announce(run, [stage(name, about, until, done=name in self.seconds) for name, about in rows])
 
     def to_the_end(self) -> int:
-        """Climbs all rungs that are needed, then runs the one that is handed over."""
+        """Climbs the rungs that are needed, then verifies the chosen one; returns the exit status."""
         self._start()
         for rung in RUNGS:
             self._climb(rung)
@@ -145,9 +146,9 @@ class _Climb:
         return self._hand_over()
 
     def _start(self) -> None:
-        """Measures the naive rung, where a user without qatkit starts.
+        """Measures the naive rung: the result of a user without qatkit.
 
-        It is labelled as another tool's, and never handed over.
+        Its result is labelled as that of another tool and is never delivered.
         """
         config, folder = self.asked.config, self.folder / RUNG_FOLDERS / FLOAT
         source = folder / FLOAT_FILE
@@ -174,7 +175,7 @@ class _Climb:
         self._add(row)
 
     def _compared(self, rung: Rung, climbed: _Rung) -> RungResult:
-        """Decides whether later rungs build on this one, and whether the climb may end here."""
+        """Decides whether later rungs build on this one, and whether the climb may end with it; returns its result."""
         outcome = self.contest.keep(climbed) if rung.always else self.contest.enter(climbed)
         row = replace(climbed.verdict, meets=self._meets(climbed.verdict), kept=outcome.kept, why=outcome.why)
         if row.meets and rung.ends and self.won is None:
@@ -187,7 +188,7 @@ class _Climb:
     def _measured(
         self, name: str, title: str, config: Config, job: Callable[[Config], int]
     ) -> tuple[RungResult, dict[str, Any]]:
-        """Returns a rung's figures and report; without them where it can't be climbed, with the reason."""
+        """Runs a rung and returns its figures and report; if it cannot run, the reason instead of figures, and {}."""
         place = f"{RUNG_FOLDERS}/{name}"
         folder, start = self.folder / place, time.monotonic()
         try:
@@ -203,18 +204,18 @@ class _Climb:
         return replace(rung_result(name, title, place, report), seconds=seconds), report
 
     def _run(self, folder: Path, config: Config, job: Callable[[Config], int]) -> None:
-        """Runs a rung unless it is done, from its checkpoint if it has one. Its table goes into a file."""
+        """Runs a rung unless it is finished, from its checkpoint if there is one. Its table is written to a file."""
         if (folder / REPORT_FILE).is_file():
             return
         checkpoint = last_checkpoint(folder)
-        if checkpoint is None and config.onnx is not None:  # such a run has no checkpoint to continue from
+        if checkpoint is None and config.onnx is not None:  # such a run writes no checkpoint
             shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
         config = replace(config, resume=None if checkpoint is None else str(checkpoint))
         with (
             (folder / _TABLE).open("w", encoding="utf-8") as table,
             contextlib.redirect_stdout(table),
-            typing(None),  # the ladder reports a rung
+            typing(None),  # the report of the climb includes the rung
             one_of_many(),
         ):
             job(config)
@@ -242,7 +243,7 @@ class _Climb:
         return Ladder(tuple(self.rungs), target=wanted, task=names)
 
     def _hand_over(self) -> int:
-        """Hands over the first rung that meets the target, else the best one, verified in the climb's folder."""
+        """Verifies the first rung that meets the target, or the best one, in the climb's folder; returns the status."""
         chosen = self.won or self.contest.kept
         if chosen is None:
             raise ConfigError(
@@ -257,8 +258,8 @@ class _Climb:
             shutil.copyfile(plain, temporary)
         say(f"rescue: verifying the file of rung '{chosen.verdict.title}'")
         final = replace(handed_over(asked, chosen.made), output_dir=str(self.folder), resume=str(checkpoint))
-        save_config(final, self.folder / CONFIG_FILE)  # the rung is what a restart continues
-        with one_of_many():  # the climb was announced
+        save_config(final, self.folder / CONFIG_FILE)  # a restart continues from the rung
+        with one_of_many():  # the climb itself has announced its plan
             status = self._train(final)
         save_config(replace(final, resume=None), self.folder / CONFIG_FILE)
         return status

@@ -1,10 +1,10 @@
-"""The rungs of a climb, each a change of the configuration kept so far.
+"""The rungs of a climb. Each rung changes the configuration that the climb has kept so far.
 
     naive → whole operators → per-channel scales → tournament of ranges → the backend's placement
     → SmoothQuant → corrections compete → block reconstruction → mixed precision → QAT with distillation
 
-The first is ONNX Runtime's quantize_static with its defaults, which splits a LayerNorm into its sums and
-roots; the others are runs of qatkit. A new rung is a new entry of `RUNGS`.
+The first rung is ONNX Runtime's quantize_static with its defaults, which quantizes the elementary operators
+of a LayerNorm. The others are runs of qatkit. A new rung is a new entry of `RUNGS`.
 """
 
 from __future__ import annotations
@@ -33,19 +33,20 @@ _CORRECTIONS = {
     "equalize": f"{_PACKAGE}.Equalize",
 }
 _OWN_RUNG = ("smooth_quant", "block_reconstruction")
-# They come after the ranges, and rungs that train weights or learn roundings start without them.
+# Algorithms after the ranges. Rungs that train weights or learn rounding start without them.
 _OF_RANGES = ("bias_correction", "moment_rounding", "block_reconstruction")
-# For transformers and for CNNs: a hundredth of the rate that trains them (conf/schedule).
+# Schedules for transformers and for CNNs, with a hundredth of their learning rates in training
+# (conf/schedule).
 _ADAMW = ScheduleConfig(optimizer="adamw", lr=1e-5, weight_decay=0.01, warmup=0.1)
 _SGD = ScheduleConfig(optimizer="sgd", lr=1e-4)
-# A rung is compared by its file; the one that is handed over is verified with the user's configuration.
+# Rungs are compared by these checks. The delivered one is verified with the user's configuration.
 _CHECKS = [
     "qatkit.verify.checks.latency.LatencyCheck",
     "qatkit.verify.checks.accuracy.FilesAccuracyCheck",
     "qatkit.verify.checks.fidelity.FidelityCheck",
     "qatkit.verify.checks.size.SizeCheck",
 ]
-_COMPARED = 1000  # images that distinguish the outputs of rungs where the metric does not
+_COMPARED = 1000  # number of images whose outputs distinguish rungs if the metric does not
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class RungInputs:
     """The inputs of the rungs.
 
     Attributes:
-        config: as the user gave it.
+        config: the user's configuration.
         normalizes: whether the model has LayerNorms, as transformers do.
     """
 
@@ -66,13 +67,14 @@ class Rung:
     """A rung of the climb.
 
     Attributes:
-        name: also of its folder.
-        title: its action, in a few words.
+        name: the name of the rung and of its folder.
+        title: its method in a few words.
         about: a longer description.
-        change: (the inputs, the configuration kept so far) -> its own.
-        always: whether later rungs build on it whatever its result: it is on the way to the user's configuration.
-        ends: whether the climb may end there. Not where every operator is quantized: kernels that multiply two
-            activations are simulated to within a step, not exactly, and the file would miss the parity bound.
+        change: a function from the inputs and the configuration kept so far to the configuration of the rung.
+        always: whether later rungs build on it whatever its result, as it leads to the user's configuration.
+        ends: whether the climb may end with it. It may not if every operator is quantized: kernels that
+            multiply two activations are not simulated exactly, only to within a step, so the file would miss
+            the parity bound.
     """
 
     name: str
@@ -139,14 +141,18 @@ def _mixed(asked: RungInputs, kept: Config) -> Config:
 
 
 def _qat(asked: RungInputs, kept: Config) -> Config:
-    """Trains by the user's own schedule if it trains, else an epoch at a low rate; towards float's outputs."""
+    """Returns the configuration of QAT with the outputs of float as its target.
+
+    The user's schedule applies if it trains, else one epoch at a low learning rate.
+    """
     own = asked.config.schedule
     trains = own.epochs > 0
     schedule = (
         own if trains else replace(_ADAMW if asked.normalizes else _SGD, epochs=asked.config.rescue.epochs)
     )
     schedule = replace(schedule, distill=schedule.distill or 1.0, float_epochs=0)
-    # Divided channels would take steps of another size: SGD's follow the scale of a weight, Adam's do not.
+    # Rescaled channels would change the relative step size of SGD, which depends on a weight's scale. Adam's
+    # does not.
     kept_below = _before_ranges(kept.algorithm) if schedule.optimizer == "adamw" else {}
     verify = replace(kept.verify, every=asked.config.verify.every)
     return replace(kept, algorithm=kept_below, algorithm_choice="all", schedule=schedule, verify=verify)
@@ -175,7 +181,7 @@ RUNGS = (
 
 
 def with_choices_of(config: Config, report: Mapping[str, Any]) -> Config:
-    """Returns a rung's configuration with its choices (from report.json) written out, where the next rungs start."""
+    """Returns a rung's configuration with its choices from report.json made explicit, for the rungs after it."""
     if config.algorithm_choice == "auto":
         chosen = {row["name"] for row in report["algorithms"] if row["kept"]}
         kept = {name: entry for name, entry in config.algorithm.items() if name in chosen}
@@ -189,13 +195,13 @@ def with_choices_of(config: Config, report: Mapping[str, Any]) -> Config:
 
 
 def handed_over(asked: Config, rung: Config) -> Config:
-    """Returns the configuration of the run that verifies a rung's file with the user's settings."""
+    """Returns the configuration of the run that verifies the chosen rung with the user's settings."""
     verify = replace(asked.verify, control=False, every=rung.verify.every)
     return replace(rung, verify=verify, analysis=asked.analysis)
 
 
 def _plain(config: Config) -> Config:
-    """Returns a configuration with only ranges: no algorithm, training, search, or bound that would end a rung."""
+    """Returns a configuration that only calibrates: no algorithms, training, searches, or bounds that end a rung."""
     return replace(
         config,
         algorithm={},
@@ -240,7 +246,7 @@ def _minmax(calibration: CalibrationConfig) -> CalibrationConfig:
 
 
 def _named(asked: RungInputs, offered: Mapping[str, str]) -> dict[str, Any]:
-    """Returns algorithms with the user's settings, else with their defaults."""
+    """Returns the offered algorithms, with the user's settings if there are any, else with their defaults."""
     own = asked.config.algorithm
     return {name: own.get(name, {"target": target}) for name, target in offered.items()}
 

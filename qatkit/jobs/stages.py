@@ -1,10 +1,11 @@
-"""A run as a list of stages on one state: each is already done and restored, or runs now.
+"""A run as a list of stages on a state. A stage that is already done is restored; the others run.
 
     state ── done? ─ no ──> run ─────┬──> state of the next stage
                    └ yes ─> restore ─┘
 
-The checkpoint is read once as a run begins (`Run.stored`) and passed on in the state: no stage looks for it.
-Only processes that have waited for the first one read it again (`qatkit.jobs.prepare.FirstProcess`).
+The checkpoint is read once at the start of a run (`Run.stored`) and is part of the state, so no stage
+searches for it. Only processes that have waited for the first one read it again
+(`qatkit.jobs.prepare.FirstProcess`).
 """
 
 from __future__ import annotations
@@ -35,15 +36,24 @@ class State:
     """The state of a run.
 
     Attributes:
+        run: the run.
+        data: the data of the run.
         model: the float model.
         captured: the same model, traced and checked once for all modules of the run.
-        module_type: of the modules.
+        module_type: the class of the modules.
         stored: the entries of the run's checkpoint; None without one.
-        begun_with: digests that identify the float models when the run continues (`qatkit.run.float_model`).
-        teach: gives a module another teacher than its float model.
-        module: None until it is built, and after a stage that requires another one.
-        control: the float control, where there is one.
-        status: the return value of the run; None while it continues.
+        begun_with: the digests that identify the float models when the run resumes
+            (`qatkit.run.float_model`).
+        teach: a function that sets another teacher than the float model on a module; None if there is no
+            other.
+        module: the prepared module; None until it is built, and after a stage that requires another one.
+        calibrated: the results of the calibration.
+        tried: the competing algorithms with their results.
+        precision: the result of the choice of float operators.
+        control: the float control, if there is one.
+        written: the exported files, once they are written.
+        analysis: the results of the analyses, if there are any.
+        status: the exit status of the run; None while it continues.
     """
 
     run: Run
@@ -65,46 +75,46 @@ class State:
 
     @property
     def prepared(self) -> QATModule:
-        """The module, for stages after the one that builds it."""
+        """The module, which exists after the stage that builds it."""
         assert self.module is not None
         return self.module
 
     @property
     def exported(self) -> Written:
-        """The files, for stages after the one that writes them."""
+        """The exported files, which exist after the stage that writes them."""
         assert self.written is not None
         return self.written
 
 
 class Stage(Protocol):
-    """A stage of a run. It does not change the state, but returns another one."""
+    """A stage of a run. It does not modify a state but returns a new one."""
 
     def done(self, state: State) -> bool:
-        """Returns whether there is nothing to run: not requested, or the result is in the checkpoint."""
+        """Returns whether the stage need not run, since it is not requested or its result is in the checkpoint."""
         ...
 
     def run(self, state: State) -> State:
-        """Does the work."""
+        """Runs the stage; returns the state with its results."""
         ...
 
     def restore(self, state: State) -> State:
-        """Returns the state as after `run`, from what is known without running."""
+        """Returns the same state as `run`, from stored results."""
         ...
 
     def planned(self, state: State, pace: Pace) -> Sequence[Planned]:
-        """Returns what the plan of the run says about this stage: a row for each time that it measures."""
+        """Returns the rows of this stage in the plan of the run, one for each time that it measures."""
         ...
 
 
 class Unannounced:
-    """A stage that takes no time worth a row of the plan."""
+    """A stage that is too short for a row in the plan."""
 
     def planned(self, state: State, pace: Pace) -> Sequence[Planned]:
         return ()
 
 
 class Always(Unannounced):
-    """A stage that each run runs, resumed ones too."""
+    """A stage that every run executes, including resumed ones."""
 
     def done(self, state: State) -> bool:
         return False
@@ -114,7 +124,7 @@ class Always(Unannounced):
 
 
 class Conditional(Unannounced):
-    """A stage that leaves the state unchanged where it is not requested."""
+    """A stage that leaves the state unchanged if it is not requested."""
 
     def restore(self, state: State) -> State:
         return state
@@ -133,7 +143,7 @@ def begin(run: Run, data: DataModule, model: nn.Module, module_type: type[QATMod
 
 
 def carry_out(stages: Iterable[Stage], state: State) -> int:
-    """Runs or restores one stage after the other, until one of them ends the run; returns its status."""
+    """Runs or restores one stage after another until one ends the run; returns the exit status of the run."""
     for stage in stages:
         return_freed_memory()
         state = stage.restore(state) if stage.done(state) else stage.run(state)

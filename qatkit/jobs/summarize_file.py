@@ -1,4 +1,4 @@
-"""A table of the operators of any ONNX file (mode=summary): counts, types, bytes, and what runs int8 here."""
+"""Prints the operators of any ONNX file (mode=summary): counts, types, bytes, and int8 kernels on this machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def summarize_file(config: Config, folder: Path) -> int:
     """Prints the table, and writes it as summary.json into the run's folder. Returns 0.
 
     Raises:
-        ConfigError: the file can't be read.
+        ConfigError: the file cannot be read.
     """
     assert config.onnx is not None
     source = Path(config.onnx)
@@ -59,7 +59,7 @@ def summarize_file(config: Config, folder: Path) -> int:
 
 
 def _audited(config: Config, path: Path, model: Any) -> tuple[Audit | None, str]:
-    """Returns the file's audit, or None with the reason."""
+    """Returns the file's audit and ""; or None and the reason why there is none."""
     from qatkit.verify.audit import audit
 
     try:
@@ -69,7 +69,7 @@ def _audited(config: Config, path: Path, model: Any) -> tuple[Audit | None, str]
 
 
 def _inputs(config: Config, path: Path, model: Any) -> Any:
-    """Returns inputs that the file runs on."""
+    """Returns example inputs for the file."""
     from qatkit.export.clean.drawn import drawn as drawn_inputs
     from qatkit.export.clean.drawn import given, ports
     from qatkit_verify.session import open_session

@@ -1,4 +1,4 @@
-"""The stages that train: the float model, the quantized one and its float control."""
+"""The training stages: of the float model, of the quantized model, and of the float control."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _SGD_AND_SCALES = (
 
 
 class TrainFloat(Conditional):
-    """Trains the float model; the module is built again then."""
+    """Trains the float model; the module is then built again."""
 
     def done(self, state: State) -> bool:
         return not state.run.config.schedule.float_epochs
@@ -66,7 +66,7 @@ class TrainFloat(Conditional):
 
 
 class FineTune(Always):
-    """Fine-tunes the quantized model; from here on the checkpoint has all choices."""
+    """Fine-tunes the quantized model; its checkpoint contains all choices of the run."""
 
     def planned(self, state: State, pace: Pace) -> Sequence[Planned]:
         return _fine_tuning(state, pace, "QAT", CHECKPOINT_FILE)
@@ -80,7 +80,7 @@ class FineTune(Always):
 
 
 class Control(Conditional):
-    """Fine-tunes the float control with the same choices."""
+    """Fine-tunes the float control with the same algorithms and settings."""
 
     def done(self, state: State) -> bool:
         return not state.run.config.verify.control
@@ -98,7 +98,14 @@ class Control(Conditional):
 
 @dataclass(frozen=True)
 class Length:
-    """The length of a training, and what of it an interrupted run has left."""
+    """The length of a training, and the part that remains in a resumed run.
+
+    Attributes:
+        state: the state of the run.
+        checkpoint: the name of the training's checkpoint in the run's folder.
+        epochs: the number of epochs.
+        most: the maximum number of optimizer steps; None means no limit.
+    """
 
     state: State
     checkpoint: str
@@ -113,12 +120,12 @@ class Length:
 
     @property
     def finished(self) -> bool:
-        """Whether the checkpoint is that of the end."""
+        """Whether the checkpoint is that of the finished training."""
         return bool(self._stored.get("finished"))
 
     @property
     def text(self) -> str:
-        """The length in words."""
+        """A description of the length for the plan."""
         done = int(self._stored.get("global_step", 0))
         images = self._images
         begun = f", {done:,} of them done" if done and not self.finished else ""
@@ -128,11 +135,16 @@ class Length:
 
     @property
     def judged(self) -> float:
-        """The number of samples that judge the epochs which are left."""
+        """The number of samples on which the remaining epochs are judged, summed over these epochs."""
         return self._share * self.epochs * self.state.data.validation_count
 
     def seconds(self, step: Parts, load: float) -> float:
-        """Returns the seconds of the steps which are left."""
+        """Returns the duration of the remaining steps in seconds.
+
+        Args:
+            step: the time of a training step.
+            load: the seconds to load a sample.
+        """
         config = self.state.run.config
         each = config.data.batch_size * (step.each + load) * config.trainer.accumulate
         return self._share * self.steps * (each + step.once)
@@ -157,7 +169,7 @@ class Length:
 
 
 def _fine_tuning(state: State, pace: Pace, name: str, checkpoint: str) -> Sequence[Planned]:
-    """Returns the plan of a fine-tuning, with the judgement of its epochs."""
+    """Returns the rows of a fine-tuning in the plan, including the judgement of its epochs."""
     config = state.run.config
     schedule = config.schedule
     if not schedule.epochs:
@@ -179,7 +191,7 @@ def _fine_tuning(state: State, pace: Pace, name: str, checkpoint: str) -> Sequen
 
 
 def train_float(run: Run, model: nn.Module, data: DataModule) -> None:
-    """Trains the model that is quantized later, in place."""
+    """Trains, in place, the float model that is quantized later."""
     config = run.config
     module = FloatModule(model, config.schedule, data.task)
     path = run.folder / FLOAT_CHECKPOINT
@@ -201,18 +213,21 @@ def fine_tune(
     title: str,
     teach: Callable[[QATModule], None] | None = None,
 ) -> None:
-    """Trains on the QAT schedule with Lightning's Trainer; with no epochs, only the checkpoint is written.
+    """Trains with the QAT schedule and Lightning's Trainer; without epochs, only the checkpoint is written.
 
     Args:
-        checkpoint: its name in the run's folder.
-        title: of the stage.
-        teach: gives the module another teacher than its float model.
+        run: the run.
+        module: the module to train.
+        data: the data to train on.
+        checkpoint: the name of the checkpoint in the run's folder.
+        title: the title of the stage.
+        teach: a function that sets another teacher than the float model on the module.
     """
     config, path = run.config, run.folder / checkpoint
     if teach is not None:
         teach(module)
     lightning.seed_everything(config.seed, verbose=False)
-    module.learn(data.task)  # it knows what `Task.of_data` has learned from the data
+    module.learn(data.task)  # this task includes what `Task.of_data` found in the data
     classes = data.num_classes or _own_width(module, config.model)
     if config.schedule.epochs and config.schedule.optimizer == "sgd" and module.of_stage(OBSERVED):
         warnings.warn(_SGD_AND_SCALES, stacklevel=2)
@@ -233,14 +248,14 @@ def fine_tune(
     run.curves[title] = module.curve
     module.cpu().eval()
     for teacher in module.teacher:
-        teacher.cpu()  # the float model is exported next
+        teacher.cpu()  # the float model will be exported, which happens on the CPU
     module.ready_to_convert()
 
 
 def _validating(
     run: Run, module: Learner, data: DataModule, checkpoint: Path, title: str, epochs: int
 ) -> Validating | None:
-    """Returns the validation of each epoch if there are several, else None."""
+    """Returns the callback that validates each epoch if there are several, else None."""
     if epochs < 2 or not data.labelled:
         return None
     trainer = run.config.trainer
@@ -249,7 +264,7 @@ def _validating(
 
 
 def _choosing(run: Run, module: QATModule, data: DataModule, checkpoint: Path, title: str) -> Choosing | None:
-    """Returns the choice between the epochs, where requested; else None."""
+    """Returns the callback that chooses the best epoch if requested, else None."""
     every, trainer = run.config.verify.every, run.config.trainer
     if every is None or not chooses_epochs(run.config):
         return None
@@ -259,7 +274,7 @@ def _choosing(run: Run, module: QATModule, data: DataModule, checkpoint: Path, t
 
 
 def _own_width(module: QATModule, model: ModelConfig) -> int | None:
-    """Returns the width of a model's own head: pretrained weights may have more classes than the builder's default."""
+    """Returns the number of outputs of the model's head: pretrained weights may have more classes than the default."""
     if model.num_classes is not None or model.weights is None:
         return model.num_classes
     with inference(module.graph):

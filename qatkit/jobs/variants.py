@@ -27,10 +27,11 @@ from qatkit_verify.placement.sites import Sites
 
 
 def variants(config: Config) -> int:
-    """Writes the folder; returns 0. Weights and ranges are untrained: they don't affect latency.
+    """Writes the folder and returns 0. Weights and ranges are untrained, since they do not affect latency.
 
     Raises:
-        ConfigError: as at the start of any run, or the folder holds something else.
+        ConfigError: the folder contains other files, or the configuration is wrong, as at the start of any
+            run.
     """
     if config.export.encrypt is not None:
         raise ConfigError(

@@ -1,6 +1,6 @@
-"""The end of every run, of a module or of a file only: checks, bounds, page, report.json, table.
+"""The end of every run, with or without a module: checks, bounds, page, report.json, table.
 
-Subject ─ each check of `verify.checks` in turn ─> Results ─ bounds ─> shortfalls, each with its proposed fix
+Subject ─ each check of `verify.checks` in turn ─> Results ─ bounds ─> shortfalls, each with a suggested fix
 """
 
 from __future__ import annotations
@@ -65,11 +65,14 @@ SAMPLE_BATCH = 32  # images per batch of a sample
 def planned_verification(
     config: Config, data: DataModule, pace: Pace, files: Sequence[str], predictors: Sequence[str] = ()
 ) -> list[Planned]:
-    """Returns the rows of the plan for the checks, and for the bundle where one is requested.
+    """Returns the rows of the plan for the checks and, if requested, for the bundle.
 
     Args:
-        files: those that are measured.
-        predictors: whatever else has its accuracy measured.
+        config: the configuration of the run.
+        data: the data of the run.
+        pace: the measured speeds.
+        files: the names of the files that are measured.
+        predictors: the names of other models whose accuracy is measured, such as "simulated".
     """
     wanted, tests, names = config.verify, data.test_count, data.task.names
     images = tests if wanted.images is None else min(tests, wanted.images)
@@ -95,7 +98,7 @@ def planned_verification(
 
 
 def _speed(pace: Pace, name: str) -> float:
-    """Returns the seconds per sample of a file, of another predictor, or of loading."""
+    """Returns the seconds per sample for a file, for another predictor, or for loading."""
     if name == "load":
         return pace.load
     if name == "control":
@@ -104,10 +107,10 @@ def _speed(pace: Pace, name: str) -> float:
 
 
 def checks_of(config: Config, *, labelled: bool) -> list[Check]:
-    """Returns the checks that `config.verify` lists, for images with labels or without.
+    """Returns the checks that `config.verify` lists, for images with or without labels.
 
     Raises:
-        ConfigError: a path that leads to no check, a bound whose check is not in the list, or one that does not apply
+        ConfigError: a path names no check, the check of a bound is not in the list, or a bound does not apply
             to images with labels.
     """
     for key in UNLABELLED_BOUNDS if labelled else ():
@@ -127,7 +130,7 @@ def checks_of(config: Config, *, labelled: bool) -> list[Check]:
 
 
 def _check_runtimes(config: Config) -> None:
-    """Rejects other runtimes for a file that is shaped for one runtime."""
+    """Rejects other runtimes for a file whose form is specific to one runtime."""
     others = other_runtimes(config.verify.runtimes)
     static = (config.mode or config.export.mode) == "static"
     if others and static and backend_of(config).other_runtime:
@@ -142,13 +145,13 @@ def conclude(run: Run, subject: Subject, told: Results, files: Sequence[str]) ->
     """Checks a finished file, and writes and prints its report.
 
     Args:
-        run: its folder holds all files but the page and report.json.
+        run: the run, whose folder contains all files except the page and report.json.
         subject: the files to check.
-        told: the facts known without measuring: model, skipped sites, calibration, notes, configuration.
-        files: names in the folder whose digests the report keeps.
+        told: the results known without measuring: model, skipped sites, calibration, notes, configuration.
+        files: the names of files in the folder whose digests are part of the report.
 
     Returns:
-        0, or 1 when a bound is not met.
+        0, or 1 if a bound is missed.
     """
     checks, wanted = checks_of(run.config, labelled=subject.labelled), run.config.verify
     with run.stage("verify", "verifying the files in ONNX Runtime"):
@@ -181,7 +184,7 @@ def conclude(run: Run, subject: Subject, told: Results, files: Sequence[str]) ->
 
 
 def _climb(config: Config, results: Results) -> str:
-    """Returns the command to type where the file is too far from float and no climb was made; else ""."""
+    """Returns the command of a rescue if the accuracy of the file is too low and none was made, else ""."""
     far = [line for line in results.shortfalls if line.startswith(("verify.max_drop", "verify.min_float_"))]
     if not far or results.ladder is not None or config.mode is not None:
         return ""
@@ -192,7 +195,7 @@ def _climb(config: Config, results: Results) -> str:
 
 
 def _about(subject: Subject, told: Results) -> Results:
-    """Returns the results with the facts that the file and the machine give."""
+    """Returns the results with facts about the file and the machine."""
     threads = subject.settings.threads
     session = open_session(subject.files["int8"], threads=threads, optimize=False, options=subject.options)
     return replace(
@@ -210,7 +213,7 @@ def _about(subject: Subject, told: Results) -> Results:
 
 
 def conclude_module(state: State) -> int:
-    """Runs `conclude` for a file made from a module, with the simulation, the converted module and the control."""
+    """Runs `conclude` for a file made from a module, including the simulation, the converted module and the control."""
     run, data, module, written = state.run, state.data, state.prepared, state.exported
     config = run.config
     idle = [(name, NOTHING) for name in module.about.get(IDLE, ())]
@@ -249,7 +252,7 @@ def conclude_module(state: State) -> int:
 
 
 def other_sizes(converted: fx.GraphModule) -> list[dict[str, dict[int, int]]]:
-    """Returns the sizes, other than the example's, that a graph with free axes was made with, by input and axis."""
+    """Returns the sizes of free axes, other than the example's, for which a graph was built, by input and axis."""
     names, axes = converted.meta["inputs"], converted.meta.get("free_axes", ())
     found: list[dict[str, dict[int, int]]] = []
     for number in range(max((len(axis.others) for axis in axes), default=0)):
@@ -262,18 +265,18 @@ def other_sizes(converted: fx.GraphModule) -> list[dict[str, dict[int, int]]]:
 
 
 def float_on_purpose(module: QATModule, model: nn.Module) -> list[str]:
-    """Returns globs of the operators that are float on purpose.
+    """Returns globs for the operators that are float on purpose.
 
-    These are those that the module leaves float, and norms that a given file has in parts. For a given file
-    they include the names of its nodes, since sites use other characters where torch does not accept such a
-    path.
+    These are the operators that the module leaves float, and the norms that an imported file has in parts.
+    For an imported file the globs include the names of its nodes, which differ from sites if torch does not
+    accept them as paths.
     """
     given = model.norms_in_parts if isinstance(model, ImportedModel) else []
     return list(map(glob.escape, (*names_in_file(module.graph, module.left_float), *given)))
 
 
 def _guards(config: Config, module: QATModule) -> dict[str, Any]:
-    """Returns the choice of `reduce_range` and the cost of each guarded operator, as plain figures."""
+    """Returns the choice of `reduce_range` and the cost of each guarded operator as plain values."""
     return {
         "choice": config.backend.reduce_range,
         "hazard": module.backend.saturates,

@@ -1,6 +1,6 @@
-"""The float model that a run starts from, and how its images are prepared.
+"""The float model from which a run starts, and the preprocessing of its images.
 
-    build               the choice of a source by `model.name`, then the checkpoint
+    build               the choice of the source by `model.name`, and the loading of the checkpoint
     torchvision_models  "resnet18"
     timm_models         "timm/resnet18", the extra timm
     hf_models           "hf/vit", "hf/facebook/dinov2-small", "hf//my/folder", with the head that the task requires; the

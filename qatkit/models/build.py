@@ -1,9 +1,9 @@
-"""The choice of a model by `model.name` from the source that knows it, and the loading of its checkpoint.
+"""The choice of a model's source by `model.name`, and the loading of its checkpoint.
 
-A name without a dot is one of torchvision's, "timm/NAME" one of timm's, "hf/NAME" one of Hugging Face's (with
-the head that the task requires), "lite/NAME" one of efficientnet_lite_pytorch's and "onnx/FILE" a float ONNX
-file. A dotted path is a user's builder. Parameters are random, or come from the source's pretrained `weights`
-or from a `checkpoint` file, which must fit exactly.
+A name without a dot is a torchvision model, "timm/NAME" a timm model, "hf/NAME" a Hugging Face model (with
+the head that the task requires), "lite/NAME" a model of efficientnet_lite_pytorch, and "onnx/FILE" a float
+ONNX file. A dotted path is a user's builder. Parameters are random, or come from the source's pretrained
+`weights` or from a `checkpoint` file, which must fit exactly.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from qatkit_verify.errors import ConfigError, first_line
 from qatkit_verify.foreign import calling, check_call
 
 IMAGES = "classification"
-# Each has builder(name), pretrained(config, classes) and preprocessing(config).
+# Each module has the functions builder(name), pretrained(config, classes) and preprocessing(config).
 PREFIXES = {module.PREFIX: module for module in (timm_models, lite, onnx_files)}
 
 
@@ -36,10 +36,10 @@ def build(config: ModelConfig, num_classes: int | None = None, task: str = IMAGE
     """Returns the float model in eval mode.
 
     Args:
-        config: the model group. With both weights and a checkpoint, the values come from the checkpoint, whose
-            training started from those weights. The weights then only describe the model and its images, and
+        config: the model group. With both weights and a checkpoint, the values come from the checkpoint; its
+            training started from the weights. The weights then only describe the model and its images, and
             are not fetched.
-        num_classes: classes of the data; None leaves it to the configuration and the builder.
+        num_classes: number of classes of the data; None leaves it to the configuration and the builder.
         task: a value of `task`, which selects the head of a model that has several.
 
     Raises:
@@ -66,7 +66,7 @@ def weights_preprocessing(config: ModelConfig, task: str = IMAGES) -> Preprocess
     """Returns the preprocessing with which the pretrained weights were evaluated; None without weights.
 
     Raises:
-        ConfigError: unknown name or weights.
+        ConfigError: the name or the weights are unknown.
     """
     if config.weights is None:
         return None
@@ -75,7 +75,7 @@ def weights_preprocessing(config: ModelConfig, task: str = IMAGES) -> Preprocess
 
 
 def declared(config: ModelConfig, layout: str | None, task: str = IMAGES) -> Declared:
-    """Returns the inputs that a model declares, as ONNX files and text models do; nothing for others."""
+    """Returns the inputs that an ONNX file or a text model declares; an empty `Declared` for other models."""
     if config.name.startswith(onnx_files.PREFIX):
         return onnx_files.declared(config, layout)
     if config.name.startswith(hf_models.PREFIX):
@@ -84,25 +84,25 @@ def declared(config: ModelConfig, layout: str | None, task: str = IMAGES) -> Dec
 
 
 def parameters(config: ModelConfig) -> int | None:
-    """Returns the number of parameters of a model before it is loaded, if that is known; else None."""
+    """Returns the number of parameters of a model before it is loaded; None if it is not known yet."""
     return hf_models.parameters(config)
 
 
 def states(config: ModelConfig) -> States | None:
-    """Returns the outputs that are inputs of the next step, for ONNX files with `model.kwargs.states`; else None."""
+    """Returns the states of an ONNX file with `model.kwargs.states`; None for other models."""
     return onnx_files.states(config) if config.name.startswith(onnx_files.PREFIX) else None
 
 
 def has_weights(name: str) -> bool:
-    """Returns whether `model.weights` applies to a model of that name, which is not a user's builder then."""
+    """Returns whether `model.weights` applies to a model of that name; False for a user's builder."""
     return _source(name) is not None
 
 
 def weights_classes(config: ModelConfig) -> int | None:
-    """Returns the number of classes of the pretrained weights; None if they would have to be loaded first.
+    """Returns the number of classes of the pretrained weights; None if it is known only after loading them.
 
     Raises:
-        ConfigError: unknown name or weights.
+        ConfigError: the name or the weights are unknown.
     """
     if _source(config.name) is not torchvision_models:
         return None
@@ -110,7 +110,11 @@ def weights_classes(config: ModelConfig) -> int | None:
 
 
 def _classes(config: ModelConfig, of_data: int | None) -> int | None:
-    """Returns the number of classes that the configuration and the data agree on."""
+    """Returns the number of classes from the configuration and the data; None if neither defines it.
+
+    Raises:
+        ConfigError: the numbers of classes differ.
+    """
     given = config.num_classes if config.num_classes is not None else config.kwargs.get("num_classes")
     if given is not None:
         limit_of(ModelConfig, "num_classes").check("model.num_classes", given)
@@ -138,14 +142,14 @@ def _source_of_weights(config: ModelConfig, task: str = IMAGES) -> Any:
 
 
 def _like_weights(config: ModelConfig) -> ModelConfig:
-    """Returns `config` with the arguments of the model of `config.weights` that are not the defaults."""
+    """Returns `config` with the non-default arguments of the model to which `config.weights` belong."""
     if config.weights is None or _source_of_weights(config) is not torchvision_models:
         return config
     return replace(config, kwargs=torchvision_models.arguments(config) | config.kwargs)
 
 
 def _builder(name: str, task: str) -> Callable[..., Any]:
-    """Returns the function or class called `name`: a source's, "package.module.fn" or "package.module:fn"."""
+    """Returns a source's builder for `name`, or the object "package.module.fn" or "package.module:fn"."""
     source = _source(name, task)
     if source is not None:
         found: Callable[..., Any] = source.builder(name)
@@ -157,7 +161,11 @@ def _builder(name: str, task: str) -> Callable[..., Any]:
 
 
 def _construct(config: ModelConfig, builder: Callable[..., Any], classes: int | None) -> nn.Module:
-    """Calls `builder`, with the number of classes if it is known and the builder takes it."""
+    """Calls `builder`, with the number of classes if it is known and the builder accepts it.
+
+    Raises:
+        ConfigError: the builder failed, or returned something other than a module.
+    """
     kwargs = dict(config.kwargs)
     if classes is not None and _accepts_num_classes(builder):
         kwargs["num_classes"] = classes
@@ -183,7 +191,7 @@ def _construct(config: ModelConfig, builder: Callable[..., Any], classes: int | 
 def _accepts_num_classes(builder: Callable[..., Any]) -> bool:
     if (
         getattr(builder, "__init__", None) is nn.Module.__init__
-    ):  # its signature claims that it takes anything
+    ):  # its signature claims to accept any argument
         return False
     try:
         parameters = inspect.signature(builder).parameters.values()

@@ -1,11 +1,11 @@
-"""Float checkpoints: the contents of the file, the part of it that the model loads, and errors about misfits.
+"""Float checkpoints: how a file is read, which part of it the model loads, and errors if it does not fit.
 
     file ── read ──> its state_dicts by name: "", "state_dict", "model", "model_ema", ...
                        └─ the trained one, or the chosen one ── load ──> keys below one prefix ──> model
 
-The prefix is found by the model's own keys: that of DataParallel ("module."), Lightning ("model.", "net.", ...) or SWA;
-torch.compile's ("_orig_mod.") may be anywhere. Anything else (weights of a loss, an average, counters) is
-left out and reported.
+The prefix is found with the model's own keys. It may come from DataParallel ("module."), Lightning ("model.",
+"net.", ...) or SWA. torch.compile's "_orig_mod." may be anywhere in a key. Anything else (weights of a loss,
+an average, counters) is left out and reported.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from qatkit.encryption.vault import readable
 from qatkit_verify.errors import ConfigError, did_you_mean, first_line
 
 State = Mapping[str, Tensor]
-# Keys under which training scripts store weights, trained ones before averages of them.
+# Keys under which training scripts store weights: trained weights come before their averages.
 _TRAINED = (
     "state_dict",
     "model",
@@ -48,9 +48,9 @@ _AVERAGES = ("state_dict_ema", "model_ema", "ema_state_dict", "params_ema", "ema
 _COMPILED = "_orig_mod."
 _COUNTER = "num_batches_tracked"  # missing in files of old versions of torch
 _DEEPEST = 2  # maximum number of names in a prefix: deeper keys belong to a part of another model
-_TRIED = 8  # number of the model's keys with which a prefix is searched
+_TRIED = 8  # number of the model's keys that are used to find the prefix
 _SCALAR: Any = importlib.import_module("numpy._core.multiarray").scalar
-# Plain data without code that the files of torchvision, timm and other training scripts hold in addition to tensors.
+# Types of plain data without code that files of torchvision, timm and other training scripts may hold.
 _PLAIN = [
     argparse.Namespace,
     pathlib.PosixPath,
@@ -69,7 +69,7 @@ class Checkpoint:
     states: Mapping[str, State]
 
     def chosen(self, key: str | None) -> tuple[str, State]:
-        """Returns the state_dict called `key`; for None the trained one, or an average if there is no other.
+        """Returns the name and the state_dict for `key`; for None, the trained weights, or else an average.
 
         Raises:
             ConfigError: there is no such state_dict.
@@ -113,7 +113,7 @@ def read_checkpoint(path: str) -> Checkpoint:
 
 
 def _is_state(content: Any) -> TypeGuard[State]:
-    """Returns whether `content` is a mapping of names to tensors and nothing else."""
+    """Returns whether `content` is a mapping from names to tensors that is not empty."""
     return (
         isinstance(content, Mapping)
         and bool(content)

@@ -87,12 +87,12 @@ class Conformer(nn.Module):
 
     Args:
         num_classes: number of logits.
-        bands: bands of the features: `data.mels`, or `data.coefficients` for MFCCs.
-        width: features between the blocks.
+        bands: number of bands of the features: `data.mels`, or `data.coefficients` for MFCCs.
+        width: number of features between the blocks.
         blocks: number of blocks.
-        heads: heads of attention, of `width / heads` features each.
-        expansion: features within a feed-forward, as a multiple of `width`.
-        kernel: frames that a depthwise convolution sees, an odd number.
+        heads: number of attention heads, each with `width / heads` features.
+        expansion: number of features within a feed-forward, as a multiple of `width`.
+        kernel: number of frames that a depthwise convolution covers; it must be odd.
         dropout: share of values dropped in training.
     """
 

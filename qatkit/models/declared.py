@@ -17,12 +17,12 @@ class Declared(NamedTuple):
     """The inputs that a model itself declares.
 
     Attributes:
-        ports: its inputs; empty if unknown.
-        image: the axes of its images; None if unknown, or if its inputs are not images.
-        preprocessing: preprocessing of images in its bundle.
+        ports: the inputs of the model; empty if they are unknown.
+        image: the axes of the model's images; None if they are unknown, or if the inputs are not images.
+        preprocessing: the preprocessing of images in the model's bundle; None if there is none.
         about: further facts: an ONNX file's metadata and the inputs that are fixed to one number; for a text
-            model, the place of its tokenizer and its numbers of tokens and positions.
-        recordings: the preprocessing of recordings in its bundle.
+            model, the folder or id of its tokenizer and its numbers of tokens and positions.
+        recordings: the preprocessing of recordings in the model's bundle; None if there is none.
     """
 
     ports: tuple[Port, ...] = ()

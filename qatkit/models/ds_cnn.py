@@ -30,7 +30,7 @@ class DSCNN(nn.Module):
 
     Args:
         num_classes: number of logits.
-        channels: channels of all convolutions.
+        channels: number of channels of each convolution.
         blocks: number of separable blocks.
         dropout: share of the pooled channels dropped in training.
     """

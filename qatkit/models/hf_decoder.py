@@ -1,10 +1,11 @@
-"""A causal language model of Hugging Face as a decoder: keys and values of earlier tokens in, those of all tokens out.
+"""A causal language model of Hugging Face as a decoder, with keys and values as inputs and outputs.
 
     input_ids [N, T], mask [N, T], position_ids [N, T], past_mask [N, P], past.0.key [N, H, P, D], ...
         ──> logits [N, T, V], present.0.key [N, H, P + T, D], ...
 
-P is 0 at the beginning of a text. In the file, the two masks are parts of one (`qatkit.export.decoder_inputs`). Here
-each has the length of another input, so that every free axis has its own size.
+P is 0 at the beginning of a text. In the file, the two masks are parts of one mask
+(`qatkit.export.decoder_inputs`). Here each mask has the length of another input, so that every free axis has
+its own size.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def past_names(layers: int) -> list[str]:
 
 
 class Decoder:
-    """The forward of a decoder on the modules of a language model, with the model's own paths and weights.
+    """A decoder that runs on the modules of a language model, with unchanged paths and weights.
 
     Args:
         model: a model built by `qatkit.models.hf_models`.
@@ -39,12 +40,13 @@ class Decoder:
     Attributes:
         layers: number of layers with keys and values.
         heads: number of heads of keys and values.
-        width: features of a head.
-        longest: maximum length of a text; for layers that attend to a window of tokens, the length of the
-            window, within which they attend to all tokens.
+        width: number of features of a head.
+        longest: maximum length of a text. For layers that attend to a window of tokens, it is the length of
+            the window, since they attend to all tokens within it.
 
     Raises:
-        ConfigError: not all of its layers store the keys and values of all tokens.
+        ConfigError: the model is not a causal language model of Hugging Face, or a layer does not store the
+            keys and values of all tokens.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -68,7 +70,7 @@ class Decoder:
 
     @contextmanager
     def as_forward(self) -> Iterator[nn.Module]:
-        """Gives the model this forward within the context."""
+        """Replaces the model's forward with that of the decoder within the context, and yields the model."""
         own = type(self.model)
         theirs = own.__mro__[1]
         self.model.__class__ = type(theirs.__name__, (theirs,), {"forward": _forward(theirs, self.layers)})
@@ -78,16 +80,16 @@ class Decoder:
             self.model.__class__ = own
 
     def example(self, tokens: Tensor, past: int) -> dict[str, Tensor]:
-        """Returns inputs for tokens [N, past + T] whose first `past` ones have been computed."""
+        """Returns the inputs for tokens [N, past + T] after the first `past` tokens have been computed."""
         _, *computed = self(tokens[:, :past], self.empty(len(tokens)))
         return self.inputs(tokens[:, past:], computed)
 
     def empty(self, rows: int) -> list[Tensor]:
-        """Returns empty keys and values, for no token."""
+        """Returns the empty keys and values at the beginning of a text, each [rows, heads, 0, width]."""
         return [torch.zeros(rows, self.heads, 0, self.width)] * (2 * self.layers)
 
     def inputs(self, tokens: Tensor, past: list[Tensor]) -> dict[str, Tensor]:
-        """Returns the inputs for tokens [N, T] after those of `past`, all without padding."""
+        """Returns the inputs for tokens [N, T] that follow the tokens of `past`, without padding."""
         rows, count = tokens.shape
         before = past[0].shape[2]
         places = torch.arange(before, before + count).repeat(rows, 1)
@@ -106,12 +108,12 @@ class Decoder:
         return found
 
     def axes(self) -> dict[str, dict[int, str]]:
-        """Returns the free axes other than the batch, by input."""
+        """Returns the names of the free axes except the batch axis, by input and axis."""
         lengths = {name: {1: "sequence"} for name in (TOKENS, MASK, POSITIONS)}
         return lengths | {PAST_MASK: {1: "past"}} | {name: {2: "past"} for name in past_names(self.layers)}
 
     def prove(self, tokens: Tensor) -> None:
-        """Compares tokens [N, T] in two parts with all of them at once.
+        """Checks that tokens [N, T] in two parts give the same logits as all of them at once.
 
         Raises:
             ConfigError: the logits differ because the model computes its positions or its mask by itself.

@@ -13,17 +13,18 @@ from qatkit_verify.errors import ConfigError
 
 @dataclass(frozen=True)
 class Head:
-    """A head of a transformers model, as a task requires it.
+    """A kind of head of transformers models, as a task requires it.
 
     Attributes:
-        title: name for messages.
-        loader: transformers' class that loads such models.
-        mapping: mapping of the architectures with such a head, in transformers' modeling_auto.
-        takes: the arguments of forward that are inputs.
-        text: the inputs are tokens.
-        replaceable: its weights may be missing, and are then initialised.
-        rows: number of rows of a sample.
-        pairs: two texts may be read together, distinguished by token types where the model has several.
+        title: the name of such a model in messages.
+        loader: name of the class in transformers that loads models with the head.
+        mapping: name of the mapping in transformers' modeling_auto that lists the architectures with the
+            head.
+        takes: names of the arguments of forward that are inputs of the model.
+        text: whether the inputs are tokens.
+        replaceable: whether its weights may be missing; they are then initialised.
+        rows: number of input rows of a sample.
+        pairs: whether two texts may be read together; token types distinguish them if the model has several.
     """
 
     title: str
@@ -62,7 +63,8 @@ HEADS = {"causal_lm": CAUSAL_LM, "text_classification": TEXT_CLASSIFIER, "text_p
 def class_names(settings: Any, changes: Mapping[str, Any], name: str) -> list[str]:
     """Returns the class names of a configuration.
 
-    There are none unless it is that of a text classifier, since the two default classes have no meaning.
+    There are none unless the configuration is that of a text classifier or `changes` sets them, since the two
+    default classes have no meaning.
 
     Raises:
         ConfigError: the model does not choose one of several classes, or does not name all of them.
@@ -99,7 +101,7 @@ def class_of(loader: Any, head: Head, settings: Any, name: str) -> type:
 
 
 def takes_of(head: Head, settings: Any, model: type) -> tuple[str, ...]:
-    """Returns the inputs of a model: the head's, and the token types if there are several."""
+    """Returns the names of a model's inputs: those of the head, and token types if the model has several."""
     several = head.pairs and (getattr(settings, "type_vocab_size", None) or 0) > 1
     known = inspect.signature(model.forward).parameters  # type: ignore[attr-defined]
     return (*head.takes, TYPES) if several and TYPES in known else head.takes

@@ -5,10 +5,11 @@
                                         model.weights is DEFAULT or a revision (branch, tag, commit)
     hf//data/my_model, hf/./my_model    the same from a folder written by `save_pretrained`
 
-The model is theirs with unchanged module paths and state_dict, but returns only its logits: [N, classes] for a
-classifier of images or texts (task=text_classification), [N, T, V] for a language model (task=causal_lm). An
-encoder returns embeddings (task=text_pairs). Images are prepared as their image processor does, except that the
-picture keeps its proportions where that one distorts it. Text is prepared by the tokenizer next to the weights.
+The transformers model keeps its module paths and its state_dict, but returns only its logits: [N, classes]
+for a classifier of images or texts (task=text_classification), [N, T, V] for a language model
+(task=causal_lm). An encoder returns embeddings (task=text_pairs). Images are prepared as by the model's image
+processor, except that pictures always keep their proportions. Text is prepared by the tokenizer next to the
+weights.
 """
 
 from __future__ import annotations
@@ -51,14 +52,14 @@ from qatkit_verify.installed import install_extra
 
 PREFIX = "hf/"
 DEFAULT = "DEFAULT"
-# Settings of every configuration that its own dictionary leaves out.
+# Settings that every configuration accepts but leaves out of its dictionary.
 _GENERAL = {"attn_implementation"}
 _UNREAD = "pooler."  # parameters of an encoder that are not used, since its embedding is pooled differently
-_LONGEST_HEADER = 100_000_000  # bytes, the format's own limit
+_LONGEST_HEADER = 100_000_000  # maximum number of bytes of a header in this format
 
 
 def of_task(task: str) -> HuggingFace:
-    """Returns the models with the head that a task requires, which is an image classifier's by default."""
+    """Returns the source of models with the head that a task requires, by default an image classifier."""
     return HuggingFace(HEADS.get(present_task(task), IMAGE_CLASSIFIER))
 
 
@@ -94,7 +95,7 @@ class HuggingFace:
     def pretrained(self, config: ModelConfig, classes: int | None) -> nn.Module:
         """Returns the model with the weights of the hub or of the folder.
 
-        A classifier's head is initialised if `classes` differs from theirs.
+        A classifier's head is initialised if `classes` differs from the number of classes of the weights.
 
         Raises:
             ConfigError: the name is unknown, or the weights cannot be fetched (the message says where to put
@@ -146,7 +147,7 @@ class HuggingFace:
         return preprocessing_of(processor, config)
 
     def declared(self, config: ModelConfig) -> Declared:
-        """Returns the inputs, tokenizer place and class names of a text model; nothing for an image model.
+        """Returns the inputs, tokenizer and class names of a text model; an empty `Declared` for an image model.
 
         Raises:
             ConfigError: as for `builder`, or a configuration cannot be fetched.
@@ -178,7 +179,7 @@ class HuggingFace:
             config.num_labels = num_classes
         config.architectures = (
             config.architectures or []
-        )  # null is a TypeError where a type has two classifiers
+        )  # null raises a TypeError if a type has two classifiers
         try:
             model: nn.Module = self._loader(name).from_config(config, dtype=torch.float32)
         except (ImportError, RuntimeError, ArithmeticError, AttributeError) as error:
@@ -191,7 +192,7 @@ class HuggingFace:
         """Returns the configuration of an architecture, an id or a folder, with `changes`.
 
         Raises:
-            ConfigError: it cannot be fetched, or has no setting of such a name or value.
+            ConfigError: the configuration cannot be fetched, or has no setting of such a name or value.
         """
         transformers, plain = _transformers(name), name.removeprefix(PREFIX)
         from huggingface_hub.errors import StrictDataclassError
@@ -230,7 +231,8 @@ class HuggingFace:
         """Returns the revision that `model.weights` requests from the hub.
 
         Raises:
-            ConfigError: an architecture has no weights, and a folder has no revisions.
+            ConfigError: the name is an architecture, which has no weights, or a folder, which has no
+                revisions.
         """
         plain = config.name.removeprefix(PREFIX)
         if plain in self._architectures():
@@ -248,14 +250,14 @@ class HuggingFace:
         return getattr(_transformers(name), self.head.loader)
 
     def _architectures(self) -> list[str]:
-        """Returns the model types that have such a head."""
+        """Returns the names of the model types that have this head."""
         from transformers.models.auto import modeling_auto
 
         return list(getattr(modeling_auto, self.head.mapping))
 
 
 def _unloaded(report: Mapping[str, Any]) -> list[str]:
-    """Returns the parameters on which outputs depend and for which no weights were loaded."""
+    """Returns the names of the parameters that affect the outputs but were not in the weights."""
     keys = {*report["missing_keys"], *(mismatch[0] for mismatch in report["mismatched_keys"])}
     return sorted(key for key in keys if not key.startswith(_UNREAD))
 
@@ -281,7 +283,7 @@ def _entries(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _check_names(known: Iterable[str], changes: Mapping[str, Any], what: str) -> None:
-    """Raises ConfigError for unknown names, since a configuration silently accepts any and a typo has no effect."""
+    """Raises ConfigError for unknown names, which a configuration would accept and ignore."""
     names = {*known, *_GENERAL}
     for key, value in changes.items():
         if key not in names:
@@ -290,12 +292,12 @@ def _check_names(known: Iterable[str], changes: Mapping[str, Any], what: str) ->
 
 
 def _adapted(model: nn.Module, head: Head, name: str) -> nn.Module:
-    """Returns `model` with a forward that takes its inputs and returns one tensor instead of a ModelOutput.
+    """Returns `model` with a forward that takes the head's inputs and returns a tensor, not a ModelOutput.
 
     It becomes a subclass of its own type, so that module paths and state_dict stay the same.
 
     Raises:
-        ConfigError: forward does not take such an input (ImageGPT's takes colour indices).
+        ConfigError: the model's forward does not take these inputs (ImageGPT's takes colour indices).
     """
     theirs: Any = type(model)
     missing = [one for one in head.takes if one not in inspect.signature(theirs.forward).parameters]
@@ -355,7 +357,7 @@ def _transformers(name: str) -> ModuleType:
     try:
         import transformers
     except ImportError as error:
-        reason = f"the model needs the extra transformers: {install_extra('transformers')} ({error})"
+        reason = f"the model needs the extra transformers; install it with {install_extra('transformers')} ({error})"
         raise ConfigError("model.name", name, reason=reason) from error
     found: ModuleType = transformers
     return found

@@ -6,7 +6,7 @@ from qatkit_verify.errors import first_line
 
 
 def how_to_fetch(repository: str, error: BaseException) -> str:
-    """Returns why `repository` ("google/vit-base-patch16-224") is missing, and how to fetch it elsewhere."""
+    """Returns the reason why `repository` ("google/vit-base-patch16-224") is missing, and how to fetch it."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     folder = f"models--{repository.replace('/', '--')}"

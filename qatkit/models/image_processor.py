@@ -1,7 +1,8 @@
 """The conversion of a Hugging Face image processor to a `Preprocessing`.
 
-Its class and its many settings (rescaling, offsets, a second normalisation) are not read. Instead black, white and red
-pictures are passed through it, whose results reveal size, mean, standard deviation and channel order.
+Its class and its many settings (rescaling, offsets, a second normalisation) are not read. Instead, black,
+white and red pictures are passed through it. The results reveal size, mean, standard deviation and channel
+order.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from qatkit_verify.errors import ConfigError
 
 # Pillow's numbers. Lanczos is not supported here, and bicubic is closest to it.
 _INTERPOLATIONS = {0: "nearest", 1: "bicubic", 2: "bilinear", 3: "bicubic"}
-_SQUEEZED_FROM = 384  # ConvNeXt's processor crops smaller inputs only
+_SQUEEZED_FROM = 384  # ConvNeXt's processor only crops smaller inputs
 
 
 def preprocessing_of(processor: Any, config: ModelConfig) -> Preprocessing:
     """Returns the `Preprocessing` with the same results as `processor`, for square pictures.
 
     Raises:
-        ConfigError: its outputs are not square, or it reorders the channels.
+        ConfigError: the processor's outputs are not square, or it reorders the channels.
     """
     black, white, red = (_tried(processor, colour) for colour in ((0, 0, 0), (255, 255, 255), (255, 0, 0)))
     height, width = black.shape[-2:]
@@ -66,5 +67,5 @@ def _shorter_side(processor: Any, image_size: int) -> int:
 
 
 def _rounded(values: Tensor) -> list[float]:
-    """Returns the values without float32's noise, so that 0.5 is 0.5."""
+    """Returns the values rounded to 6 digits, which removes float32's rounding errors."""
     return [round(value, 6) for value in values.tolist()]

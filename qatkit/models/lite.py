@@ -1,7 +1,7 @@
 """EfficientNet-Lite (the extra `lite`): `model.name=lite/efficientnet-lite0`, `model.weights` null or DEFAULT.
 
-The model is the unchanged one of efficientnet_lite_pytorch. The ImageNet weights of Lite0 come in a separate package,
-so nothing is fetched from a hub.
+The model of efficientnet_lite_pytorch is used unchanged. The ImageNet weights of Lite0 come in a separate
+package, so nothing is fetched from a hub.
 """
 
 from __future__ import annotations
@@ -61,10 +61,12 @@ def pretrained(config: ModelConfig, classes: int | None) -> nn.Module:
 
 
 def preprocessing(config: ModelConfig) -> Preprocessing:
-    """Returns the preprocessing with which the weights were evaluated: (pixel - 127) / 128, 224 of 256 pixels.
+    """Returns the preprocessing with which the weights were evaluated.
+
+    Pixels become (pixel - 127) / 128, and 224 x 224 pixels are cropped from a shorter side of 256.
 
     Raises:
-        ConfigError: unknown name or weights.
+        ConfigError: the name or the weights are unknown.
     """
     _check_weights(config)
     return Preprocessing(224, 256, (127 / 255,) * 3, (128 / 255,) * 3, "bicubic")
@@ -84,5 +86,7 @@ def _package(module: str, name: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(
-            "model.name", name, reason=f"the model needs the extra lite: {install_extra('lite')} ({error})"
+            "model.name",
+            name,
+            reason=f"the model needs the extra lite; install it with {install_extra('lite')} ({error})",
         ) from error

@@ -49,7 +49,7 @@ def declared(config: ModelConfig, layout: str | None) -> Declared:
 
     Args:
         config: the model group.
-        layout: layout of images, nchw | nhwc; None: as in model.json.
+        layout: the layout of images, nchw | nhwc; None for the layout in model.json.
 
     Raises:
         ConfigError: the file is missing, cannot be read or does not describe an input, or model.json cannot
@@ -77,7 +77,7 @@ def _beside(path: Path, image: ImageInput) -> Preprocessing | None:
 
 
 def _about(metadata: Mapping[str, str], fixed: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the inputs that are fixed to one number, followed by the metadata of the file."""
+    """Returns the inputs that are fixed to one number, followed by the file's metadata, all as text."""
     values = {name: np.ravel(one) for name, one in fixed.items()}
     numbers = {name: str(one[0]) for name, one in values.items() if one.size == 1 and one.dtype.kind in "if"}
     return {**numbers, **metadata, **numbers}
@@ -115,7 +115,7 @@ def _opened(
 def _path(name: str) -> Path:
     path = Path(
         os.path.expanduser(name.removeprefix(PREFIX))
-    )  # unlike Path's, accepts a folder called "~run"
+    )  # unlike Path.expanduser, it accepts a folder called "~run"
     if not path.is_file():
         raise ConfigError("model.name", name, f"{PREFIX}FILE, a float ONNX file that exists")
     return path
@@ -127,7 +127,7 @@ def _imported(
     custom_ops: str | None = None,
     states: Mapping[str, str] | None = None,
 ) -> nn.Module:
-    """Returns the module of one step, whose states are handled by the data (`qatkit.data.rollout`)."""
+    """Returns the module for one step; the data handle its states (`qatkit.data.rollout`)."""
     from qatkit.importing import import_onnx  # imports ONNX Runtime, which other models do not need
 
     return import_onnx(path, fixed=fix, custom_ops=custom_ops)

@@ -1,4 +1,4 @@
-"""The embedding of a sentence from those of its tokens, as in sentence-transformers.
+"""The embedding of a sentence from the embeddings of its tokens, as in sentence-transformers.
 
 tokens [N, T, D], mask [N, T] ── mean, first token or maximum ── scaled to length 1 ──> [N, D]
 """
@@ -38,10 +38,10 @@ _KNOWN: dict[str, Pooling] = {"mean_tokens": _mean, "cls_token": _first, "max_to
 def pooling_of(place: str) -> Pooling:
     """Returns the pooling of a sentence-transformers folder (1_Pooling/config.json), by default the mean.
 
-    Its embeddings have length 1.
+    The pooled embeddings are scaled to length 1.
 
     Raises:
-        ConfigError: the pooling is unknown, there are several, or the file cannot be read.
+        ConfigError: the pooling is unknown, there are several poolings, or the file cannot be read.
     """
     file = Path(place, "1_Pooling", "config.json")
     asked = ["mean_tokens"]

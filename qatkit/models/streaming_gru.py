@@ -1,4 +1,4 @@
-"""A recurrent keyword spotter that runs in steps: each frame by itself, then a GRU with the state of earlier frames.
+"""A recurrent keyword spotter that runs in steps: a Linear for each frame, then a GRU with a state.
 
     features [N, 1, frames, bands] ── Linear, ReLU, frame by frame ── GRU (state) ── last frame ── Linear ──> logits
 
@@ -18,10 +18,10 @@ class StreamingGRU(nn.Module):
 
     Args:
         num_classes: number of logits.
-        bands: bands of the features: `data.mels`, or `data.coefficients` for MFCCs.
-        width: features of a frame at the GRU's input.
+        bands: number of bands of the features: `data.mels`, or `data.coefficients` for MFCCs.
+        width: number of features of a frame at the GRU's input.
         hidden: size of the state.
-        layers: layers of the GRU.
+        layers: number of layers of the GRU.
         dropout: share of values dropped in training, before the last Linear and between layers.
     """
 

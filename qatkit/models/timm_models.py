@@ -1,6 +1,7 @@
 """timm's models (the extra `timm`): `model.name=timm/NAME`, with `model.weights` as one of timm's tags or DEFAULT.
 
-Weights come from the Hugging Face hub, through its cache. Preprocessing is that with which timm evaluates them.
+Weights come from the Hugging Face hub, through its cache. Images are preprocessed as in timm's evaluation of
+the weights.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def builder(name: str) -> Callable[..., Any]:
 
 
 def pretrained(config: ModelConfig, classes: int | None) -> nn.Module:
-    """Returns the model with timm's weights; timm initialises a new head if `classes` differs from theirs.
+    """Returns the model with timm's weights.
+
+    timm initialises a new head if `classes` differs from the number of classes of the weights.
 
     Raises:
         ConfigError: the name or the tag is unknown, or the weights cannot be fetched (the message says where to
@@ -61,7 +64,7 @@ def preprocessing(config: ModelConfig) -> Preprocessing:
     """Returns the preprocessing with which timm evaluates `model.weights`.
 
     Raises:
-        ConfigError: unknown name or tag.
+        ConfigError: the name or the tag is unknown.
     """
     data = importlib.import_module("timm.data")
     found = data.resolve_data_config(pretrained_cfg=_pretrained_config(config).to_dict())
@@ -80,7 +83,9 @@ def _timm(name: str) -> ModuleType:
         import timm
     except ImportError as error:
         raise ConfigError(
-            "model.name", name, reason=f"the model needs the extra timm: {install_extra('timm')} ({error})"
+            "model.name",
+            name,
+            reason=f"the model needs the extra timm; install it with {install_extra('timm')} ({error})",
         ) from error
     found: ModuleType = timm
     return found

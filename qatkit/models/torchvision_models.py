@@ -20,7 +20,7 @@ from qatkit.config.schema import ModelConfig
 from qatkit.data.preprocessing import Preprocessing
 from qatkit_verify.errors import ConfigError, did_you_mean, first_line
 
-# Their own initialisation warns that it is slow and about to change; only training from scratch needs it.
+# Models whose own initialisation is slow and warns that it will change. Only training from scratch needs it.
 _INIT_WEIGHTS = ("googlenet", "inception_v3")
 # Arguments that torchvision only sets together with weights; inputs are then normalised again inside the model.
 _OF_WEIGHTS = {
@@ -48,13 +48,13 @@ def builder(name: str) -> Callable[..., Any]:
 
 
 def _segmenters() -> list[str]:
-    """Returns the segmentation models; the weights of their backbones are fetched unless disabled."""
+    """Returns the names of the segmentation models; torchvision fetches weights of their backbones by default."""
     found: list[str] = torchvision.models.list_models(module=torchvision.models.segmentation)
     return found
 
 
 def _detectors() -> list[str]:
-    """Returns the detection models."""
+    """Returns the names of the detection models."""
     found: list[str] = torchvision.models.list_models(module=torchvision.models.detection)
     return found
 
@@ -96,7 +96,7 @@ def _pretrained_detector(
     """
     from qatkit.models.detectors.torchvision_detectors import counts_background
 
-    build, named = detector_builder(name), len(weights.meta["categories"])  # with a background
+    build, named = detector_builder(name), len(weights.meta["categories"])  # including the background
     trained = build(named - 1, weights=weights, **kwargs)
     if classes in (None, named - int(counts_background(name))):
         return trained
@@ -108,7 +108,9 @@ def _pretrained_detector(
 
 
 def pretrained(config: ModelConfig, classes: int | None) -> nn.Module:
-    """Returns the model with torchvision's weights, its head replaced if `classes` differs from theirs.
+    """Returns the model with torchvision's weights.
+
+    The head is replaced if `classes` differs from the number of classes of the weights.
 
     Raises:
         ConfigError: the weights are unknown or cannot be fetched (the message says where to put them), or the
@@ -141,10 +143,10 @@ def pretrained(config: ModelConfig, classes: int | None) -> nn.Module:
 
 
 def arguments(config: ModelConfig) -> dict[str, Any]:
-    """Returns the arguments of the model of `config.weights` that differ from those of a model without weights.
+    """Returns the arguments in which the model with `config.weights` differs from one without weights.
 
     Raises:
-        ConfigError: unknown name or weights.
+        ConfigError: the name or the weights are unknown.
     """
     weights = _weights(config)
     if config.name.startswith("vit_"):  # the positional embedding has this size
@@ -156,7 +158,7 @@ def classes(config: ModelConfig) -> int:
     """Returns the number of classes of the pretrained weights, without fetching them.
 
     Raises:
-        ConfigError: unknown name or weights.
+        ConfigError: the name or the weights are unknown.
     """
     return len(_weights(config).meta["categories"])
 
@@ -165,7 +167,7 @@ def preprocessing(config: ModelConfig) -> Preprocessing | None:
     """Returns the preprocessing with which `model.weights` were evaluated; None unless they classify images.
 
     Raises:
-        ConfigError: unknown name or weights.
+        ConfigError: the name or the weights are unknown.
     """
     transforms: Any = _weights(config).transforms()
     if not hasattr(transforms, "crop_size"):  # not a classification model
@@ -197,12 +199,12 @@ def _weights(config: ModelConfig) -> WeightsEnum:
 def replace_heads(model: nn.Module, old: int, new: int, *, every: bool = False) -> None:
     """Gives the classifier `new` outputs by replacing the last Linear or Conv2d with `old` outputs.
 
-    The last one of each auxiliary classifier (GoogLeNet, Inception) is replaced too.
+    In each auxiliary classifier (GoogLeNet, Inception), the last such layer is replaced too.
 
     Args:
         model: the model, which is changed in place.
-        old, new: numbers of outputs.
-        every: replaces all such layers, for models that add the outputs of several (LR-ASPP).
+        old, new: the number of outputs before and after.
+        every: whether all such layers are replaced, for models that add the outputs of several (LR-ASPP).
 
     Raises:
         ConfigError: no layer has `old` outputs.

@@ -1,6 +1,6 @@
-"""U-Net for segmentation: logits of the input's height and width, whatever those are.
+"""U-Net for segmentation: logits with the input's height and width, for any size.
 
-    encoder   two 3x3 convolutions a level, each with BatchNorm and ReLU; a 2x2 max pool, twice the channels
+    encoder   two 3x3 convolutions per level, each with BatchNorm and ReLU; a 2x2 max pool, twice the channels
     decoder   nearest upsampling to the skip's size, a 3x3 convolution, concatenation, two 3x3 convolutions
     head      a 1x1 convolution
 
@@ -9,7 +9,7 @@ Runtime repeats int8 values, so only the ends of the network are float in an INT
 no int8 kernel there, and bilinear upsampling is float.
 
 Source: Ronneberger et al., "U-Net: convolutional networks for biomedical image segmentation", 2015; BatchNorm, padded
-convolutions and nearest upsampling are later habits.
+convolutions and nearest upsampling are later conventions.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class UNet(nn.Module):
     """A U-Net: images [N, channels, H, W] to logits [N, num_classes, H, W], H and W at least 2 ** (levels - 1).
 
     Args:
-        num_classes: channels of the logits.
-        width: channels of the first level; each level has twice those of the level before.
+        num_classes: number of channels of the logits.
+        width: number of channels of the first level; each level has twice as many as the level before.
         levels: number of resolutions.
-        channels: channels of the images.
+        channels: number of channels of the images.
 
     Raises:
-        ConfigError: a count that is not positive.
+        ConfigError: a count is not positive.
     """
 
     def __init__(self, num_classes: int, width: int = 32, levels: int = 5, channels: int = 3) -> None:
@@ -61,7 +61,7 @@ class UNet(nn.Module):
 
 
 class _Up(nn.Module):
-    """A decoder block that enlarges features of the level below and joins them with those of the encoder."""
+    """A decoder block that enlarges the features of the level below and joins them with the encoder's features."""
 
     def __init__(self, below: int, width: int) -> None:
         super().__init__()

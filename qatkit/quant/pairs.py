@@ -30,7 +30,7 @@ _STEPS = 127.99
 
 
 def least_scale(weight: Tensor, *, per_channel: bool) -> Tensor:
-    """Returns the smallest scale at which no pair of `weight`, rounded to the nearest, exceeds the limit.
+    """Returns the smallest scale at which no pair of `weight`, rounded to nearest, exceeds the limit.
 
     Args:
         weight: the weight of a convolution or a Linear, [out, in / groups, ...].

@@ -259,7 +259,7 @@ class WeightFakeQuantize(WeightQuantizerState):
         """Returns the integers that the file will hold for a float weight and bias [out].
 
         Args:
-            weight, bias: weight and bias as inference uses them, with a BatchNorm folded in.
+            weight, bias: the parameters as inference uses them, with a BatchNorm folded in.
             input_scale: scale [] of the operator's input.
         """
         scale, raised, lost = self.scale(weight), None, 0.0

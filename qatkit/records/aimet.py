@@ -30,7 +30,7 @@ _BIAS = "int32"
 
 
 def is_aimet(content: Mapping[str, Any]) -> bool:
-    """Returns whether the content of a JSON file has the form of one of AIMET's versions."""
+    """Returns whether the content of a JSON file is that of AIMET's encodings, of any version."""
     return any(group in content for group in _GROUPS) or isinstance(content.get("encodings"), list)
 
 

@@ -143,7 +143,7 @@ class TensorRow:
         grid: share of the type's integers that occur.
         avoidable: its own error over that of the range from the smallest to the largest value, in dB: near 0
             or below is fine.
-        histogram: for the tensors that pictures show.
+        histogram: the histogram, for the tensors that pictures show.
         picture: the file with its histogram, relative to the run's folder; "" if there is none.
     """
 

@@ -106,7 +106,7 @@ class Encodings:
     """The encodings of a file.
 
     Attributes:
-        activations: by the names of their tensors.
+        activations: the activations, by the names of their tensors.
         parameters: weights and biases, likewise.
         formats: tensors that functions of the domain `qatkit` round to a number format, which has no zero
             point, with its name.

@@ -61,7 +61,7 @@ class Example:
 
     Attributes:
         differs: the share that `Examples.measure` names.
-        panels: from left to right.
+        panels: the panels, from left to right.
     """
 
     differs: float

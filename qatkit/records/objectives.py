@@ -27,7 +27,7 @@ class Objective:
     """A figure that a search can optimize.
 
     Attributes:
-        title: the name with its unit, for people.
+        title: the name with its unit, as shown in reports.
         largest: whether more is better.
         digits: the number of decimals that are shown.
         read: reads the figure; None if it was not measured.
@@ -112,7 +112,7 @@ def constraints(texts: Sequence[str]) -> list[Constraint]:
     """Returns the bounds that are written in `search.constraints`.
 
     Raises:
-        ConfigError: a text that is not a bound.
+        ConfigError: a string that is not a bound.
     """
     found = []
     for text in texts:

@@ -33,7 +33,7 @@ class Planned:
 
     @property
     def title(self) -> str:
-        """The stage's name for people."""
+        """The stage's name, as reports show it."""
         return self.stage.replace("_", " ")
 
 
@@ -42,7 +42,7 @@ class NextStep:
     """A command that makes sense after a run.
 
     Attributes:
-        command: as it is typed.
+        command: the command as it is typed.
         why: what it does or finds out, in a few words.
     """
 

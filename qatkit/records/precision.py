@@ -42,7 +42,7 @@ class PrecisionPoint:
 
     @property
     def name(self) -> str:
-        """The name of the point for people."""
+        """The name of the point, as reports show it."""
         if self.floats is None:
             return "float"
         return f"{self.operators} float" if self.floats else "int8"

@@ -17,7 +17,7 @@ class Trial:
     """A run of a study.
 
     Attributes:
-        number: from 0.
+        number: the number of the trial, from 0.
         state: one of STATES.
         values: the proposed values, by key.
         figures: the measured figures that decide, by objective; those of images on held-out images.

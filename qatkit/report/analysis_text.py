@@ -16,8 +16,9 @@ from qatkit.records.analysis import (
 )
 from qatkit.records.results import Results
 from qatkit.verify.checks.requested import RequestedSettings, either, override
+from qatkit_verify.errors import counted
 from qatkit_verify.records import TaskNames
-from qatkit_verify.table import counted, drawn
+from qatkit_verify.table import drawn
 
 SIDES = (
     ("float", "float"),

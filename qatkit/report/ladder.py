@@ -58,7 +58,8 @@ def advice(ladder: Ladder, epochs: int) -> str:
         more = command_with("rescue=ladder", f"rescue.epochs={4 * epochs}", "calibration.images=2048")
         away = _distance(chosen, ladder.task)
         typed = more or f"rescue.epochs={4 * epochs} calibration.images=2048"
-        return f"no rung meets the target; '{chosen.title}' is nearest{away}; to train longer with more images: {typed}"
+        said = f"no rung meets the target; '{chosen.title}' comes closest{away}"
+        return f"{said}; to train longer on more images: {typed}"
     said = f"'{chosen.title}' meets the target"
     gains = _gains(ladder)
     if gains:

@@ -19,6 +19,7 @@ from qatkit.records.results import Results
 from qatkit.records.run_files import CHECKPOINT_FILE, FLOAT_CHECKPOINT, REPORT_FILE
 from qatkit.verify.checks.accuracy import PAIRED
 from qatkit.verify.checks.requested import RequestedSettings
+from qatkit_verify.errors import counted
 
 _MOST = 3
 _NEAR = ("verify.max_drop", "verify.min_float_", "verify.max_float_")  # bounds on the distance from float
@@ -44,7 +45,9 @@ def after_cleaning(path: Path) -> tuple[NextStep, ...]:
     """Returns the commands for a cleaned file."""
     file = override("onnx", path)
     steps = (
-        NextStep(command(EXPORT, file, "mode=summary"), "lists its operators, and which run int8 here"),
+        NextStep(
+            command(EXPORT, file, "mode=summary"), "lists its operators and which of them run in int8 here"
+        ),
         *after_summary(path, quantized=False),
     )
     return steps if proposes() else ()
@@ -58,7 +61,7 @@ def after_summary(path: Path, *, quantized: bool) -> tuple[NextStep, ...]:
     if quantized:
         return (NextStep(command(EXPORT, file, "mode=encodings"), "writes its scales and zero points"),)
     typed = command(EXPORT, file, "mode=static", "data=drawn")
-    return (NextStep(typed, "size and speed in int8, on drawn samples; data=... for accuracy"),)
+    return (NextStep(typed, "shows size and speed in int8 on random samples; set data=... for accuracy"),)
 
 
 def lines(steps: tuple[NextStep, ...]) -> list[str]:
@@ -88,7 +91,7 @@ def _fixed(results: Results) -> NextStep | None:
 
 
 def _settings(fix: str, bound: str) -> Iterator[list[str]]:
-    """Yields the alternatives of a fix that can be typed, as words; not those that give up the bound itself."""
+    """Yields the alternatives of a fix that are settings to type, split into words, except those that relax `bound`."""
     for way in re.split(r",? or ", _CLAUSE.sub("", fix)):
         try:
             words = shlex.split(way)
@@ -187,13 +190,14 @@ _RECIPES = ("conf/recipe", "../conf/recipe")
 
 
 def _controls(results: Results) -> NextStep | None:
-    """Proposes a float control, which tells what fine-tuning alone changes."""
+    """Proposes a float control, which shows what fine-tuning alone changes."""
     asked = RequestedSettings(results)
     trains = asked.has_module and asked.get("schedule.epochs") and results.labelled
     if not trains or asked.get("verify.control"):
         return None
     return NextStep(
-        again("verify.control=true"), "fine-tunes float alike, to tell what training alone changes"
+        again("verify.control=true"),
+        "fine-tunes the float model in the same way, to show what training alone changes",
     )
 
 
@@ -204,7 +208,8 @@ def _compares(results: Results) -> NextStep | None:
     if not others or not results.output_dir:
         return None
     return NextStep(
-        command("qatkit compare", str(above)), f"compares this run with the {len(others)} beside it"
+        command("qatkit compare", str(above)),
+        f"compares this run with {counted(len(others), 'other')} of this name",
     )
 
 
@@ -219,7 +224,7 @@ def _places(results: Results) -> NextStep | None:
         "backend.every_operator"
     ):
         return None
-    return NextStep(again("placement=measured"), "leaves operators float that are slower in int8 here")
+    return NextStep(again("placement=measured"), "keeps operators in float that are slower in int8 here")
 
 
 def _calibrates(results: Results) -> NextStep | None:
@@ -232,7 +237,7 @@ def _calibrates(results: Results) -> NextStep | None:
         or typed_value("data") is None
     ):
         return None
-    return NextStep(again("mode=static"), "calibrates ranges, which run faster than dynamic ones")
+    return NextStep(again("mode=static"), "calibrates static ranges, which are faster than dynamic ones")
 
 
 _RULES: tuple[Callable[[Results], NextStep | None], ...] = (

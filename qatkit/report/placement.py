@@ -10,8 +10,8 @@ from html import escape
 from qatkit.records.results import Results
 from qatkit.report.html import section, table
 from qatkit.report.precision import named
+from qatkit_verify.errors import counted
 from qatkit_verify.placement.record import FLOAT, TABLE, Placed
-from qatkit_verify.table import counted
 
 COLUMNS = (
     "file",
@@ -53,9 +53,7 @@ def chosen_line(placed: Placed) -> str:
     table = "" if placed.chosen == TABLE else f"the table {placed.of(TABLE).ms:.3f} ms, "
     others = f"{table}float {placed.of(FLOAT).ms:.3f} ms"
     noise = f"{100 * placed.noise:.1f} %"
-    files = (
-        f"the fastest of {len(placed.files)} files timed in turns (ratios vary by {noise} between sessions)"
-    )
+    files = f"the fastest of {len(placed.files)} files timed in alternation (ratios vary by {noise} between sessions)"
     threads = counted(machine.threads, "thread")
     where = f"{machine.cpu}, {threads}, batch {machine.batch}, ONNX Runtime {machine.onnxruntime}"
     return f"{what}: {best.ms:.3f} ms{predicted}, {others}; {files}; {where}"

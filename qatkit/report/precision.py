@@ -54,7 +54,7 @@ def _summary(results: Results) -> str:
         judged = f"{front.steps:,} calibration steps, each file with its own states"
     return (
         f"{len(front.points)} of {front.measured} measured files are on the Pareto front of time and error (without "
-        f"float), on {judged}; ms is the fastest run of each file, timed in turns; chosen: point "
+        f"float), on {judged}; ms is the fastest run of each file, timed in alternation; chosen: point "
         f"{front.chosen.number}, {front.chosen.name}: {front.note}"
     )
 

@@ -90,5 +90,5 @@ def _lines(results: Results, checks: Sequence[Check] | None) -> list[tuple[str |
     if results.output_dir:  # there is none at the first export
         lines.append(("bold", f"output folder: {results.output_dir}"))
     if not results.next and results.climb:
-        lines.append(("bold", f"to climb on: {results.climb}"))
+        lines.append(("bold", f"to climb further: {results.climb}"))
     return lines

@@ -1,1 +1,1 @@
-"""A run: its folder and process, what its configuration builds, the training loop, the files that it writes."""
+"""A run: its folder and process, the model and data that it builds, its training loop, and the files that it writes."""

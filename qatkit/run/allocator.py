@@ -9,32 +9,33 @@ from typing import Any
 
 from qatkit_verify.session import keep_memory_of_runs
 
-_LARGE = 2**22  # bytes of a sample: an image of 592x592 pixels
-_LARGE_WEIGHTS = 2**29  # bytes: more than BERT-base or ViT-B have
+_LARGE = 2**22  # bytes of one sample: an image of 592x592 pixels
+_LARGE_WEIGHTS = 2**29  # bytes: more than the weights of BERT-base or ViT-B
 _PAGES = 2**17  # bytes, glibc's own value
-_RETURNED = 2**19  # bytes: larger buffers of large models go back at once
+_RETURNED = 2**19  # bytes: larger buffers of large models are returned at once
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
-_RETURNS = [False]  # what `keep_freed_memory` has chosen
+_RETURNS = [False]  # whether `keep_freed_memory` has chosen to return memory
 
 
 def keep_freed_memory(sample: int = 0, weights: int = 0) -> None:
     """Tells glibc to keep large freed buffers for the next step instead of returning them to the kernel.
 
-    Every activation of a step on the CPU, in training or calibration, is such a buffer, and fresh pages for
-    it have to be cleared. Buffers of large samples and of large models are returned at once: if kept, the
-    heap would grow to several times the need of a pass (figures: decisions 15, 46 and 60).
+    In training and calibration on the CPU, every activation is such a buffer. The kernel has to clear the
+    pages of a new buffer, which takes time. Buffers of large samples and of large models are still returned
+    at once: if they were kept, the heap would grow to several times the need of a pass (figures: decisions
+    15, 46 and 60).
 
     Args:
-        sample: bytes of one sample; 0: small.
-        weights: bytes of a model that is not trained; 0: small.
+        sample: the size of one sample in bytes; 0 means a small one.
+        weights: the size of a model that is not trained, in bytes; 0 means a small one.
     """
     _RETURNS[0] = returns = sample >= _LARGE or weights >= _LARGE_WEIGHTS
     keep_memory_of_runs(not returns)
     library = _glibc()
     if library is None:
         return
-    # The threshold is fixed where memory is returned: otherwise it grows with freed buffers, up to 32 MiB,
-    # and buffers of that size stay in a heap with gaps.
+    # The threshold is also set where memory is returned. Otherwise glibc raises it with each freed buffer, up
+    # to 32 MiB, and buffers of that size stay in a heap with gaps.
     kept, returned = (2**28, 2**30, 2**31 - 1), (_PAGES, _RETURNED, _PAGES)
     names = (_M_TOP_PAD, _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD)
     for parameter, value in zip(names, returned if returns else kept, strict=True):
@@ -42,10 +43,10 @@ def keep_freed_memory(sample: int = 0, weights: int = 0) -> None:
 
 
 def return_freed_memory(*, cycles: bool = True) -> None:
-    """Returns freed memory of a stage to the kernel, unless it is kept (`keep_freed_memory`).
+    """Returns memory that a stage has freed to the kernel, unless it is kept (`keep_freed_memory`).
 
-    glibc itself returns only what lies at the end of its heap, where one small object that is still in use
-    holds back everything before it.
+    glibc itself returns memory only from the end of its heap. One small object there that is still in use
+    keeps all freed memory before it.
 
     Args:
         cycles: whether reference cycles are collected first, which takes a few tenths of a second.

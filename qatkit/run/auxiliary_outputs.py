@@ -1,7 +1,7 @@
 """Outputs used only in training, by torchvision's convention: {"out": logits, "aux": logits of an auxiliary head}.
 
-A task says which names have that meaning (`Task.auxiliary`). Training uses them, and no file has them. A
-model that declares `inference_outputs` has made its own choice.
+A task defines which output names are auxiliary (`Task.auxiliary`). They are used in training and are not
+exported. A model that declares `inference_outputs` has made its own choice.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from qatkit_verify.errors import ConfigError
 
 
 def with_auxiliary(config: Config, model: nn.Module) -> nn.Module:
-    """Returns the model with the names of its training-only outputs (`outputs_in_inference` reads them).
+    """Sets the names of the training-only outputs, which `outputs_in_inference` reads; returns the model.
 
-    A file keeps all its outputs.
+    A model imported from an ONNX file keeps all its outputs.
     """
     names = task_of(config.task).auxiliary
     if names and not isinstance(model, ImportedModel):
@@ -31,7 +31,7 @@ def check_auxiliary(config: Config, model: nn.Module, outputs: Mapping[str, Tens
     """Rejects auxiliary outputs that training can't use.
 
     Raises:
-        ConfigError: an auxiliary output before another one, or of another shape than the one that ships.
+        ConfigError: an auxiliary output precedes another one, or its shape differs from that of 'out'.
     """
     marked = getattr(model, "auxiliary_outputs", ())
     if getattr(model, "inference_outputs", None) is not None or "out" not in outputs or not marked:

@@ -1,4 +1,4 @@
-"""The backend of a run, with the changes of its configuration. This module does not import torch."""
+"""The backend of a run, with the changes that its configuration makes. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from qatkit_verify.errors import ConfigError
 
 
 def backend_of(config: Config) -> Backend:
-    """Returns the backend that `config.backend` names, with the changes of the group.
+    """Returns the backend that `config.backend` names, with the changes that this group makes.
 
     Raises:
-        ConfigError: `backend.target` is not a Backend, or `export.pack_int4` has no weights to pack.
+        ConfigError: `backend.target` is not a Backend, `export.pack_int4` has no weights to pack, or settings
+            of the group conflict.
     """
     backend = resolve(config.backend.target, "backend.target")
     if not isinstance(backend, Backend):
@@ -58,7 +59,7 @@ def _check_scales(config: Config, usual: str) -> None:
     """Rejects a scale type that conflicts with uint8 pixels, or with scales that are quantized themselves.
 
     Args:
-        usual: the type of the scales without an override.
+        usual: the scale type that applies without an override.
     """
     whole = config.backend
     for place, one in _settings(whole):
@@ -75,7 +76,7 @@ def _check_scales(config: Config, usual: str) -> None:
 
 
 def _check_weights_alone(config: Config) -> None:
-    """Rejects settings that quantize activations, or that a weight-only backend applies anyway."""
+    """Rejects settings of a weight-only backend that quantize activations, or that it applies anyway."""
     for key, value, needed, why in (
         (
             "backend.reduce_range",
@@ -106,7 +107,7 @@ def _check_weights_alone(config: Config) -> None:
 
 
 def _check_float_biases(config: Config) -> None:
-    """Rejects integer biases where biases stay float."""
+    """Rejects integer biases on a backend that supports only float biases."""
     for place, one in _settings(config.backend):
         if one.bias_dtype not in (None, "float"):
             allowed = f"null or float with {config.backend.target}, which only supports float biases"
@@ -114,7 +115,7 @@ def _check_float_biases(config: Config) -> None:
 
 
 def _check_other_runtime(config: Config, backend: Backend) -> None:
-    """Rejects zero points, and 16-bit integers where the other runtime does not support them."""
+    """Rejects zero points, and 16-bit integers if the runtime does not support them."""
     for place, one in _settings(config.backend):
         if one.activation_symmetric is False:
             allowed = f"null or true with {config.backend.target}, which does not support zero points"
@@ -127,7 +128,7 @@ def _check_other_runtime(config: Config, backend: Backend) -> None:
                 raise ConfigError(f"{place}.{key}", value, allowed)
 
 
-# Settings without meaning for number formats, or that inspect integers: the key, and its required value.
+# Settings that have no meaning for number formats, or that inspect integers, with their required values.
 _OF_INTEGERS: tuple[tuple[str, object], ...] = (
     ("backend.weight_granularity", None),
     ("backend.weight_symmetric", None),
@@ -152,7 +153,7 @@ _OF_INTEGERS: tuple[tuple[str, object], ...] = (
 
 
 def _check_formats(config: Config, backend: Backend) -> None:
-    """Rejects formats on an integer backend, integers on a backend of formats, and settings that need integers.
+    """Rejects number formats on an integer backend; on others, integers and settings that need them.
 
     Raises:
         ConfigError: the first setting that does not fit.
@@ -194,7 +195,7 @@ def _check_takes_formats(config: Config) -> None:
 
 
 def _check_no_scales(asked: BackendConfig) -> None:
-    """Rejects scales and ranges of single tensors of number formats, which are not integers."""
+    """Rejects scales and ranges given for single tensors: they only apply to integers, not to number formats."""
     names = [f"{of}_{what}" for of in ("weight", "activation") for what in ("scale", "zero_point", "range")]
     for pattern, override in asked.overrides.items():
         for name in (*names, "weight_axis", "activation_reduce_range", "scale_type", "bias_dtype"):
@@ -224,14 +225,15 @@ def _dtypes(asked: BackendConfig) -> Iterator[tuple[str, str | None]]:
 
 
 def _settings(asked: BackendConfig) -> Iterator[tuple[str, BackendConfig | OverrideConfig]]:
-    """Yields the settings of the group and those of each override, with their keys."""
+    """Yields the settings of the group and of each override, each with its key."""
     yield "backend", asked
     for pattern, override in asked.overrides.items():
         yield f"backend.overrides.{pattern}", override
 
 
 def _weight(spec: QuantSpec, asked: BackendConfig) -> QuantSpec:
-    """Returns the weights' default spec with the changes of the group."""
+    """Returns the weights' default spec with the changes that the group makes; `Backend.reduced` guards pairs later."""
+    spec = replace(spec, pairs=False)
     if asked.weight_dtype is not None:
         spec = replace(spec, dtype=asked.weight_dtype)
     if asked.weight_granularity is not None:

@@ -30,14 +30,14 @@ from qatkit_verify.dotted import resolve
 from qatkit_verify.errors import ConfigError
 
 _EXAMPLE = 48  # tokens
-LEAST_IMAGES = 32  # needed to choose methods or algorithms: with fewer, fewer than 8 are held out
+LEAST_IMAGES = 32  # images needed to choose methods or algorithms: of fewer, fewer than 8 are held out
 
 
 def data_of(config: Config) -> DataModule:
-    """Returns the data of a run, checked for the needs of its stages.
+    """Returns the data of a run after checking that it suffices for the stages of the run.
 
     Raises:
-        ConfigError: as in `DataModule`, or too few images for a batch.
+        ConfigError: there are too few images for a batch, or `DataModule` raises it.
     """
     data = opened_data(config)
     for note in data.notes:
@@ -47,7 +47,7 @@ def data_of(config: Config) -> DataModule:
     if not data.of_pictures:
         check_arrays(config)
     if config.schedule.epochs or config.schedule.float_epochs:
-        data.steps_per_epoch(batches_a_step(config.trainer))  # at least one
+        data.steps_per_epoch(batches_a_step(config.trainer))  # at least one image
     if config.export.mode == "static":
         chooses = holds_out(config)
         least = LEAST_IMAGES if chooses else 1
@@ -57,10 +57,11 @@ def data_of(config: Config) -> DataModule:
 
 
 def opened_data(config: Config) -> DataModule:
-    """Returns the data of a run without checks for its stages.
+    """Returns the data of a run without checking what its stages need.
 
     Raises:
-        ConfigError: as in `DataModule`, or images with other channels than the model declares.
+        ConfigError: the channels of the images differ from those that the model declares, or `DataModule`
+            raises it.
     """
     told = models.declared(config.model, config.data.layout, config.task)
     size = None
@@ -90,9 +91,9 @@ def opened_data(config: Config) -> DataModule:
 
 
 def _short(config: Config, inputs: ArrayInputs) -> dict[str, dict[int, int]]:
-    """Returns the lengths of a text example along axes that are requested by name.
+    """Returns the example lengths of a text input, along the axes that `export.dynamic_axes` names.
 
-    These axes must be free, or the capture ends the run.
+    The capture ends the run if the model does not support other lengths along these axes.
     """
     named = config.export.dynamic_axes
     if isinstance(named, str) or not inputs.lone:
@@ -102,17 +103,17 @@ def _short(config: Config, inputs: ArrayInputs) -> dict[str, dict[int, int]]:
 
 
 def held_out(config: Config) -> int | None:
-    """Returns how many training images are held out, in the form of `DataModule`."""
+    """Returns how many training images are held out, as `DataModule` expects it."""
     return config.verify.held_out if config.verify.validation or chooses_epochs(config) else 0
 
 
 def chooses_epochs(config: Config) -> bool:
-    """Returns whether the kept epoch is chosen by its file, on training images held out for that."""
+    """Returns whether the best epoch is chosen by the accuracy of its file on held-out training images."""
     return config.verify.every is not None and config.schedule.epochs > 0
 
 
 def holds_out(config: Config) -> bool:
-    """Returns whether some of the calibration images are held out, to judge the result of the others."""
+    """Returns whether some calibration images are held out to judge a calibration with the others."""
     searches = (config.calibration.search == "tournament", config.algorithm_choice == "auto")
     return any(searches) or config.precision.search == "auto"
 
@@ -121,7 +122,7 @@ def check_unlabelled(config: Config) -> None:
     """Checks that images without labels are only used to calibrate, verify, or learn the float model's outputs.
 
     Raises:
-        ConfigError: a stage that needs labels.
+        ConfigError: a stage needs labels.
     """
     schedule, without = config.schedule, f"data.source={config.data.source}, which has no labels"
     if schedule.float_epochs:
@@ -142,7 +143,7 @@ def check_arrays(config: Config) -> None:
     """Rejects settings that only apply to pictures.
 
     Raises:
-        ConfigError: the demo page of a bundle, which shows pictures, or uint8 inputs and outputs.
+        ConfigError: a bundle's demo page (which shows pictures) or uint8 inputs and outputs are requested.
     """
     of_pictures = f"with data.source={config.data.source}, since it only applies to pictures"
     if config.export.demo:
@@ -161,12 +162,12 @@ def qat_module(
     algorithms: Sequence[str] | None = None,
     floats: Iterable[str] = (),
 ) -> QATModule:
-    """Returns the prepared module; `quantize=False` makes the float control.
+    """Returns the prepared module; with `quantize=False`, the float control.
 
     Args:
-        model: the float model; if captured, it is traced and checked with the first module made from it.
-        algorithms: names of the configured algorithms that it gets; None: all.
-        floats: sites of operators that are float in addition to the overrides.
+        model: the float model. A captured one is traced and checked when the first module is made from it.
+        algorithms: the names of the configured algorithms to use; None means all.
+        floats: the sites of operators that stay float in addition to those of the overrides.
     """
     known = algorithms_of(config.algorithm)
     with naming_the_list(config.backend):
@@ -188,18 +189,18 @@ def qat_module(
 
 
 def captured(config: Config, model: nn.Module, inputs: Inputs) -> Captured:
-    """Returns the captured float model that all modules of a run are made from (`qat_module`).
+    """Returns the captured float model from which all modules of a run are made (`qat_module`).
 
-    Its example has two samples, which the exporter does not take for a constant.
+    The example has two samples, since the exporter might treat a batch of one as a constant.
     """
     return Captured(model, inputs.example(2), config.export.dynamic_axes)
 
 
 def example_batch(config: Config, inputs: Inputs) -> Batch:
-    """Returns a batch to export a file with; a fixed batch has exactly the file's size."""
+    """Returns the example batch for the export. A file with a fixed batch size gets a batch of that size."""
     return inputs.example(examples(config))
 
 
 def examples(config: Config) -> int:
-    """Returns the number of samples in the batch that a file is exported with."""
+    """Returns the number of samples in the example batch for the export."""
     return 2 if config.export.dynamic_batch else config.verify.latency_batch

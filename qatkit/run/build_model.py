@@ -27,11 +27,11 @@ from qatkit_verify.foreign import described
 
 
 def built(config: Config, data: DataModule) -> nn.Module:
-    """Returns the model, checked on a batch: memory, time, and finite outputs of the kind that the task needs.
+    """Returns the model after a check on one batch: memory, time, and finite outputs that suit the task.
 
     Raises:
-        ConfigError: no parameter can be trained where training is requested, the forward pass fails, or its
-            outputs do not fit.
+        ConfigError: training is requested and no parameter can be trained, the forward pass fails, or the
+            outputs do not suit the task.
     """
     check_weights_fit(config, models.parameters(config.model))
     model = float_model(config, config.model, data.num_classes)
@@ -63,7 +63,7 @@ def built(config: Config, data: DataModule) -> nn.Module:
 
 @contextmanager
 def naming_the_file(model: nn.Module) -> Iterator[None]:
-    """Makes errors of an imported model name its file instead of a class that the user does not know."""
+    """Makes errors of an imported model name its file instead of a class that users do not know."""
     try:
         yield
     except ConfigError as error:
@@ -73,10 +73,10 @@ def naming_the_file(model: nn.Module) -> Iterator[None]:
 
 
 def float_model(config: Config, wanted: ModelConfig, classes: int | None = None) -> nn.Module:
-    """Returns the float model of a run, with the features of recordings in front of it where the graph has them.
+    """Returns the float model of a run; with `data.features_in=graph` it computes the features of recordings itself.
 
     Raises:
-        ConfigError: as in `models.build`.
+        ConfigError: `models.build` raises it.
     """
     return with_auxiliary(config, with_features(config, models.build(wanted, classes, config.task)))
 
@@ -89,7 +89,7 @@ def _fits(outputs: Mapping[str, Tensor], config: Config, data: DataModule) -> bo
 
 
 def _one_at_a_time(model: nn.Module, data: DataModule) -> bool:
-    """Makes every batch a single sample, for the data and for the capture; returns whether that is a change."""
+    """Sets batches of one sample for the data and the capture; returns whether this changes anything."""
     changed = data.one_at_a_time()
     if changed and isinstance(model, ImportedModel):
         model.batch_axes = dict.fromkeys(model.inputs)
@@ -109,10 +109,10 @@ def _alone_alike(model: nn.Module, outputs: Mapping[str, Tensor], data: DataModu
 
 
 def _outputs_of(model: nn.Module, config: Config, data: DataModule) -> tuple[dict[str, Tensor], Cost]:
-    """Returns the outputs for a batch by their names, and their cost; an imported file is checked with it.
+    """Returns the named outputs for a batch and the cost of the pass; an imported file is checked on the same batch.
 
     Raises:
-        ConfigError: an error in the forward pass.
+        ConfigError: the forward pass fails.
     """
     count = data.rows(examples(config))
     batch = data.first_batch(count)
@@ -122,7 +122,7 @@ def _outputs_of(model: nn.Module, config: Config, data: DataModule) -> tuple[dic
         names, tensors, _ = output_leaves(given)
     except ConfigError:
         raise
-    except Exception as error:  # whatever a forward raises
+    except Exception as error:  # a forward pass may raise any error
         allowed = f"a model that accepts {data.inputs.text}, as {data.inputs.said_by} ({described(error)})"
         raise ConfigError("model.name", config.model.name, allowed) from error
     if isinstance(model, ImportedModel):
@@ -138,12 +138,12 @@ def _outputs_of(model: nn.Module, config: Config, data: DataModule) -> tuple[dic
 
 
 def feeds_of(model: ImportedModel, batch: Batch) -> dict[str, NDArray[Any]]:
-    """Returns a batch as arrays by the names of a file's inputs."""
+    """Returns a batch as arrays, keyed by the names of the file's inputs."""
     return {name: one.numpy() for name, one in by_name(model.inputs, batch).items()}
 
 
 def _wrong_output(output: Tensor | None, count: int, data: DataModule) -> str:
-    """Returns the expected output of a model for `count` images; "" for finite outputs that suit the task."""
+    """Describes the output expected for `count` images; returns "" if the given one is finite and suits the task."""
     task, width = data.task, data.num_classes if data.labelled else None
     name = task.names.outputs
     kind = "" if task.every_output else "float "

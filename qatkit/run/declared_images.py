@@ -1,4 +1,4 @@
-"""Compares a model's declaration of its images with the preprocessing of a run."""
+"""Compares the image format that a model declares with the preprocessing of a run."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from qatkit.records.run_files import MODEL_FILE
 from qatkit_verify.errors import ConfigError, counted
 from qatkit_verify.fitting import UNIT
 
-# Defaults of keys that a model.json leaves out.
+# Defaults of keys that may be missing in a model.json.
 _USUAL = {"fit": "crop", "channel_order": "RGB", "layout": "NCHW", "pixels": UNIT}
 
 
 def check_channels(config: Config, image: ImageInput | None, used: Preprocessing) -> None:
-    """Rejects, by ConfigError, images with other channels than the model declares."""
+    """Raises ConfigError for images whose channels differ from those that the model declares."""
     wanted = None if image is None else image.image[0]
     if wanted in (None, used.channels):
         return
@@ -28,7 +28,7 @@ def check_channels(config: Config, image: ImageInput | None, used: Preprocessing
 
 
 def other_images(model: ModelConfig, told: Preprocessing | None, used: Preprocessing) -> tuple[str, ...]:
-    """Returns a note where images are prepared differently from the bundle of the model."""
+    """Returns a note for the report if the images are preprocessed differently than the model's bundle says."""
     if told in (None, used):
         return ()
     assert told is not None
@@ -43,7 +43,7 @@ def other_images(model: ModelConfig, told: Preprocessing | None, used: Preproces
 def other_recordings(
     model: ModelConfig, told: Mapping[str, object] | None, used: Mapping[str, object]
 ) -> tuple[str, ...]:
-    """Returns a note where recordings are prepared differently from the bundle of the model."""
+    """Returns a note for the report if the recordings are preprocessed differently than the model's bundle says."""
     if told in (None, used):
         return ()
     assert told is not None

@@ -1,4 +1,4 @@
-"""Encodings that a run keeps fixed (`calibration.encodings`): read, checked against the module, and set."""
+"""Reads, checks and sets the encodings that a run keeps fixed (`calibration.encodings`)."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def check_encodings(module: QATModule, config: Config) -> None:
     """Checks, before the long stages, that the file can be read and fits the module.
 
     Args:
-        module: prepared.
+        module: the prepared module.
 
     Raises:
-        ConfigError: as in `matched`, or an algorithm that would change fixed values.
+        ConfigError: an algorithm would change fixed values, or `matched` raises it.
     """
     _check_overrides(config)
     if config.calibration.encodings is None:
@@ -40,9 +40,10 @@ def check_encodings(module: QATModule, config: Config) -> None:
 
 
 def _check_overrides(config: Config) -> None:
-    """Rejects algorithms that rescale channels beside a scale or range of an override, which would stay as it is.
+    """Rejects algorithms that rescale channels if an override fixes a scale or range, which they would not adjust.
 
-    A contest (algorithm_choice=auto) may list them: it keeps what improves held-out images.
+    With algorithm_choice=auto they may be listed, since only algorithms that improve held-out images are
+    kept.
     """
     fixed = [
         f"backend.overrides.{pattern}.{name}"
@@ -62,7 +63,7 @@ def fix_encodings(module: QATModule, config: Config) -> tuple[str, ...]:
     """Fixes the quantizers that the file names; returns notes for the report.
 
     Args:
-        module: prepared.
+        module: the prepared module.
     """
     path = config.calibration.encodings
     if path is None:
@@ -73,7 +74,10 @@ def fix_encodings(module: QATModule, config: Config) -> tuple[str, ...]:
 
 
 def digest_of_encodings(config: Config) -> dict[str, str]:
-    """Returns the file's digest, on which a calibration cache depends in addition to the path; {} without a file."""
+    """Returns the digest of the file for the key of a calibration cache, or {} without a file.
+
+    The path is not enough, since the content of the file may change.
+    """
     path = config.calibration.encodings
     if path is None:
         return {}

@@ -1,4 +1,4 @@
-"""The export stage of a run: a graph becomes an ONNX file with the run's settings, described in model.json."""
+"""The export stage of a run: writes a graph as an ONNX file with the run's settings, and describes it in model.json."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ class Written:
     """The results of the export stage.
 
     Attributes:
-        converted: the module of the file.
-        files: names in the run's folder.
-        notes: for a reader of the report.
-        level: the accuracy level of the file with its measurements, where another than 0 was requested.
+        converted: the converted module that the file was written from.
+        files: the names of the files in the run's folder.
+        notes: notes for the report.
+        level: the accuracy level of the file with its measurements; empty if level 0 was requested.
     """
 
     converted: PassResult
@@ -73,17 +73,17 @@ class Written:
     level: Mapping[str, Any] = field(default_factory=dict)
 
 
-DEQUANTIZE = "dequantize_linear"  # of export.packed_weights
+DEQUANTIZE = "dequantize_linear"  # a value of export.packed_weights
 
 
 def write_file(graph: nn.Module, config: Config, inputs: Inputs, path: Path) -> list[str]:
     """Writes the ONNX file of a converted or a float graph.
 
-    A converted graph from an ONNX file is written by editing that file. Where the file cannot express it, a
-    new file is written.
+    A converted graph of an imported ONNX model is written by editing the imported file. If that file cannot
+    express the graph, a new file is written.
 
     Returns:
-        Notes for the report: that a given file was not edited, and which axes are not free in the file.
+        Notes for the report: whether an imported file was not edited, and which axes have a fixed size.
     """
     notes = _written(graph, config, inputs, path)
     if config.export.packed_weights != DEQUANTIZE or not any(map(is_packed, graph.modules())):
@@ -92,7 +92,7 @@ def write_file(graph: nn.Module, config: Config, inputs: Inputs, path: Path) -> 
 
 
 def with_blocks(path: Path) -> list[str]:
-    """Rewrites a file with packed weights; returns notes."""
+    """Packs the weights of a file in ONNX Runtime's form; returns notes for the report."""
     opset = as_dequantized_blocks(path)
     if opset is None:
         return []
@@ -100,7 +100,7 @@ def with_blocks(path: Path) -> list[str]:
 
 
 def _written(graph: nn.Module, config: Config, inputs: Inputs, path: Path) -> list[str]:
-    """Writes the file, with packed weights in ONNX Runtime's form; returns notes."""
+    """Writes the file, with packed weights in ONNX Runtime's form if requested; returns notes for the report."""
     notes = []
     fixed = _only_edited(graph, config)
     if config.model.name.startswith(onnx_files.PREFIX) and (fixed or _edits(graph, config)):
@@ -127,7 +127,7 @@ def _written(graph: nn.Module, config: Config, inputs: Inputs, path: Path) -> li
 
 
 def _check_fixed_batch(config: Config, inputs: Inputs) -> None:
-    """Rejects, by ConfigError, a file of fixed batch size whose batch is not on the first axis of every input."""
+    """Raises ConfigError for a fixed batch size if an input has its batch axis elsewhere than first."""
     if config.export.dynamic_batch or not isinstance(inputs, ArrayInputs):
         return
     for name, axis in inputs.axes.items():
@@ -137,10 +137,10 @@ def _check_fixed_batch(config: Config, inputs: Inputs) -> None:
 
 
 def _only_edited(graph: nn.Module, config: Config) -> bool:
-    """Returns whether a graph can't be written as a new file, since ONNX Runtime, not torch, computes parts of it.
+    """Returns whether a graph can only be written by editing, since ONNX Runtime and not torch computes parts of it.
 
     Raises:
-        ConfigError: an option requires a new file.
+        ConfigError: an option requires a new file for such a graph.
     """
     path = next((path for path, module in graph.named_modules() if is_opaque(module)), None)
     if path is None:
@@ -167,9 +167,9 @@ def _only_edited(graph: nn.Module, config: Config) -> bool:
 
 
 def _edits(graph: nn.Module, config: Config) -> bool:
-    """Returns whether a graph from an ONNX file is written by editing the file.
+    """Returns whether a graph of an imported ONNX model is written by editing the imported file.
 
-    This holds for a converted graph without an option that requires a new file.
+    This is so for a converted graph if no option requires a new file.
     """
     wanted = config.export
     new = wanted.pack_int4 or wanted.weights_for_amx or not wanted.dynamic_batch
@@ -177,31 +177,32 @@ def _edits(graph: nn.Module, config: Config) -> bool:
 
 
 def write_float_file(model: nn.Module | Captured, config: Config, inputs: Inputs, path: Path) -> list[str]:
-    """Writes the file that the INT8 one is compared with: the float model, only fused.
+    """Writes the float file with which the INT8 file is compared: the float model, fused.
 
-    For an ONNX file it is that file itself, unless the model was trained. Returns notes as `write_file` does.
+    For an imported ONNX model this is the imported file itself, unless the model was trained. Returns notes
+    as `write_file` does.
     """
     source = model.model if isinstance(model, Captured) else model
     as_given = not config.schedule.float_epochs and config.model.checkpoint is None
     if isinstance(source, ImportedModel) and as_given:
         write_given(source, path)
         return []
-    if isinstance(model, Captured):  # with an example of two images; a fixed batch is traced as it is
+    if isinstance(model, Captured):  # a fixed batch size is traced with a batch of that size
         model = model.graph() if config.export.dynamic_batch else model.model
     return write_file(float_baseline(model, example_batch(config, inputs)), config, inputs, path)
 
 
 def paths_of(model: nn.Module | Captured) -> dict[str, str]:
-    """Returns the sites of an imported file's nodes by their names (`ImportedModel.paths`); {} for other models."""
+    """Returns the sites of an imported file's nodes by node name (`ImportedModel.paths`); {} for other models."""
     source = model.model if isinstance(model, Captured) else model
     return source.paths if isinstance(source, ImportedModel) else {}
 
 
 def check_weights(config: Config) -> None:
-    """Rejects, by ConfigError, weights that cannot be exported or run.
+    """Raises ConfigError for weights that cannot be exported or run.
 
-    These are quantizers that `quantizers_of` rejects, weights that the installed ONNX Runtime does not run,
-    and weights for AMX on a backend without it.
+    It is raised for quantizers that `quantizers_of` rejects, for weights that the installed ONNX Runtime
+    cannot run, and for AMX weights on a backend without AMX.
     """
     backend, weight = backend_of(config), backend_of(config).weight
     quantizers_of(config)
@@ -219,14 +220,14 @@ def check_weights(config: Config) -> None:
 
 
 def check_integer_ends(module: QATModule) -> None:
-    """Rejects, by ConfigError, a module whose backend accepts no uint8 images."""
+    """Raises ConfigError if uint8 images are requested and the module's backend does not accept them."""
     if not module.backend.for_onnxruntime:
         allowed = f"float32 with backend={module.backend.name}, which does not accept uint8"
         raise ConfigError("export.io", "uint8", allowed)
 
 
 def finish_file(path: Path, config: Config, data: DataModule) -> dict[str, Any]:
-    """Gives the file integer inputs and outputs where requested; returns its entries for model.json."""
+    """Gives the file integer inputs and outputs if requested; returns the file's entries for model.json."""
     about = describe(data)
     if config.export.io != "uint8":
         return about
@@ -241,7 +242,7 @@ def finish_file(path: Path, config: Config, data: DataModule) -> dict[str, Any]:
 
 
 def has_nms(config: Config) -> bool:
-    """Returns whether a file with non-maximum suppression is written in addition."""
+    """Returns whether an additional file with non-maximum suppression is written."""
     return config.export.nms and task_of(config.task).boxes
 
 
@@ -249,19 +250,19 @@ def write_nms(source: Path, target: Path, config: Config) -> None:
     """Writes a detector's file with non-maximum suppression.
 
     Raises:
-        ConfigError: as in `add_nms`.
+        ConfigError: `add_nms` raises it.
     """
     wanted = config.export
     add_nms(source, target, Suppression(wanted.nms_score, wanted.nms_overlap, wanted.nms_boxes))
 
 
 def describe(data: DataModule) -> dict[str, Any]:
-    """Returns the entries that model.json has for any file."""
+    """Returns the entries that every model.json has."""
     return model_json(data.about_inputs(), data.classes)
 
 
 def _low_bits(module: QATModule, config: Config) -> list[str]:
-    """Returns notes on tensors and biases that are computed in float because no kernel has their type."""
+    """Returns notes on tensors and biases that are computed in float since no kernel supports their type."""
     quantizers = fake_quantizers(module.graph).values()
     if module.backend.simulated:
         return [
@@ -276,13 +277,13 @@ def _low_bits(module: QATModule, config: Config) -> list[str]:
         notes.append(
             f"{len(wide)} of {len(quantizers)} activations have 16 bits: ONNX "
             "Runtime rounds to 16 bits and computes in "
-            "float; an accelerator with 16-bit kernels has the same accuracy but another latency"
+            "float; an accelerator with 16-bit kernels has the same accuracy but a different latency"
         )
     if biases and not module.backend.weights_alone:
         notes.append(
             f"{counted(len(biases), 'operator')} with biases of fewer than 32 bits: "
             "ONNX Runtime computes them in float; an "
-            "accelerator with such kernels has the same accuracy but another latency"
+            "accelerator with such kernels has the same accuracy but a different latency"
         )
     if narrow:
         notes.append(
@@ -299,7 +300,7 @@ def _low_bits(module: QATModule, config: Config) -> list[str]:
 
 
 def write_files(run: Run, data: DataModule, model: Captured, module: QATModule) -> Written:
-    """Writes every file of a finished module into the run's folder; reports and pages come later."""
+    """Writes all model files of a finished module into the run's folder; reports and pages are written later."""
     config, folder = run.config, run.folder
     converted = module.convert()
     with run.stage("export", "exporting"):

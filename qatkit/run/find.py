@@ -1,10 +1,14 @@
 """Finds the folder that a run writes to, and the unfinished run that it continues.
 
-The files in a run's folder show its progress: `config.yaml`, a checkpoint for each stage that trains or the
-partial result of an algorithm before it, `report.json` once it is done, and then the bundle, if one is
-requested. `resume=auto` searches for a folder where the second exists, one of the last two is missing, and
-the first equals the present configuration. This module does not import torch: the command line
-calls it before that.
+The files in a run's folder show its progress:
+
+1. `config.yaml`
+2. a checkpoint for each training stage, or the partial result of an algorithm before it
+3. `report.json` once the run is done
+4. the bundle, if one is requested
+
+`resume=auto` searches for a folder that has (2), lacks (3) or (4), and whose (1) equals the current
+configuration. This module does not import torch, since the command line calls it before torch is imported.
 """
 
 from __future__ import annotations
@@ -35,9 +39,9 @@ OUTPUTS, SEARCH = Path("outputs"), "search"
 def output_dir(config: Config, job: int | None = None) -> Path:
     """Returns the run's folder: `config.output_dir`, or a new outputs/NAME/DATE_TIME (_JOB in a sweep).
 
-    A search, which every worker reopens, has outputs/NAME/search.
+    A search uses outputs/NAME/search, which every worker opens again.
 
-    Nothing is created; the place is checked for write access.
+    Nothing is created; only the write access is checked.
 
     Raises:
         ConfigError: the folder could not be created or written.
@@ -50,23 +54,23 @@ def output_dir(config: Config, job: int | None = None) -> Path:
         stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S") + ("" if job is None else f"_{job}")
         names = itertools.chain([stamp], (f"{stamp}_{again}" for again in itertools.count(2)))
         every = OUTPUTS / config.name
-        folder = next(new for name in names if not (new := every / name).exists())  # clocks may be set back
+        folder = next(new for name in names if not (new := every / name).exists())  # a clock may be set back
     if reason := not_writable(folder):
         raise ConfigError("output_dir", folder, f"a folder that can be created and written to ({reason})")
     return folder
 
 
 def place(config: Config, job: int | None = None) -> Path:
-    """Returns the folder of a run before it begins: `output_dir`, or with resume=auto the one that it continues in.
+    """Returns the folder in which a run will begin: `output_dir`, or with resume=auto that of the unfinished run.
 
     Raises:
-        ConfigError: as in `output_dir`.
+        ConfigError: `output_dir` raises it.
     """
     return _unfinished(config) or output_dir(config, job)
 
 
 def _unfinished(config: Config) -> Path | None:
-    """Returns the folder that resume=auto continues in."""
+    """Returns the folder of the unfinished run that resume=auto continues, or None."""
     resumes = config.resume == "auto" and not config.search.trials  # a search continues by itself
     found = find_resume(config) if resumes else None
     return None if found is None else found[0]
@@ -74,12 +78,12 @@ def _unfinished(config: Config) -> Path | None:
 
 @contextmanager
 def taken(config: Config, job: int | None = None) -> Iterator[Path]:
-    """Yields the folder of `place`; a new one is created, so that runs begun in the same second get different ones.
+    """Yields the folder that `place` returns, and creates a new one, so that simultaneous runs get different folders.
 
-    A folder that was created and stays empty is removed.
+    A folder that was created here and stays empty is removed.
 
     Raises:
-        ConfigError: as in `place`.
+        ConfigError: `place` raises it.
     """
     unfinished = _unfinished(config)
     if unfinished is not None or config.output_dir is not None or config.search.trials:
@@ -93,7 +97,7 @@ def taken(config: Config, job: int | None = None) -> Iterator[Path]:
             folder.parent.mkdir(parents=True, exist_ok=True)
             folder.mkdir()
             made = absent
-        except FileExistsError:  # by a run that began in this second
+        except FileExistsError:  # another run began in the same second
             continue
         except OSError as error:
             allowed = f"a folder that can be created and written to ({error.strerror})"
@@ -112,7 +116,7 @@ def finished(config: Config, folder: Path) -> bool:
 
 
 def _done(config: Config, folder: Path) -> bool:
-    """Returns whether a run of `config` in `folder` is complete: a bundle is made after the report."""
+    """Returns whether a run of `config` in `folder` is complete: it has a report, and the bundle that follows it."""
     report = report_of(folder)
     if report is None:
         return False
@@ -121,18 +125,18 @@ def _done(config: Config, folder: Path) -> bool:
 
 
 def begun_as(config: Config, folder: Path) -> bool:
-    """Returns whether `folder` may hold a run of this configuration; it may not have begun yet."""
+    """Returns whether `folder` is free for a run of this configuration: it has none yet, or one of the same."""
     asked = _asked(folder)
     return not asked.is_file() or _same_run(config, asked)
 
 
 def find_resume(config: Config) -> tuple[Path, Path] | None:
-    """Returns the unfinished run that `resume=auto` continues, as its folder and its latest checkpoint; or None.
+    """Returns the folder and the latest checkpoint of the unfinished run that `resume=auto` continues, or None.
 
-    The search covers `config.output_dir` and every outputs/NAME/*. A run is unfinished if a stage's
-    checkpoint or an algorithm's partial result exists, or it is a rescue, and its report or bundle is
-    missing. The configuration that it was started with must equal `config` except for `resume` and
-    `output_dir`: a run with another learning rate is another run. The newest run wins.
+    The search covers `config.output_dir` and every outputs/NAME/*. A run is unfinished if its report or
+    bundle is missing, and if it is a rescue or has a stage's checkpoint or an algorithm's partial result. The
+    configuration that it was started with must equal `config` except for `resume` and `output_dir`. The
+    newest such run is returned.
     """
     folders = {path.parent.resolve() for path in (OUTPUTS / config.name).glob(f"*/{CONFIG_FILE}")}
     if config.output_dir is not None:
@@ -149,7 +153,7 @@ def find_resume(config: Config) -> tuple[Path, Path] | None:
 
 
 def going_on(config: Config) -> Config:
-    """Returns `config` for a restart in its own folder: from its last checkpoint, if there is one."""
+    """Returns `config` changed to resume from the last checkpoint in its own folder, if there is one."""
     folder = Path(config.output_dir or ".")
     if (folder / CLIMB_FILE).is_file():
         return replace(config, resume="auto")
@@ -164,20 +168,20 @@ def _newest(folder: Path) -> Path | None:
 
 
 def _asked(folder: Path) -> Path:
-    """Returns the file with the configuration that the run was started with."""
+    """Returns the path of the configuration that the run was started with."""
     climb = folder / CLIMB_FILE
     return climb if climb.is_file() else folder / CONFIG_FILE
 
 
 def _same_run(config: Config, saved: Path) -> bool:
-    """Returns whether `saved` holds `config`. A file of an older schema, or a missing one, counts as another run."""
+    """Returns whether the file `saved` contains `config`; False for a missing file or one of an older schema."""
     try:
         other = load_config(saved)
     except ConfigError:
         return False
     in_order = list(other.algorithm.items()) == list(
         config.algorithm.items()
-    )  # order is not part of their equality
+    )  # dictionaries are equal in any order
     return in_order and replace(other, resume=None, output_dir=None) == replace(
         config, resume=None, output_dir=None
     )

@@ -1,6 +1,6 @@
-"""Warns where float weights are an average over steps (`schedule.ema`) and the fine-tuning keeps no average.
+"""Warns if the float weights are an average over steps (`schedule.ema`) and the fine-tuning keeps no average.
 
-Fine-tuning moves such weights to those of single steps, which are often worse (decision 65).
+Such a fine-tuning ends with the weights of a single step, which are often worse (decision 65).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from qatkit_verify.errors import ConfigError
 
 
 def warn_of_average(config: Config) -> None:
-    """Warns where the checkpoint's float training kept an average of its weights and the fine-tuning does not."""
+    """Warns if the checkpoint's float training kept an average of its weights and the fine-tuning does not."""
     path, schedule = config.model.checkpoint, config.schedule
     if path is None or schedule.epochs < 1 or schedule.ema is not None or config.verify.every:
-        return  # verify.every keeps the best of the epochs and the start
+        return  # verify.every keeps the best epoch, where the start counts as one
     decay = decay_of(Path(path))
     if decay:
         warnings.warn(
@@ -35,11 +35,10 @@ def warn_of_average(config: Config) -> None:
 
 
 def decay_of(path: Path) -> float | None:
-    """Returns the decay of the average that a finished float.ckpt holds as weights.
+    """Returns the decay of the averaged weights in a finished float.ckpt, or None for weights of a single step.
 
-    None for weights of a single step.
-
-    Checkpoints of earlier versions do not store it, so the configuration in the same folder is read.
+    Checkpoints of earlier versions do not store the decay; it is then read from the configuration in the same
+    folder.
     """
     stored = _stored(path)
     about = stored.get("qatkit")
@@ -58,7 +57,7 @@ def _stored(path: Path) -> Mapping[str, Any]:
     try:
         with readable(path) as plain:
             found = torch.load(plain, map_location="cpu", weights_only=True, mmap=True)
-    except Exception:  # the model's own loading reports what is wrong with it
+    except Exception:  # an error in the file is reported when the model is loaded
         return {}
     return found if isinstance(found, Mapping) else {}
 

@@ -1,10 +1,10 @@
-"""Checks on resume, by digests of their weights, that a run has the float models that it began with.
+"""Checks on resume, by digests of their weights, that the float models of a run are still the same.
 
     last.ckpt: a digest of each ── the run continues ── the same? ─ no ─> refused
                                                                   └ yes ─> teacher, float file, control, drop
 
-The trained weights travel in checkpoints. The teacher, the reference of the accuracy and the start of a
-control are read again, from a file that may have been overwritten since, or is no longer named.
+The trained weights are in the checkpoints. The teacher, the reference for the accuracy and the start of a
+control are read from a file again. That file may have been overwritten since, or is no longer configured.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _FLOAT, _TEACHER = "float", "teacher"
 
 
 def digests(config: Config, model: nn.Module, teacher: nn.Module | None) -> dict[str, str]:
-    """Returns the digests of the float models; a model that the run trains itself is known by its own checkpoint.
+    """Returns the digests of the float models, without that of a model that the run trains itself.
 
     Args:
-        model: as it was built.
-        teacher: None where the model itself is the teacher, or there is none.
+        model: the float model as it was built.
+        teacher: the teacher; None if the model itself is the teacher, or if there is none.
     """
     found = {} if config.schedule.float_epochs else {_FLOAT: _digest(model)}
     return found if teacher is None else {**found, _TEACHER: _digest(teacher)}
@@ -40,10 +40,10 @@ def check_same(
     """Checks that a resumed run has the float models that it began with.
 
     Args:
-        known: the entries of its checkpoint (`Run.stored`).
+        known: the entries of the run's checkpoint (`Run.stored`).
 
     Raises:
-        ConfigError: one has other weights.
+        ConfigError: the weights of a float model differ.
     """
     if config.resume is None or known is None:
         return

@@ -43,13 +43,17 @@ class Run:
     """A configuration, its folder, the time of each stage, and notes on the checkpoint it continues from.
 
     Attributes:
-        config: with the overrides of a placement.
-        asked: the configuration as it was given, where that differs; config.yaml and the report have this one.
-        placed: the placement of a run that has one.
-        curves: for each stage that trained, the results of its epochs (`qatkit.train.learner.Learner.curve`).
-        speeds: times per sample of the first exported file (`qatkit.run.pace.of_first_file`).
-        plan: its stages, announced at the start.
-        next: what the user may do after it.
+        config: the configuration, with the overrides of a placement.
+        folder: the folder of the run.
+        seconds: the duration of each finished stage.
+        notes: notes for the report on the checkpoint that the run continues from.
+        asked: the configuration as it was given, if a placement changed it; it is written to config.yaml and
+            the report.
+        placed: the placement, if there is one.
+        curves: the results of the epochs, for each training stage (`qatkit.train.learner.Learner.curve`).
+        speeds: the times per sample of the first exported file (`qatkit.run.pace.of_first_file`).
+        plan: the stages of the run, announced at its start.
+        next: suggestions of what the user may do after the run.
     """
 
     config: Config
@@ -65,18 +69,18 @@ class Run:
 
     @cached_property
     def scratch(self) -> Path:
-        """A folder for files that one stage makes and the next may use; it is removed with the run."""
+        """A temporary folder for files that later stages use; it is removed at the end of the run."""
         self._temporary = tempfile.TemporaryDirectory(prefix="qatkit-")
         return Path(self._temporary.name)
 
     @property
     def files(self) -> Path:
-        """The folder of the ONNX files during the run: its own, or with a key one in memory until `keep`."""
+        """The folder of the ONNX files during the run; with an encryption key it is in memory until `keep`."""
         return self.folder if key_held() is None else self.scratch
 
     @property
     def int8_name(self) -> str:
-        """The name of the INT8 file that is made from a module."""
+        """The name of the INT8 file."""
         return file_name(self.config.mode)
 
     def stored(self) -> Mapping[str, Any] | None:
@@ -92,14 +96,14 @@ class Run:
         return found
 
     def keep(self, names: Iterable[str]) -> None:
-        """Copies those of `names` that are in memory into the folder, encrypted."""
+        """Encrypts the files among `names` that are in memory, and writes them into the run's folder."""
         for plain in (self.files / name for name in names if self.files != self.folder):
             if plain.is_file():
                 encrypted_copy(plain, self.folder / plain.name)
 
     @contextmanager
     def stage(self, name: str, title: str = "") -> Iterator[None]:
-        """Times a stage and prints its title; its end is a safe point to stop."""
+        """Times a stage and prints its title. The run may be stopped safely at the end of the stage."""
         if title:
             say(title)
         start = time.monotonic()
@@ -113,7 +117,7 @@ class Run:
 
 
 def folder_of(config: Config) -> Path:
-    """Returns the run's folder, new or to be continued. Nothing is written yet."""
+    """Returns the run's folder, either a new one or that of a run to resume. Nothing is written yet."""
     if config.resume == "auto":
         found = find_resume(config)
         if found:
@@ -143,7 +147,7 @@ def folder_of(config: Config) -> Path:
 
 
 def _checked(folder: Path) -> Path:
-    """Returns `folder` after reading every checkpoint in it: a damaged one would show only in its stage."""
+    """Reads every checkpoint in `folder`, since a damaged one would fail only in its stage; returns `folder`."""
     for path in (folder / name for name in STAGE_CHECKPOINTS):
         if path.is_file():
             if key_held() is not None and not is_encrypted(path):
@@ -154,10 +158,10 @@ def _checked(folder: Path) -> Path:
 
 
 def check_images(config: Config, folder: Path, fingerprint: str) -> None:
-    """Checks that a resumed run trains on the images that it began with, wherever they lie now.
+    """Checks that a resumed run trains on the images that it began with; their paths may have changed.
 
     Args:
-        fingerprint: of the images (`DataModule.fingerprint`).
+        fingerprint: the fingerprint of the images (`DataModule.fingerprint`).
 
     Raises:
         ConfigError: the images differ.
@@ -171,7 +175,7 @@ def check_images(config: Config, folder: Path, fingerprint: str) -> None:
 
 
 def open_folder(run: Run) -> None:
-    """Creates the run's folder, with its configuration in it."""
+    """Creates the run's folder and writes the configuration into it."""
     run.folder.mkdir(parents=True, exist_ok=True)
     if main_process():
         save_config(run.asked or run.config, run.folder / CONFIG_FILE)
@@ -181,14 +185,14 @@ def read_checkpoint(path: str, key: str = "checkpoint") -> dict[str, Any]:
     """Reads a checkpoint of `train`, tensors only.
 
     Raises:
-        ConfigError: the file is not such a checkpoint, is damaged, or contains code.
+        ConfigError: the file is no checkpoint of `train`, is damaged, or contains code.
     """
     allowed = "an undamaged checkpoint of train.py"
     with readable(path) as plain:
         try:
             found = damage(plain)
             stored = None if found else torch.load(plain, map_location="cpu", weights_only=True)
-        except Exception as error:  # of the disk, or of torch's reader on arbitrary bytes
+        except Exception as error:  # an error of the disk, or of torch's reader for arbitrary bytes
             raise ConfigError(key, path, f"{allowed} ({first_line(error)[:160]})") from error
     if found:
         raise ConfigError(key, path, f"{allowed} ({found})")
@@ -198,9 +202,7 @@ def read_checkpoint(path: str, key: str = "checkpoint") -> dict[str, Any]:
 
 
 def _describes_a_run(stored: Mapping[str, Any]) -> bool:
-    """Returns whether a checkpoint has the entries that are relied on: image shape, classes, and Lightning's
-    progress.
-    """
+    """Returns whether a checkpoint has the required entries: image shape, classes, and Lightning's progress."""
     about, weights = stored.get("qatkit"), stored.get("state_dict")
     if not isinstance(about, dict) or not isinstance(weights, dict) or "loops" not in stored:
         return False

@@ -1,10 +1,10 @@
-"""A lock that allows one run per folder and ends with its process, however that ends.
+"""A lock that allows one run per folder. It ends with its process, even if that is killed.
 
     folder/.lock    locked by fcntl while a run is active, with its process and machine for the error of a second run
 
-The lock belongs to the process (POSIX), so forked processes that load images do not hold it, and a killed
-run's folder is free at once. Other ranks of a run take no lock. The file is removed when the run ends; a
-remaining file means nothing.
+The lock belongs to the process (POSIX). Forked processes that load images therefore do not have it, and the
+folder of a killed run is free at once. Only rank 0 takes the lock. The file is removed when the run ends; a
+file that remains without a lock has no effect.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from qatkit_verify.errors import ConfigError
 from qatkit_verify.files import clear_parts, lives
 
 LOCK_FILE = ".lock"
-_HELD: set[Path] = set()  # by this process: a climb's last run is in the climb's folder
+_HELD: set[Path] = set()  # folders locked by this process: the last run of a climb uses the climb's folder
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Prevents, within the context, that another run writes into `folder`, and removes half-written files of
-    killed runs.
+    """Keeps other runs out of `folder` within the context, and removes half-written files of killed runs.
 
-    The folder is created if needed; a created folder that stays empty is removed.
+    The folder is created if needed. A folder that was created here and stays empty is removed.
 
     Raises:
         ConfigError: another run uses the folder.
@@ -50,7 +49,7 @@ def locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         _HELD.discard(place)
-        with suppress(OSError):  # whoever removed the folder has removed the file
+        with suppress(OSError):  # the folder was removed together with the file
             (place / LOCK_FILE).unlink()
         if descriptor is not None:
             os.close(descriptor)
@@ -60,7 +59,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _acquired(folder: Path) -> int | None:
-    """Returns the descriptor of a locked file; None where the system or the disk supports no locks."""
+    """Returns the descriptor of the locked file; None if the system or the disk does not support locks."""
     try:
         import fcntl  # not on Windows
     except ImportError:
@@ -70,9 +69,10 @@ def _acquired(folder: Path) -> int | None:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The previous run may have removed the file in between: then nobody else would see this lock.
+            # The previous run may have removed the file in the meantime. Other processes would not see a lock
+            # on it.
             if os.path.samestat(os.fstat(descriptor), path.stat()):
-                with suppress(OSError):  # a full disk, which those who write files will report
+                with suppress(OSError):  # a full disk: the stages that write files will report it
                     os.truncate(descriptor, 0)
                     os.write(descriptor, f"process {os.getpid()} on {platform.node()}\n".encode())
                 return descriptor
@@ -93,7 +93,7 @@ def _acquired(folder: Path) -> int | None:
 
 
 def at_work(folder: Path) -> bool | None:
-    """Returns whether a run is active in `folder`; None if unknown: on another machine, or without locks."""
+    """Returns whether a run is active in `folder`; None if it may be active on another machine, or without locks."""
     try:
         text = (folder / LOCK_FILE).read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:

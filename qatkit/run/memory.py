@@ -1,10 +1,10 @@
-"""Estimates the memory and time of a run before it starts, and rejects what cannot work.
+"""Estimates the memory and time of a run before it starts, and rejects settings that cannot work.
 
     one batch of noise through the float model ─> bytes and seconds per image ─ x batches, epochs, rounds ─> refused?
 
-Each estimate is a lower bound (only inputs and outputs of modules, no gradients of weights, no simulation).
-So every rejected run would have been killed by the kernel, or would not have ended in useful time. Training
-on an accelerator has another memory and another speed, for which there is no estimate.
+Each estimate is a lower bound: it counts only inputs and outputs of modules, no gradients of weights and no
+simulation. Every rejected run would therefore have been killed by the kernel or would have taken far too
+long. Training on an accelerator is not estimated, since its memory and speed differ.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from qatkit_verify.errors import ConfigError
 from qatkit_verify.fitting import as_typed
 
 GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-_LONGEST = 365 * 24 * 3600.0  # seconds of one stage
-_COPIES = 2  # of the weights: the float model's, and those of the module made from it
-_LARGEST_FILE = 2**31 - 2**24  # bytes of weights in a file of Protocol Buffers, without its graph
-_BACKWARD = 3  # a training step, in forward passes
+_LONGEST = 365 * 24 * 3600.0  # seconds that one stage may take
+_COPIES = 2  # copies of the weights: the float model's, and those of the module made from it
+_LARGEST_FILE = 2**31 - 2**24  # bytes of weights in a Protocol Buffers file, with room for the graph
+_BACKWARD = 3  # time of a training step, in forward passes
 _DAY = 24 * 3600.0
 
 
@@ -39,9 +39,9 @@ class Cost:
     """The cost of one image in the float model.
 
     Attributes:
-        largest: bytes of the largest output of a module.
-        kept: bytes of all outputs, which training keeps for its backward pass.
-        seconds: of a forward pass on the CPU.
+        largest: the size of the largest output of a module, in bytes.
+        kept: the size of all outputs, in bytes; training keeps them for the backward pass.
+        seconds: the time of a forward pass on the CPU.
     """
 
     largest: int
@@ -50,7 +50,7 @@ class Cost:
 
 
 def available_memory() -> int | None:
-    """Returns the bytes that this process can still use, by the machine and its control groups; None if unknown."""
+    """Returns the bytes that this process can still use within the limits of machine and control groups, or None."""
     found = [room for room in (_of_machine(), *_of_groups()) if room is not None]
     return min(found, default=None)
 
@@ -64,9 +64,9 @@ def _of_machine() -> int | None:
 
 
 def _of_groups() -> Iterator[int | None]:
-    """Yields limit minus usage for the group of this process and every group above, of either version.
+    """Yields the free bytes of this process's control group and of every group above it, for both cgroup versions.
 
-    Usage includes cached files, which are dropped when memory is needed: they count as available.
+    Cached files count as available, since the kernel drops them when memory is needed.
     """
     try:
         groups = OWN_GROUPS.read_text(encoding="ascii").splitlines()
@@ -88,21 +88,21 @@ def _of_groups() -> Iterator[int | None]:
 def _room(limit: Path, usage: Path, stat: Path, prefix: str) -> int | None:
     try:
         room = int(limit.read_text(encoding="ascii")) - int(usage.read_text(encoding="ascii"))
-    except (OSError, ValueError):  # no such group, or "max"
+    except (OSError, ValueError):  # there is no such group, or no limit ("max")
         return None
     try:
         every = dict(line.split() for line in stat.read_text(encoding="ascii").splitlines())
         return room + sum(int(every[f"{prefix}{name}"]) for name in ("inactive_file", "active_file"))
-    except (OSError, ValueError, KeyError):  # a system without these figures
+    except (OSError, ValueError, KeyError):  # the system does not have these figures
         return room
 
 
 def check_weights_fit(config: Config, parameters: int | None) -> None:
-    """Raises ConfigError, before they are read, for weights larger than the memory, or than one file may hold.
+    """Raises ConfigError for weights that do not fit into memory or into one file, before they are loaded.
 
     Args:
-        config: of the run.
-        parameters: their number; None: unknown.
+        config: the configuration of the run.
+        parameters: the number of weights; None means unknown.
     """
     if parameters is None:
         return
@@ -120,10 +120,10 @@ def check_weights_fit(config: Config, parameters: int | None) -> None:
 
 
 def check_inputs(config: Config, data: DataModule) -> None:
-    """Checks that every batch fits into memory, by the size of the inputs only.
+    """Checks that every batch fits into memory, considering only the size of the inputs.
 
     Raises:
-        ConfigError: names the largest batch that fits, and the requested one.
+        ConfigError: a batch does not fit; the message names the largest one that does.
     """
     image = data.inputs.bytes
     room = available_memory()
@@ -141,7 +141,7 @@ def check_inputs(config: Config, data: DataModule) -> None:
 
 
 def _too_large(config: Config, data: DataModule, room: int, each: int) -> ConfigError:
-    """Returns the error of a sample of `each` bytes that does not fit into `room`."""
+    """Returns the error for a sample of `each` bytes that does not fit into `room` bytes."""
     what = "image" if data.of_pictures else "sample"
     told = f"one {what} needs {_bytes(each)}, and {_bytes(room)} is available"
     if not data.of_pictures:
@@ -153,10 +153,10 @@ def _too_large(config: Config, data: DataModule, room: int, each: int) -> Config
 
 
 def check_model(config: Config, data: DataModule, cost: Cost) -> None:
-    """Checks that every batch fits into memory with the model's activations, and every stage ends within a year.
+    """Checks that every batch fits into memory with the model's activations, and that every stage ends within a year.
 
     Raises:
-        ConfigError: names the largest value that fits, and the requested one.
+        ConfigError: a setting is too large; the message names the largest possible value.
     """
     schedule = config.schedule
     for key, batch in _batches(config, data):
@@ -179,7 +179,7 @@ def check_model(config: Config, data: DataModule, cost: Cost) -> None:
 
 
 def measured(model: nn.Module, batch: Batch, count: int) -> tuple[Any, Cost]:
-    """Returns the outputs for a batch of `count`, and their cost: sizes by a first run, time by a second one."""
+    """Returns the outputs for a batch of `count` samples, and the cost of one sample from two passes."""
     sizes: list[int] = []
 
     def note(module: nn.Module, given: object, made: object) -> None:
@@ -198,7 +198,7 @@ def measured(model: nn.Module, batch: Batch, count: int) -> tuple[Any, Cost]:
 
 
 def _batches(config: Config, data: DataModule) -> Iterator[tuple[str, int]]:
-    """Yields the settings that say how many images are in memory at once, with their largest possible value."""
+    """Yields the keys that decide how many images are in memory at once, with the number that is used at most."""
     tests = min(len(data.splits.test), config.data.test_images or math.inf)
     if config.schedule.epochs or config.schedule.float_epochs:
         yield "data.batch_size", config.data.batch_size

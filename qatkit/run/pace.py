@@ -1,12 +1,13 @@
-"""Measures the speed of a run's own model on its own data, in a second or two, for the estimates of its plan.
+"""Measures the speed of a run's model on its data within a second or two, for the estimates in the plan.
 
     a few samples ─┬─ loaded                            ─> seconds per sample, x the samples of a stage
                    ├─ float model, forward
                    ├─ copy of the prepared graph: observed, quantized, two sizes of a training step
                    └─ first exported file, in ONNX Runtime (`of_first_file`)
 
-Each speed is measured when a stage first asks for it, so a resumed run measures only what is left. Everything
-happens on copies and with the random generators restored afterwards: the run's results stay the same.
+Each speed is measured when it is first needed, so a resumed run measures only the speeds of its remaining
+stages. Measurements use copies, and the random generators are restored afterwards, so the run's results do
+not change.
 """
 
 from __future__ import annotations
@@ -42,33 +43,38 @@ from qatkit.verify.accuracy import all_cores
 from qatkit_verify.feeds import rows
 from qatkit_verify.session import open_session, run_outputs
 
-_SHORT = 0.15  # seconds of work in a forward pass over the samples that are measured
-_FEWEST, _MOST = 4, 32  # samples
-_CROWDED = 1.3  # times as long as its work takes what runs on a machine that others use
-_VALUES = 2**18  # of the inputs that a file is timed with
-_COPIES = 4  # of the weights, in a training step on a copy: weights, gradients, two moments
+_SHORT = 0.15  # seconds that a forward pass over the measured samples should take
+_FEWEST, _MOST = 4, 32  # number of measured samples
+_CROWDED = 1.3  # ratio of elapsed to processor time above which the machine counts as shared
+_VALUES = 2**18  # values of the inputs with which a file is timed
+_COPIES = 4  # copies of the weights for a training step on a copy: weights, gradients, two moments
 
 
 class Parts(NamedTuple):
-    """Seconds of a calibration or of a training step: per sample, and once."""
+    """The time of a calibration or of a training step in seconds.
+
+    Attributes:
+        each: the time per sample.
+        once: the constant part.
+    """
 
     each: float
     once: float
 
 
 class Unknown(Exception):  # noqa: N818  no error: a stage without an estimate
-    """A speed that could not be measured; the message says why."""
+    """Raised for a speed that could not be measured; the message says why."""
 
 
 class Pace:
-    """The speeds of a run. Each raises `Unknown` where it can't be measured.
+    """The speeds of a run. Each method raises `Unknown` if its speed cannot be measured.
 
     Args:
-        config: of the run.
-        data: of the run.
-        model: the float model, which is left unchanged; None for a file that no module was made from.
-        module: prepared, not calibrated yet; None for a run without one.
-        files: known times per sample of files, by name (`of_first_file`).
+        config: the configuration of the run.
+        data: the data of the run.
+        model: the float model, which is not changed; None for a file from which no module was made.
+        module: the prepared module before its calibration; None for a run without one.
+        files: the known times per sample of files, by name (`of_first_file`).
     """
 
     def __init__(
@@ -86,32 +92,32 @@ class Pace:
 
     @property
     def load(self) -> float:
-        """Seconds to read and prepare a sample, by all worker processes."""
-        return self._loaded.wall / max(1, self.config.data.workers)  # it also waits for the disk
+        """Returns the seconds to load and preprocess a sample with all worker processes."""
+        return self._loaded.wall / max(1, self.config.data.workers)  # loading also waits for the disk
 
     @property
     def forward(self) -> float:
-        """Seconds of a sample in the float model, on the CPU."""
+        """Returns the seconds of a sample in the float model on the CPU."""
         return self._seconds(self._forward)
 
     @property
     def calibration(self) -> Parts:
-        """Seconds of a calibration with the run's observer."""
+        """Returns the seconds of a calibration with the run's observer."""
         return Parts(*map(self._seconds, self._copied[1:]))
 
     @property
     def simulated(self) -> float:
-        """Seconds of a sample in the simulation, on the device that trains."""
+        """Returns the seconds of a sample in the simulation on the training device."""
         return self._seconds(self._simulated)
 
     @property
     def float_step(self) -> Parts:
-        """Seconds of a step that trains the float model."""
+        """Returns the seconds of a training step of the float model."""
         return Parts(*map(self._seconds, self._float_step))
 
     @property
     def step(self) -> Parts:
-        """Seconds of a step that fine-tunes the quantized model, observers included."""
+        """Returns the seconds of a fine-tuning step of the quantized model, including the observers."""
         return Parts(*map(self._seconds, self._qat_step))
 
     def file(self, name: str) -> float:
@@ -124,16 +130,17 @@ class Pace:
 
     @staticmethod
     def known(seconds: float | None) -> float:
-        """Returns seconds that were measured elsewhere."""
+        """Returns seconds that were measured elsewhere; raises `Unknown` for None."""
         if seconds is None:
             raise Unknown("")
         return seconds
 
     def _seconds(self, span: Span) -> float:
-        """Returns the seconds to expect of what took `span`.
+        """Returns the expected duration of a call that took `span`.
 
-        On a machine that others use, the work of a moment is known better than how long it had to wait: the share of
-        the machine is taken from everything that was measured.
+        On a shared machine, the processor time of a short call is more reliable than its waiting time. The
+        duration is then its processor time, multiplied by the ratio of elapsed to processor time of all
+        measurements so far.
         """
         total = self._total
         crowded = self._device.type == "cpu" and total.wall > _CROWDED * total.work > 0
@@ -185,7 +192,7 @@ class Pace:
             try:
                 return self._steps(module, schedule.lr)
             finally:
-                for teacher in module.teacher:  # the run's own model, which the loss has moved
+                for teacher in module.teacher:  # the run's own model, moved there by the loss
                     teacher.cpu()
 
     @property
@@ -200,7 +207,7 @@ class Pace:
 
     @cached_property
     def _count(self) -> int:
-        """The number of samples that are measured: as many as the float model takes a moment for."""
+        """The number of samples to measure, chosen so that the float model takes about `_SHORT` seconds for them."""
         if "float" in self.files:
             each = self.files["float"].work
         else:
@@ -217,7 +224,7 @@ class Pace:
 
     @cached_property
     def _copied(self) -> tuple[QATModule, Span, Span]:
-        """The module with a copy of its graph, calibrated on the few samples; the time per sample, and once."""
+        """A copy of the module, calibrated on a few samples; its calibration time per sample, and the constant part."""
         self._check_room()
         if self._module is None:
             raise Unknown("there is no module")
@@ -241,7 +248,7 @@ class Pace:
         return module, now[2].less(now[1]).times(1 / self._count), once
 
     def _search(self, module: QATModule) -> Span:
-        """Returns the time of the search for mixed scales, whose passes cost something even without samples."""
+        """Returns the time of the search for mixed scales, including the constant cost of its passes."""
 
         def taken(samples: int) -> Span:
             given = [module.tensors(self.data.first_batch(samples))]
@@ -255,7 +262,10 @@ class Pace:
         return Span(once.wall + SAMPLE * each.wall, once.work + SAMPLE * each.work)
 
     def _steps(self, learner: Learner, lr: float) -> tuple[Span, Span]:
-        """Returns the time per sample and once of a step, from two sizes, on a copy whose weights they change."""
+        """Returns a training step's time per sample and its constant part, from two batch sizes.
+
+        The steps change the weights of the learner, which has to be a copy.
+        """
         if self.config.trainer.compile:
             raise Unknown("trainer.compile")
         learner.graph.to(self._device).train()
@@ -293,14 +303,14 @@ class Pace:
         return nullcontext() if kind is None else torch.autocast(self._device.type, kind)
 
     def _check_room(self) -> None:
-        """Raises Unknown where a copy of the model would leave too little memory."""
+        """Raises Unknown if a copy of the model would leave too little memory."""
         room, needed = available_memory(), _COPIES * sum(one.nbytes for one in self._float.parameters())
         if room is not None and 2 * needed > room:
             raise Unknown("too little memory to try it on a copy")
 
     @contextmanager
     def _measuring(self, what: str) -> Iterator[None]:
-        """Restores the random generators; any error means that there is no estimate, and is raised once."""
+        """Restores the random generators on exit, and turns any error into `Unknown`."""
         if what in self._failed:
             raise Unknown(self._failed[what])
         try:
@@ -309,7 +319,7 @@ class Pace:
         except Unknown as error:
             self._failed[what] = str(error)
             raise
-        except Exception as error:  # of a user's model, too; the stage itself will report it
+        except Exception as error:  # the stage itself will report an error of the model
             self._failed[what] = f"the {what} could not be timed"
             raise Unknown(self._failed[what]) from error
 
@@ -317,9 +327,9 @@ class Pace:
 def of_first_file(
     path: Path, converted: fx.GraphModule, config: Config, inputs: Inputs, options: Mapping[str, str]
 ) -> dict[str, Span]:
-    """Returns the times per sample of a file and of the module that it was made from, for `Pace.files`.
+    """Returns the times per sample of a file and of the module from which it was made, for `Pace.files`.
 
-    {} where one of them does not run; the verification will say why.
+    The result is {} if one of them does not run; the verification will report why.
     """
     try:
         fitting = max(2, min(_MOST, 4 * _VALUES // max(1, inputs.bytes)))
@@ -333,13 +343,13 @@ def of_first_file(
             for name, run in runs.items():
                 run()
                 found[name] = timed(run).times(1 / rows(batch))
-    except Exception:  # of any runtime or module
+    except Exception:  # any error of a runtime or module
         return {}
     return found
 
 
 def _on(value: Any, device: torch.device) -> Any:
-    """Returns a batch on a device: a tensor, or tensors by name."""
+    """Returns a batch (a tensor, or a mapping from names to tensors) on a device."""
     if isinstance(value, dict):
         return {name: _on(one, device) for name, one in value.items()}
     return value.to(device) if isinstance(value, torch.Tensor) else value

@@ -1,4 +1,4 @@
-"""Announces what a run is going to do: one table at its start, whose rows also go into the report."""
+"""Announces the stages of a run in a table at its start, which is also part of the report."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ def stage(name: str, about: str, estimate: Callable[[], float] | str, *, done: b
     """Returns a row of the plan.
 
     Args:
-        name: of the stage, as `Run.stage` times it.
-        about: what it does.
-        estimate: gives the seconds, unless the stage is done; or why there is no estimate.
-        done: whether an earlier attempt has finished it.
+        name: the name of the stage, as in `Run.stage`.
+        about: a description of the stage.
+        estimate: a function that returns the seconds (not called if the stage is done), or the reason for no
+            estimate.
+        done: whether an earlier attempt has finished the stage.
     """
     if done:
         return Planned(name, about, done=True)
@@ -34,10 +35,10 @@ def stage(name: str, about: str, estimate: Callable[[], float] | str, *, done: b
 
 
 def announce(run: Run, plan: Iterable[Planned]) -> None:
-    """Keeps the plan for the report, and prints it unless the job is one of several alike.
+    """Keeps the plan for the report, and prints it unless the job is one of several similar ones.
 
     Args:
-        run: at its start.
+        run: the run at its start.
         plan: the stages in order.
     """
     run.plan = tuple(plan)

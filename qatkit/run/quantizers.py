@@ -19,7 +19,8 @@ def quantizers_of(config: Config) -> Quantizers:
     """Returns the arguments of `prepare_qat`.
 
     Raises:
-        ConfigError: a class of another kind, one that does not support the backend's weights, or as in `observer_of`.
+        ConfigError: a class is of another kind or does not support the backend's weights, or `observer_of`
+            raises it.
     """
     kinds = {"activation": FakeQuantize, "weight": WeightFakeQuantize}
     found, backend = {}, backend_of(config)
@@ -41,10 +42,11 @@ def quantizers_of(config: Config) -> Quantizers:
 
 
 def observer_of(config: CalibrationConfig) -> Callable[[], Observer]:
-    """Returns the factory of the observers, with the settings that it accepts.
+    """Returns the factory of the observers, with the settings that the observer class accepts.
 
     Raises:
-        ConfigError: no observer, a setting that it does not accept, or no histogram where a search needs one.
+        ConfigError: the class is no observer, it does not accept a setting, or it has no histogram and a
+            search needs one.
     """
     make: Callable[..., Observer] = resolve(config.observer, "calibration.observer")
     if not (inspect.isclass(make) and issubclass(make, Observer) and make.update is not Observer.update):

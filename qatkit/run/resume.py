@@ -1,9 +1,9 @@
-"""The settings that may change in a resumed run, in one table, and the differences found.
+"""Compares the settings of a resumed run with those that it began with; tables list the ones that may change.
 
     config.yaml in the folder ── compared key by key ── now ──> refused, or a note of the report
 
-Settings that decide ranges, weights or the order of images must be the same: a resumed run ends like an
-uninterrupted one.
+Settings that decide ranges, weights or the order of images must not change, so that a resumed run has the
+same result as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from qatkit.config.schema import Config
 from qatkit.records.run_files import CLIMB_FILE, CONFIG_FILE, last_checkpoint
 from qatkit_verify.errors import ConfigError
 
-# Where a process runs, how it is watched, and what is analysed and delivered in addition to its figures.
+# Settings of where a run executes and how it is monitored, and of additional analyses and deliverables.
 ELSEWHERE = (
     *("resume", "output_dir", "name"),
     *("data.root", "data.workers", "data.eval_batch_size", "data.download"),
     *("data.cache", "data.cache_mb"),
-    *("trainer.compile", "trainer.channels_last"),  # the same sums, in another order
+    *("trainer.compile", "trainer.channels_last"),  # they change only the order of sums
     *("trainer.accelerator", "trainer.progress", "trainer.debug", "trainer.checkpoint_every"),
     *("trainer.mlflow",),
     *("calibration.cache",),
@@ -32,27 +32,27 @@ ELSEWHERE = (
     *("export.publish", "export.version", "export.encrypt_bundle", "export.bundle", "export.bundle_as"),
     *("export.bundle_float", "export.golden_images", "export.sign", "export.demo", "export.demo_runtime"),
 )
-# In addition, settings that apply once the weights exist.
+# The same, and settings that apply only after the weights exist.
 MAY_CHANGE = (
     *ELSEWHERE,
     *("data.test_images",),
-    *("model.checkpoint",),  # where it lies; other weights are refused (`qatkit.run.float_model`)
+    *("model.checkpoint",),  # only the path may change; other weights are refused (`qatkit.run.float_model`)
     *("verify", "target", "export.tensorrt_table"),
-    *("export.encrypt",),  # a key file may move; another key is refused by what it encrypted
+    *("export.encrypt",),  # a key file may move; another key cannot decrypt the existing files and is refused
 )
-# Exceptions in these groups: they decide which images train, and which epoch is kept.
+# Exceptions in these groups: they decide which images are used for training, and which epoch is kept.
 FIXED = ("verify.every", "verify.held_out", "verify.validation")
-# How a step's images are divided: other numbers of processes are allowed, as long as their product stays.
+# Factors of the number of images per step: each may change as long as their product does not.
 _FACTORS = ("data.batch_size", "trainer.devices", "trainer.num_nodes", "trainer.accumulate")
 _SHARES = (*_FACTORS, "trainer.strategy", "trainer.sync_batch_norm")
 _SHOWN = 3
 
 
 def resumed_from(folder: Path, config: Config) -> tuple[str, ...]:
-    """Returns the report's note on a resumed run: its checkpoint and changed settings; nothing for a new run.
+    """Returns the note for the report of a resumed run (its checkpoint and changed settings); () for a new run.
 
     Raises:
-        ConfigError: as in `changes`.
+        ConfigError: `changes` raises it.
     """
     found = last_checkpoint(folder) if config.resume is not None else None
     if found is None:
@@ -62,10 +62,10 @@ def resumed_from(folder: Path, config: Config) -> tuple[str, ...]:
 
 
 def changes(folder: Path, config: Config) -> list[str]:
-    """Returns the differences to the run of `folder`, in words; empty where its configuration is missing.
+    """Describes the differences from the settings of the run in `folder`; empty if its configuration is missing.
 
     Raises:
-        ConfigError: settings that may not change; it names the first few of them.
+        ConfigError: settings have changed that must not; the message names the first few of them.
     """
     path = folder / (CLIMB_FILE if config.rescue.climb else CONFIG_FILE)
     if not path.is_file():
@@ -90,7 +90,7 @@ def changes(folder: Path, config: Config) -> list[str]:
 
 
 def _images_a_step(config: dict[str, Any]) -> int | None:
-    """Returns the images per step; None where that depends on the machine (trainer.devices=-1)."""
+    """Returns the images per step; None if that depends on the machine (trainer.devices=-1)."""
     factors = [config.get(key, 1) for key in _FACTORS]
     return None if -1 in factors else math.prod(factors)
 
@@ -101,7 +101,7 @@ def listed(key: str, table: Sequence[str]) -> bool:
 
 
 def flat(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (dotted key, value); the value of `algorithm` keeps its order."""
+    """Yields (dotted key, value) for every setting; the order within `algorithm` counts as part of its value."""
     for key, value in values.items():
         inner = f"{path}.{key}" if path else str(key)
         if isinstance(value, dict) and value and not is_dataclass(value) and inner != "algorithm":

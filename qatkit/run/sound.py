@@ -1,4 +1,4 @@
-"""A model that computes the features of recordings itself: the run puts them in front of it, and leaves them float."""
+"""Models that compute the features of recordings themselves: the features are the first, float part of the graph."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from qatkit.models.sound_features import FEATURES, WithFeatures
 
 
 def with_features(config: Config, model: nn.Module) -> nn.Module:
-    """Returns a model that accepts the data: itself, or with `data.features_in=graph` with the features in front.
+    """Returns the model, preceded by the computation of features with `data.features_in=graph`.
 
-    An ONNX file that takes samples includes its features.
+    An ONNX file whose input is samples already includes its features.
     """
     if not _in_front(config):
         return model
@@ -24,9 +24,9 @@ def with_features(config: Config, model: nn.Module) -> nn.Module:
 
 
 def overrides_of(config: Config) -> Mapping[str, OverrideConfig]:
-    """Returns the overrides of a run: its own, and those of `backend.exclude` and `only`.
+    """Returns the overrides of a run: its own, and those that follow from `backend.exclude` and `backend.only`.
 
-    They follow the one that leaves features in the graph float.
+    The first one keeps features in the graph float, if the graph has them.
     """
     own = {f"{FEATURES}.*": OverrideConfig(float=True)} if _in_front(config) else {}
     return own | every_override(config.backend)

@@ -1,4 +1,4 @@
-r"""Makes the standard streams of a process safe to write to: a terminal, a pipe that closes early, or nothing.
+r"""Makes the standard streams of a process safe to write to, even if they are closed or a pipe ends early.
 
 closed descriptor 0, 1, 2   ──> /dev/null, or the first file that is opened would take its place
 a pipe that nobody reads    ──> /dev/null from then on: a training run does not end with `| head -1`
@@ -25,7 +25,7 @@ def prepare() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+            os.open(os.devnull, os.O_RDWR)  # opens with the lowest free number
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # Python found it closed
@@ -53,9 +53,7 @@ def _patient(stream: io.TextIOWrapper) -> io.TextIOWrapper:
 
 
 class _Descriptor(io.FileIO):
-    """A stream that switches to /dev/null once its reader is gone: a pipe's reader has ended, or a terminal was
-    closed.
-    """
+    """A stream that switches to /dev/null once its reader is gone, for example the end of a pipe or a terminal."""
 
     def write(self, data: Any, /) -> int:
         try:

@@ -1,4 +1,4 @@
-"""Times calls by two clocks, without a trace in what a run draws at random."""
+"""Times calls by two clocks without changing the random numbers of a run."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ import torch
 
 
 class Span(NamedTuple):
-    """A time, or a combination of times, by two clocks.
+    """A duration, or a combination of durations, by two clocks.
 
     Attributes:
-        wall: seconds that passed.
-        work: seconds of all processor cores.
+        wall: the elapsed seconds.
+        work: the processor seconds, summed over all cores.
     """
 
     wall: float
     work: float
 
     def less(self, other: Span) -> Span:
-        """Returns the difference, at least 0."""
+        """Returns the difference of both times, each at least 0."""
         return Span(max(0.0, self.wall - other.wall), max(0.0, self.work - other.work))
 
     def times(self, factor: float) -> Span:
-        """Returns a multiple."""
+        """Returns both times multiplied by `factor`."""
         return Span(factor * self.wall, factor * self.work)
 
 
 def clocks() -> Span:
-    """Returns both clocks."""
+    """Returns the current values of both clocks."""
     return Span(time.perf_counter(), time.process_time())
 
 
 def timed(run: Callable[[], Any], device: torch.device | None = None) -> Span:
-    """Returns how long a call takes."""
+    """Returns the duration of a call, including its work on `device`."""
     on = device is not None and device.type == "cuda"
     if on:
         torch.cuda.synchronize()
@@ -52,10 +52,10 @@ def timed(run: Callable[[], Any], device: torch.device | None = None) -> Span:
 
 @contextmanager
 def undisturbed(*, cuda: bool = False) -> Iterator[None]:
-    """Restores every random generator on exit; warnings are left to the stage that is tried.
+    """Restores every random generator on exit and suppresses warnings, which the measured stage will give itself.
 
     Args:
-        cuda: whether the context uses the GPU, perhaps for the first time.
+        cuda: whether the context uses the GPU, possibly for the first time.
     """
     states = random.getstate(), np.random.get_state()
     devices = range(torch.cuda.device_count()) if cuda or torch.cuda.is_initialized() else ()

@@ -1,9 +1,10 @@
 """Logs a run to MLflow (`trainer.mlflow`): parameters, training metrics, final figures, report and bundle.
 
-Lightning's own MLFlowLogger does the logging. All stages of a run, also those after a kill, are one run of
-MLflow: its id is kept in the folder as mlflow.json. A server is contacted before the long stages. If it goes
-away later, it ends no training and delays none: missed calls wait in this process and are sent when it is
-back. If some still wait at the end, a message gives the command that logs them later:
+Lightning's own MLFlowLogger does the logging. All stages of a run, including those after a restart, are one
+run of MLflow, whose id is kept in the folder as mlflow.json. The server is contacted before the long stages.
+If it becomes unavailable later, training is neither ended nor delayed: failed calls are kept in this process
+and sent once the server is back. If some are left at the end, a message gives the command that logs them
+later:
 
     python -m qatkit.run.tracking RUN_FOLDER http://HOST:PORT
 """
@@ -38,19 +39,19 @@ from qatkit_verify.untrusted import read_json
 TRACKED_FILE = "mlflow.json"
 _KEY = "trainer.mlflow"
 _SCHEMES = ("http", "https", "file", "sqlite", "postgresql", "mysql", "mssql", "databricks")
-# While training waits for an answer: MLflow's own retries take minutes.
+# Limits while training waits for an answer, since MLflow's own retries take minutes.
 _IMPATIENT = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
-# Seconds until a server that did not answer is tried again, and at least so many times its response time.
+# Seconds until a server that did not answer is tried again, and the least multiple of its response time.
 _PAUSE, _TIMES = 30.0, 20.0
 _AWAY = "does not answer; unsent data is sent when it does"
-_NO_KEY = re.compile(r"[^A-Za-z0-9_./: -]")  # characters that MLflow rejects in the name of a parameter
+_NO_KEY = re.compile(r"[^A-Za-z0-9_./: -]")  # characters that MLflow rejects in names of parameters
 
 
 def check_tracking(config: Config) -> None:
     """Checks that the server answers.
 
     Raises:
-        ConfigError: it does not, it has deleted the experiment, or MLflow is not installed.
+        ConfigError: the server does not answer or has deleted the experiment, or MLflow is not installed.
     """
     uri = config.trainer.mlflow
     if uri is None or not main_process():
@@ -82,11 +83,11 @@ def check_tracking(config: Config) -> None:
 
 
 class Tracker(MLFlowLogger):
-    """A run in MLflow. Calls that the server does not accept at once wait, in their order.
+    """A run in MLflow. Calls that fail since the server is unavailable are kept in order and sent later.
 
     Attributes:
-        stage: prefix of the names of metrics.
-        waiting: calls not sent yet, and whether each may take MLflow's own time.
+        stage: the prefix of the names of metrics.
+        waiting: the calls that are not sent yet, each with whether MLflow's own retries apply.
     """
 
     def __init__(self, folder: Path, uri: str, name: str) -> None:
@@ -100,11 +101,11 @@ class Tracker(MLFlowLogger):
 
     @property
     def experiment(self) -> Any:
-        """MLflow's client. Lightning reads it as each stage begins, whether the server answers or not."""
+        """MLflow's client. Lightning reads it at the start of each stage, even if the server does not answer."""
         return super().experiment if self._initialized or self._sending else self._mlflow_client
 
     def begin(self, told: Mapping[str, str]) -> None:
-        """Begins once, before anything else: a new run with its parameters, or an older one that continues."""
+        """Creates a run with its parameters, or continues an earlier one; called once, before any other method."""
         if self._begun:
             return
         self._begun = True
@@ -122,13 +123,13 @@ class Tracker(MLFlowLogger):
         self.send(partial(super().log_metrics, named, step))
 
     def finalize(self, status: str = "success") -> None:
-        """Flushes after each stage, called by Lightning: the run is not over, unless it failed."""
+        """Sends waiting calls after each stage, when Lightning calls it; the MLflow run is ended only if it failed."""
         if status != "success":
             self.send(partial(super().finalize, status))
         self.flush()
 
     def end(self, bundle: Path | None) -> None:
-        """Logs the figures of the report, the report itself and the bundle, which finishes the run."""
+        """Logs the figures of the report, the report itself and the bundle, and finishes the run."""
         folder = self._file.parent
         self.stage = ""
         self.log_metrics(figures(read_json(folder / REPORT_FILE)))
@@ -145,7 +146,7 @@ class Tracker(MLFlowLogger):
             self.experiment.log_artifact(self.run_id, str(path))
 
     def send(self, call: Callable[[], object], *, patient: bool = False) -> None:
-        """Sends a call now or, where the server did not answer lately, later with those that follow."""
+        """Sends a call now; if the server did not answer recently, keeps it to be sent later."""
         if not main_process():
             return
         self.waiting.append((call, patient))
@@ -153,7 +154,7 @@ class Tracker(MLFlowLogger):
             self.flush()
 
     def flush(self) -> None:
-        """Sends waiting calls until the server does not answer; a rejected call is reported, and not tried again."""
+        """Sends waiting calls until the server does not answer; reports rejected calls, which are not tried again."""
         while self.waiting:
             (call, patient), start = self.waiting[0], time.monotonic()
             try:
@@ -172,14 +173,17 @@ class Tracker(MLFlowLogger):
             self._told.discard(_AWAY)
 
     def _say(self, text: str, error: Exception) -> None:
-        """Reports a problem once, however often it happens in a row."""
+        """Reports a problem only once if it occurs several times in a row."""
         if text not in self._told:
             self._told.add(text)
             say(f"{_KEY}={self._uri}: the tracking server {text} ({first_line(error)[:200]})")
 
 
 def tracker(run: Run, stage: str = "") -> Tracker | None:
-    """Returns Lightning's logger of a stage, whose name prefixes its metrics; None where nothing is tracked."""
+    """Returns Lightning's logger for a stage, or None if the run is not tracked.
+
+    The name of the stage is the prefix of its metrics.
+    """
     config = run.config
     if config.trainer.mlflow is None:
         return None
@@ -189,11 +193,11 @@ def tracker(run: Run, stage: str = "") -> Tracker | None:
     return logger
 
 
-_tracker_of = cache(Tracker)  # shared by all stages of a run: calls that wait in one are sent in the next
+_tracker_of = cache(Tracker)  # shared by all stages of a run, so that none loses its waiting calls
 
 
 def track_end(run: Run, bundle: Path | None) -> None:
-    """Logs the end of a run that has a report; does nothing where nothing is tracked."""
+    """Logs the end of a run that has a report; does nothing if the run is not tracked."""
     if run.config.trainer.mlflow is None or not main_process() or not (run.folder / REPORT_FILE).is_file():
         return
     logger = tracker(run)
@@ -205,7 +209,7 @@ def track_end(run: Run, bundle: Path | None) -> None:
 
 
 def parameters(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Returns every setting of a configuration by its dotted key, as text."""
+    """Returns all settings of a configuration as text, by dotted key."""
 
     def flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
         for key, value in values.items():
@@ -218,7 +222,7 @@ def parameters(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def figures(report: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the measurements of report.json by their own keys: accuracy.int8.KEY, latency.float.median_ms, ..."""
+    """Returns the measurements of report.json by dotted keys: accuracy.int8.KEY, latency.float.median_ms, ..."""
     found = dict[str, float]()
     for group in ("accuracy", "fidelity", "latency"):
         for row, values in report[group].items():
@@ -232,7 +236,7 @@ def figures(report: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _stored(path: Path) -> dict[str, str]:
-    """Returns {tracking URI: id of the run there}."""
+    """Returns the ids of the run on each tracking server, by tracking URI."""
     try:
         stored = read_json(path)
     except (OSError, ValueError):
@@ -241,7 +245,7 @@ def _stored(path: Path) -> dict[str, str]:
 
 
 def _refused(error: Exception) -> bool:
-    """Returns whether the server or MLflow itself rejects a call, and would do so later too."""
+    """Returns whether an error is permanent: the server or MLflow itself rejects the call."""
     from mlflow.exceptions import MlflowException
 
     return isinstance(error, MlflowException) and error.get_http_status_code() < 500
@@ -249,7 +253,7 @@ def _refused(error: Exception) -> bool:
 
 @contextmanager
 def _impatient() -> Iterator[None]:
-    """Gives a server seconds to answer within the context, unless the environment says otherwise.
+    """Limits the time for an answer to seconds within the context, unless environment variables set other limits.
 
     Retries are not logged.
     """
@@ -270,7 +274,7 @@ def _finished(folder: Path) -> tuple[str, dict[str, str]]:
     """Returns the name and the parameters of the finished run in a folder.
 
     Raises:
-        ConfigError: it has no report, or a broken one.
+        ConfigError: the folder has no report, or a damaged one.
     """
     try:
         report = read_json(folder / REPORT_FILE)
@@ -282,7 +286,7 @@ def _finished(folder: Path) -> tuple[str, dict[str, str]]:
 
 
 def main(typed: Sequence[str] | None = None) -> int:
-    """Logs a finished run: its settings, figures, report and bundle. The exit status is 2 for a mistake."""
+    """Logs a finished run: its settings, figures, report and bundle. Returns the exit status (2 for a mistake)."""
     parser = argparse.ArgumentParser("python -m qatkit.run.tracking", description=main.__doc__)
     parser.add_argument("run", type=Path, help="the folder of a finished run")
     parser.add_argument("uri", help="URI of the tracking server, such as http://HOST:PORT")

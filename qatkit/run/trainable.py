@@ -10,10 +10,10 @@ from qatkit_verify.errors import ConfigError
 
 
 def check_trains(model: nn.Module, config: Config) -> None:
-    """Rejects a model to train whose parameters are all frozen, or without a loss that its task knows.
+    """Checks, if the run trains, that the model has trainable parameters and a loss.
 
     Raises:
-        ConfigError: in these cases.
+        ConfigError: all parameters are frozen, or the task has no loss for the model.
     """
     schedule, parameters = config.schedule, list(model.parameters())
     if (
@@ -32,10 +32,10 @@ def check_trains(model: nn.Module, config: Config) -> None:
 
 
 def check_head(model: nn.Module, config: Config) -> None:
-    """Rejects a head without loaded weights, unless the float model is trained first.
+    """Checks that the weights of a new head are loaded or trained in float first.
 
     Raises:
-        ConfigError: in this case.
+        ConfigError: the head would stay untrained.
     """
     fresh = getattr(model, "fresh_head", ())
     if fresh and not config.schedule.float_epochs:

@@ -1,1 +1,1 @@
-"""A search: many runs (trials) whose settings Optuna proposes, in one study that any number of workers share."""
+"""Searches for good settings: Optuna proposes those of many runs (trials), which several workers can share."""

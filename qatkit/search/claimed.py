@@ -1,4 +1,4 @@
-"""A trial that a worker owns: the records that it writes, epoch by epoch, and the trial's end."""
+"""A trial that a worker has claimed: stores the scores of its epochs and its outcome in the study."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from qatkit.search.storage import StorageError, answering
 from qatkit_verify.classification import NAMES
 from qatkit_verify.records import Metric
 
-_BY_EPOCHS = ("accuracy", "drop")  # an epoch's score bears on these
+_BY_EPOCHS = ("accuracy", "drop")  # metrics for which the score of an epoch matters
 
 
 class Claimed:
-    """A trial that belongs to this worker, within `with`; its folder is locked before.
+    """A trial that belongs to this worker until its `with` block ends; the folder is locked before.
 
     Args:
-        study: that it belongs to.
-        frozen: the trial as it is stored.
-        folder: of its run.
-        lock: of the folder, released at the end.
-        metric: of the epochs.
+        study: the study that contains the trial.
+        asked: the settings of the search.
+        frozen: the trial as the study stores it.
+        folder: the folder of the trial's run.
+        lock: the lock of this folder, which the end of the block releases.
+        metric: the metric that the epochs measure.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class Claimed:
         self.attempts: int = frozen.user_attrs.get("attempts", 0)
 
     def __enter__(self) -> Self:
-        if self._uncounted.exists():  # the stored count includes this start already
+        if self._uncounted.exists():  # the stored count already includes this start
             self._uncounted.unlink()
         else:
             self._count(+1)
@@ -59,10 +60,10 @@ class Claimed:
         self._lock.close()
 
     def uncount(self) -> None:
-        """Takes back the count of a start that ended in an orderly way.
+        """Subtracts this start from the number of attempts, since it was not killed.
 
-        Where the storage does not answer, a file in the trial's folder tells the next worker. A trial whose
-        end is in the study has no further start.
+        If the storage does not answer, a file in the trial's folder tells the next worker to do so. If the trial is
+        already finished in the study, nothing changes.
         """
         try:
             with suppress(UpdateFinishedTrialError):
@@ -81,7 +82,7 @@ class Claimed:
         return self.folder / ".uncounted"
 
     def epoch(self, stage: str, epoch: int, score: float) -> bool:
-        """Stores an epoch's score; returns whether the trial should end here."""
+        """Stores the score of an epoch; returns whether the trial should be pruned now."""
         self.epochs[f"{stage} {epoch}"] = score
         with answering(self._asked.storage):
             return self._ends_at(score)
@@ -89,9 +90,7 @@ class Claimed:
     def _ends_at(self, score: float) -> bool:
         self._trial.set_user_attr("epochs", self.epochs)
         if self._asked.objectives == ["accuracy"] and len(self.epochs) - 1 not in self._reported():
-            self._trial.report(
-                score, len(self.epochs) - 1
-            )  # by which the sampler ranks trials that were pruned
+            self._trial.report(score, len(self.epochs) - 1)  # the sampler ranks pruned trials by this score
         aims = {*self._asked.objectives, *(bound.name for bound in constraints(self._asked.constraints))}
         if not self._asked.prune or aims.isdisjoint(_BY_EPOCHS):
             return False
@@ -104,7 +103,13 @@ class Claimed:
     def complete(
         self, figures: Mapping[str, float], tested: Mapping[str, float], shortfalls: Sequence[str] = ()
     ) -> None:
-        """Stores the final figures of the trial, those of the test images, and the shortfalls of its run."""
+        """Marks the trial as complete, and stores its results.
+
+        Args:
+            figures: the metrics on held-out training images, by name.
+            tested: the metrics on test images, by name.
+            shortfalls: the shortfalls that the run reported.
+        """
         told = [finite(name, figures[name]) for name in self._asked.objectives]
         with answering(self._asked.storage):
             self._trial.set_user_attr("figures", dict(figures))
@@ -121,13 +126,13 @@ class Claimed:
             self._study.tell(self.number, state=TrialState.PRUNED)
 
     def fail(self, reason: str) -> None:
-        """Marks the trial as failed: it has no figures, and will have none."""
+        """Marks the trial as failed for a reason; it is not tried again."""
         with answering(self._asked.storage):
             self._trial.set_user_attr("reason", reason)
             self._study.tell(self.number, state=TrialState.FAIL)
 
 
 def of_state(study: optuna.Study, state: TrialState) -> list[FrozenTrial]:
-    """Returns the trials of a state, as they are stored."""
+    """Returns the trials in a state, as the study stores them."""
     found: list[FrozenTrial] = study.get_trials(deepcopy=False, states=(state,))
     return found

@@ -1,7 +1,7 @@
-"""The median stopping rule (Golovin et al., Google Vizier, KDD 2017, section 3.2), on the epochs' scores.
+"""Prunes trials by the median stopping rule (Golovin et al., Google Vizier, KDD 2017, section 3.2).
 
-A trial ends early if its best score so far is worse than the median of the finished trials' scores at the
-same epoch. Optuna's own MedianPruner decides the same, but rejects a study of several objectives.
+A trial is pruned if its best score so far is worse than the median score of the finished trials at the same epoch.
+Optuna's MedianPruner uses the same rule, but does not support studies with several objectives.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from collections.abc import Mapping, Sequence
 from qatkit_verify.classification import NAMES
 from qatkit_verify.records import Metric
 
-Epochs = Mapping[str, float]  # "QAT 3" -> main metric of the task, in the order of the epochs
+Epochs = Mapping[str, float]  # from "QAT 3" to the task's main metric, in the order of the epochs
 
 
 def falls_behind(
     epochs: Epochs, finished: Sequence[Epochs], startup: int, metric: Metric = NAMES.main
 ) -> bool:
-    """Returns whether a trial ends here.
+    """Returns whether a trial should be pruned after its last epoch.
 
     Args:
-        epochs: of the trial, up to now.
-        finished: of the trials that reached their end.
-        startup: the least number of finished trials.
-        metric: which direction is better.
+        epochs: the scores of the trial so far.
+        finished: the scores of the trials that ran to their end.
+        startup: the number of finished trials from which trials are pruned.
+        metric: the metric of the scores, which defines the better direction.
     """
     if not epochs or len(finished) < max(1, startup):
         return False

@@ -1,9 +1,9 @@
-"""Proposes the next settings: a point that no trial of the study has had, since equal runs give equal figures.
+"""Proposes the settings of the next trial. No two trials get the same settings, since equal runs give equal results.
 
-Optuna's sampler proposes, based on all trials. It expects the worst of a running trial, so that other workers
-look elsewhere meanwhile. A sampler that returns to a known point is asked again, as if that point were
-running; after some attempts one of the remaining points is drawn. So a small space is tried completely, no
-point of it twice, and then the search is over.
+Optuna's sampler makes the proposal from all trials. It assumes bad results for running trials, so that several workers
+do not try similar settings at the same time. If it proposes a known point, it is asked again as if this point were
+running. After some attempts, one of the remaining points is drawn at random. A small space is therefore tried
+completely, each point once, and then the search ends.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from optuna.trial import FrozenTrial, TrialState
 
 from qatkit.config.search_space import Axis, Numbers, Value
 
-_ASKED = 10  # attempts, before one of the remaining points is drawn
+_ASKED = 10  # number of attempts before one of the remaining points is drawn
 Point = tuple[float, ...]
 
 
 def proposal(
     study: optuna.Study, trials: Sequence[FrozenTrial], axes: Sequence[Axis], seed: int, startup: int
 ) -> FrozenTrial | None:
-    """Returns a new trial, not yet in the study; None where every point of the space has had one.
+    """Returns a new trial, which is not yet in the study; None if every point of the space has a trial.
 
     Args:
-        study: whose directions count.
-        trials: of the study, with a value of every axis.
-        axes: of its space.
-        seed: of the random draws.
-        startup: trials that are drawn at random.
+        study: the study, for the directions of its objectives.
+        trials: the trials of the study, each with a value for every axis.
+        axes: the axes of the search space.
+        seed: the seed of the random draws.
+        startup: the number of trials that are drawn at random before the sampler uses results.
     """
     taken = {_point(axes, one.params) for one in trials}
     if len(taken) >= possible(axes):
@@ -51,7 +51,7 @@ def proposal(
 
 
 def possible(axes: Sequence[Axis]) -> int:
-    """Returns the number of points of the space."""
+    """Returns the number of points in the space."""
     return math.prod(axis.count for axis in axes)
 
 
@@ -60,7 +60,7 @@ def _point(axes: Sequence[Axis], values: Mapping[str, Any]) -> Point:
 
 
 def _left(axes: Sequence[Axis], taken: set[Point], draw: random.Random) -> dict[str, Value]:
-    """Returns a free point, of which there must be one: the first at or after a random one."""
+    """Returns the first free point at or after a random one; there must be a free point."""
     index = draw.randrange(possible(axes))
     while True:
         rest, values = index % possible(axes), dict[str, Value]()
@@ -73,7 +73,7 @@ def _left(axes: Sequence[Axis], taken: set[Point], draw: random.Random) -> dict[
 
 
 def distribution(axis: Axis) -> optuna.distributions.BaseDistribution:
-    """Returns an axis in Optuna's form."""
+    """Returns an axis as a distribution of Optuna."""
     if not isinstance(axis, Numbers):
         return optuna.distributions.CategoricalDistribution(axis.values)
     if axis.whole:

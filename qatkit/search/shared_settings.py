@@ -1,8 +1,7 @@
-"""The settings that all workers of a study must share, now and after a restart: those that decide a trial's figures.
+"""The settings that all workers of a study must share, also after a restart, because they influence the results.
 
-Settings may differ that say where a worker is, how it is watched and what would be handed over (as in a
-resumed run, `qatkit.run.resume`), and how the study continues from here. Files may lie elsewhere: their
-contents are compared.
+Other settings may differ: where a worker runs, how its progress is shown, what is delivered (as in a resumed run,
+`qatkit.run.resume`), and how the study continues. Files may have other paths, since their contents are compared.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ _KEY = "export.encrypt"  # another key fails on existing files; no key would lea
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """Returns the settings by dotted key, as plain values."""
+    """Returns the shared settings by dotted key; files are represented by their digests."""
     found = {key: value for key, value in flat(asdict(config)) if not listed(key, MAY_DIFFER)}
     for key in _FILES:
         path = Path(found[key] or "")
         if path.is_file():
             with path.open("rb") as stream:
                 found[key] = f"a file of SHA-256 {hashlib.file_digest(stream, 'sha256').hexdigest()[:16]}"
-    if found["task"] == Config().task:  # studies that began before there were tasks have no such entry
+    if found["task"] == Config().task:  # studies of versions without tasks have no such entry
         del found["task"]
     return found | {_KEY: "null" if found[_KEY] is None else "a key"}

@@ -1,4 +1,4 @@
-"""The storage of a study's trials: SQLite or a journal in its folder, or a database that several machines see."""
+"""Stores a study's trials: in SQLite or a journal in its folder, or in a database for several machines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from qatkit_verify.errors import ConfigError, disk_error, first_line
 from qatkit_verify.installed import install_extra
 
 DATABASE, JOURNAL = "study.db", "study.journal"
-_BUSY = 120  # seconds that SQLite waits for another worker
+_BUSY = 120  # seconds for which SQLite waits for another worker
 _LIBPQ = {
     "connect_timeout": 30,
     "tcp_user_timeout": 120_000,
@@ -29,7 +29,7 @@ _LIBPQ = {
 
 
 class StorageError(ConfigError):
-    """A storage stopped answering: the worker ends, and its trial stays as it was last stored."""
+    """Raised if a storage stops answering; the worker ends, and its trial keeps its last stored state."""
 
 
 def storage_of(where: str | None, folder: Path) -> BaseStorage:
@@ -37,7 +37,7 @@ def storage_of(where: str | None, folder: Path) -> BaseStorage:
 
     Raises:
         ImportError: the database's driver is missing.
-        Exception: of Optuna, SQLAlchemy, a driver or the disk.
+        Exception: Optuna, SQLAlchemy, a driver or the disk failed.
     """
     if where == "journal":
         return JournalStorage(_Journal(folder / JOURNAL))
@@ -45,15 +45,15 @@ def storage_of(where: str | None, folder: Path) -> BaseStorage:
         waiting = {"connect_args": {"timeout": _BUSY}}
         url = URL.create("sqlite", database=str(folder.absolute() / DATABASE)).render_as_string()
         return RDBStorage(url.replace("{", "{{").replace("}", "}}"), engine_kwargs=waiting)
-    # Trainings take hours, in which servers restart and firewalls drop silent connections.
+    # During hours of training, servers may restart and firewalls may drop idle connections.
     return RDBStorage(where, engine_kwargs={"pool_pre_ping": True, "connect_args": _patience(where)})
 
 
 def _patience(where: str) -> dict[str, int]:
     """Returns the time limits of PostgreSQL's driver for a broken network, except those that the URL sets.
 
-    With Linux's own settings it waits a quarter of an hour for sent data (measured), and for ever for an
-    answer.
+    With Linux's defaults, the driver waits a quarter of an hour until sent data is confirmed (measured), and has no
+    limit for an answer.
     """
     url = make_url(where)
     if url.get_backend_name() != "postgresql" or not url.get_driver_name().startswith("psycopg"):
@@ -63,10 +63,13 @@ def _patience(where: str) -> dict[str, int]:
 
 @contextmanager
 def answering(where: str | None) -> Iterator[None]:
-    """Turns errors of a storage within the context into one line, which is not counted against the trial.
+    """Turns errors of a storage within the context into one line; they do not count as attempts of the trial.
+
+    Args:
+        where: `search.storage`.
 
     Raises:
-        StorageError: for any such error; a full disk is reported as anywhere else.
+        StorageError: the storage failed. Errors of a full disk are raised unchanged.
     """
     try:
         yield
@@ -81,9 +84,7 @@ def answering(where: str | None) -> Iterator[None]:
 
 
 def _cause(error: BaseException) -> str:
-    """Returns the cause of an error in one line: the driver's own message rather than Optuna's guess, if there
-    is one.
-    """
+    """Returns the cause of an error in one line: the message of the driver if there is one, else that of the error."""
     below, told = error.__cause__ or error.__context__, first_line(error)
     while below is not None:
         told = first_line(below) if str(below).strip("() ") else told
@@ -92,7 +93,7 @@ def _cause(error: BaseException) -> str:
 
 
 def driver(error: ImportError) -> str:
-    """Returns the install command of a missing driver, or its name."""
+    """Returns advice on a missing driver: the command that installs it, or its name."""
     cause: BaseException | None = error
     while cause is not None and getattr(cause, "name", None) is None:
         cause = cause.__cause__ or cause.__context__
@@ -104,12 +105,12 @@ def driver(error: ImportError) -> str:
     )
 
 
-class _Journal(BaseJournalBackend):  # type: ignore[misc]  # Optuna's types are not read
-    """Optuna's file of lines, complete ones only.
+class _Journal(BaseJournalBackend):  # type: ignore[misc]  # Optuna's types are not checked
+    """Optuna's journal file, in which every line is complete.
 
-    A full disk, or a kill, cuts off a line. Optuna appends the next one to it, and the two are then a line
-    that can never be read. So a cut-off line is removed before anything is written: no caller has seen it
-    succeed.
+    A full disk or a kill may cut off a line. Optuna would append the next line to it, and the result could never be
+    read. Therefore an incomplete line is removed before anything is written. This loses nothing, since the call that
+    wrote it did not succeed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -140,7 +141,7 @@ class _Journal(BaseJournalBackend):  # type: ignore[misc]  # Optuna's types are 
 
 
 def _end_of_lines(file: Any) -> int:
-    """Returns the position after the last complete line; the file is read from the end, in pieces."""
+    """Returns the position after the last complete line; reads the file in pieces, from its end."""
     end: int = file.seek(0, os.SEEK_END)
     while end > 0:
         start = max(0, end - 65536)

@@ -1,13 +1,13 @@
-"""A study as each of its workers sees it: Optuna's storage, and locks in their shared folder.
+"""A study that several workers share, by a storage of Optuna and locks in a common folder.
 
-    FOLDER/study.db (or study.journal, or a database)     trials, proposals, figures: Optuna's
-    FOLDER/.claim       held while a worker takes a trial: one after the other, so that none is taken twice
-    FOLDER/trials/7/    a run; its lock is held by the worker that it belongs to, and ends with that worker
+    FOLDER/study.db (or study.journal, or a database)     Optuna's storage of trials, proposals and metrics
+    FOLDER/.claim       a lock that a worker holds while it claims a trial, so that no trial is claimed twice
+    FOLDER/trials/7/    the folder of a run, locked by the worker that runs it until this worker ends
 
-A running trial whose folder is not locked belonged to a killed worker. The next worker that asks continues it
-from its last checkpoint, under the same number. So none is lost and none is counted twice. Optuna's own way,
-a heartbeat after which a failed trial is copied, counts it twice, waits for the heartbeat, and knows no
-checkpoints.
+A running trial whose folder is not locked belonged to a killed worker. The next worker that claims a trial continues it
+from its last checkpoint, under the same number. No trial is lost and none is counted twice. Optuna's own method, which
+copies a failed trial after missing heartbeats, counts the trial twice, has to wait for the heartbeat, and does not
+support checkpoints.
 """
 
 from __future__ import annotations
@@ -42,14 +42,18 @@ _STATES = {TrialState.COMPLETE: "complete", TrialState.PRUNED: "pruned", TrialSt
 
 
 class SharedStudy:
-    """The study of a folder, opened or created.
+    """The study in a folder, which is opened or created.
 
     Args:
-        name: of the study in its storage.
-        settings: of every run except those that the trials choose; they must equal the study's.
+        asked: the settings of the search.
+        axes: the axes of the search space.
+        name: the name of the study in its storage.
+        folder: the folder that all workers share.
+        seed: the seed of the proposals.
+        settings: the settings that all runs share (`settings_of`); they must equal those of an existing study.
 
     Raises:
-        ConfigError: the storage can't be used, or holds a study of something else.
+        ConfigError: the storage cannot be used, or the existing study has other settings.
     """
 
     def __init__(
@@ -91,20 +95,20 @@ class SharedStudy:
             raise ConfigError("search.storage", self.asked.storage, allowed) from error
         except ConfigError:
             raise
-        except Exception as error:  # of Optuna, SQLAlchemy, a driver, or the disk
+        except Exception as error:  # from Optuna, SQLAlchemy, a driver or the disk
             allowed = "null (SQLite in the study's folder), journal, or the URL of a database that answers"
             raise ConfigError(
                 "search.storage", self.asked.storage, f"{allowed} ({first_line(error)})"
             ) from error
 
     def _check_unused(self) -> None:
-        """Checks that a new study has no trials in its folder: their reports would be taken for its own."""
+        """Checks that a new study has no trials in its folder, since their reports would be taken for its own."""
         if any((self.folder / TRIALS).glob("*")):
             allowed = f"a folder without trials, since the study {self.name} is new"
             raise ConfigError("output_dir", self.folder, allowed)
 
     def _compare(self, settings: Mapping[str, Any]) -> None:
-        """Checks that the study has the same settings, and its trials' folders are here."""
+        """Checks that the study has these settings, and that this is its folder; a new study stores both."""
         asked = {
             "space": {axis.key: _entry(axis) for axis in self.axes},
             "objectives": list(self.asked.objectives),
@@ -133,7 +137,7 @@ class SharedStudy:
             raise ConfigError("output_dir", self.folder, allowed)
 
     def _advice(self) -> str:
-        """Returns how to get the requested study, for the end of a message."""
+        """Returns advice on how to get the requested study, for the end of a message."""
         inside = self.asked.storage in (None, "journal")
         if inside and all(one.state == TrialState.FAIL for one in self.optuna.get_trials(deepcopy=False)):
             return f"none of its trials finished, so remove {self.folder} to start over"
@@ -141,8 +145,8 @@ class SharedStudy:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Excludes other workers from taking a trial within the context; they wait. The lock ends with the process."""
-        import fcntl  # not on Windows
+        """Makes other workers wait with claiming a trial within the context; the lock also ends with the process."""
+        import fcntl  # does not exist on Windows
 
         descriptor = os.open(self.folder / _CLAIM, os.O_RDWR | os.O_CREAT, 0o666)
         try:
@@ -161,7 +165,7 @@ class SharedStudy:
         return self.folder / TRIALS / str(number)
 
     def claim(self) -> Claimed | None:
-        """Returns a trial to continue, or a new one; None if enough trials exist, or the space is used up."""
+        """Returns a trial to continue, or a new one; None if enough trials exist or no point of the space is left."""
         with answering(self.asked.storage), self._alone():
             for frozen in of_state(self.optuna, TrialState.RUNNING):
                 if (claimed := self._taken(frozen)) is not None:
@@ -169,7 +173,7 @@ class SharedStudy:
             trials = self.optuna.get_trials(deepcopy=False)
             if len(trials) >= self.asked.trials:
                 return None
-            # The number is part of the seed, so that workers, and a restarted one, don't propose the same.
+            # The number of trials is part of the seed, so that no two workers, nor a restarted one, propose the same.
             seed = (self.seed * 1_000_003 + len(trials)) % 2**32
             proposed = proposal(self.optuna, trials, self.axes, seed, self.asked.startup)
             if proposed is None:
@@ -178,7 +182,7 @@ class SharedStudy:
             return self._taken(self.optuna.get_trials(deepcopy=False)[-1])
 
     def _taken(self, frozen: FrozenTrial) -> Claimed | None:
-        """Returns the trial, locked; None where it belongs to another worker."""
+        """Locks a trial's folder and returns the trial; None if it belongs to another worker or is finished."""
         lock = ExitStack()
         folder = self.trial_folder(frozen.number)
         folder.mkdir(parents=True, exist_ok=True)
@@ -186,7 +190,9 @@ class SharedStudy:
             lock.enter_context(locked(folder))
         except ConfigError:
             return None
-        if self.optuna._storage.get_trial(frozen._trial_id).state.is_finished():  # by its worker, just now
+        if self.optuna._storage.get_trial(
+            frozen._trial_id
+        ).state.is_finished():  # its worker has just finished it
             lock.close()
             return None
         return Claimed(self.optuna, self.asked, frozen, folder, lock, self.task.main)
@@ -215,7 +221,7 @@ def _mark(folder: Path) -> str | None:
 
 
 def _entry(axis: Axis) -> Any:
-    """Returns an axis as it is stored."""
+    """Returns an axis in the form in which the study stores it."""
     if isinstance(axis, Numbers):
         return {
             key: value for key, value in vars(axis).items() if key != "key" and value not in (None, False)

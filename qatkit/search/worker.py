@@ -1,14 +1,13 @@
-"""A worker of a search: takes one trial after the other and runs it as a whole run of the pipeline in its own
-folder.
+"""A worker of a search: claims one trial after another, and runs the whole pipeline for it in the trial's folder.
 
-    claim ──> compose the overrides ──> run (or resume from its checkpoint) ──> its report's figures ──> the study
-                                         └ each epoch's accuracy ──> ends early if it falls behind
+    claim ──> compose the overrides ──> run (or resume from its checkpoint) ──> metrics of its report ──> the study
+                                         └ accuracy of each epoch ──> the trial is pruned if it falls behind
 
-Both are measured on held-out training images (`verify.validation`); test images choose nothing.
+All metrics are measured on held-out training images (`verify.validation`). Test images do not influence the search.
 
-A trial that a signal ends continues when a worker is started again, as a killed one does. A trial with a
-wrong setting or a defect has failed, with its reason, and the search continues. Runs equal those started by
-hand: `config.yaml` and `report.json` in a trial's folder are of the same kind.
+A trial that a signal or a kill ended continues when a worker is started again. A trial with a wrong setting or a defect
+is marked as failed, with the reason, and the search continues. A trial is the same as a run that is started by hand,
+with the same `config.yaml` and `report.json` in its folder.
 """
 
 from __future__ import annotations
@@ -53,22 +52,23 @@ Compose = Callable[[Sequence[str]], Config]
 _TABLE, _TRACEBACK = "table.txt", "error.txt"
 _OF_LABELS = ("accuracy", "drop")
 _OF_IMAGES = ("data", "data.source", "data.root", "recipe")  # keys that may change the images
-_HOPELESS = 3  # trials that fail before any is finished
+_HOPELESS = 3  # number of failed trials without a finished one that ends the search
 
 
 def work(config: Config, typed: Sequence[str], compose: Compose, job: Callable[[Config], int | None]) -> int:
-    """Takes trials until there are as many as requested.
-
-    Returns 0, or 1 where no trial on the front meets all bounds.
+    """Runs trials until there are as many as requested.
 
     Args:
-        config: the run that the trials change; its folder is that of the study.
-        typed: its overrides.
-        compose: makes a configuration from overrides added to those.
-        job: runs a trial.
+        config: the configuration that the trials change; its output folder is that of the study.
+        typed: the overrides of the command line.
+        compose: a function that returns the configuration with further overrides.
+        job: a function that runs the pipeline for a configuration.
+
+    Returns:
+        The exit status: 0, or 1 if no trial on the Pareto front meets all bounds.
 
     Raises:
-        ConfigError: any mistake of the user, before the first trial; or all of the first trials failed.
+        ConfigError: a setting is wrong, which is found before the first trial, or all of the first trials failed.
     """
     folder = Path(config.output_dir or ".")
     space = axes(config.search.space, _hints(config))
@@ -77,7 +77,9 @@ def work(config: Config, typed: Sequence[str], compose: Compose, job: Callable[[
     _check_labelled(config, data)
     _check_space(space, typed, compose, data)
     _check_a_run(compose([override(axis.key, axis.tried[0]) for axis in space]))
-    settings = settings_of(config) | {"data.root": f"images {data.fingerprint}"}  # wherever they lie
+    settings = settings_of(config) | {
+        "data.root": f"images {data.fingerprint}"
+    }  # the images may be in another folder
     study = SharedStudy(config.search, space, config.name, folder, config.seed, settings)
     say(f"search: {study.records().told()}, in {folder}")
     while (claimed := study.claim()) is not None:
@@ -98,14 +100,14 @@ def work(config: Config, typed: Sequence[str], compose: Compose, job: Callable[[
 
 
 def _hopeless(study: Study) -> Trial | None:
-    """Returns the last trial, where so many have failed and none is finished."""
+    """Returns the last trial if at least `_HOPELESS` trials have ended and all of them failed; otherwise None."""
     ended = [trial for trial in study.trials if trial.state != "running"]
     failed = all(trial.state == "failed" for trial in ended)
     return ended[-1] if len(ended) >= _HOPELESS and failed else None
 
 
 def _hints(config: Config) -> Callable[[str], Any]:
-    """Returns a function that gives the type of a key; for an algorithm's settings its class declares it."""
+    """Returns a function that gives the type of a key's value; an algorithm's class gives those of its settings."""
     chosen = {f"algorithm.{name}": type(one) for name, one in algorithms_of(config.algorithm).items()}
 
     def hint(key: str) -> Any:
@@ -116,12 +118,12 @@ def _hints(config: Config) -> Callable[[str], Any]:
 
 
 def _asked(search: SearchConfig) -> list[str]:
-    """Returns the figures that trials are chosen by."""
+    """Returns the names of the metrics that decide between trials."""
     return [*search.objectives, *(bound.name for bound in constraints(search.constraints))]
 
 
 def _check_measured(config: Config) -> None:
-    """Checks that the list has a check that measures each figure."""
+    """Checks that `verify.checks` contains a check for each metric that decides between trials."""
     there = {check.name for check in load_checks(config.verify.checks)}
     for name in _asked(config.search):
         if (needed := OBJECTIVES[name].check) not in there:
@@ -130,7 +132,7 @@ def _check_measured(config: Config) -> None:
 
 
 def _check_labelled(config: Config, data: DataModule) -> None:
-    """Checks that figures that need labels are only requested where there are some."""
+    """Checks that metrics that need labels are requested only if the images have labels."""
     for name in _asked(config.search):
         if name in _OF_LABELS and not data.labelled:
             key = "search.objectives" if name in config.search.objectives else "search.constraints"
@@ -141,14 +143,14 @@ def _check_labelled(config: Config, data: DataModule) -> None:
 
 
 def _check_a_run(config: Config) -> None:
-    """Checks one of the trials as every run is checked before anything long."""
+    """Checks the settings of one trial with the checks that every run makes at its start."""
     data = opened_data(config)
     checks_of(config, labelled=data.labelled)
     built(config, data)
 
 
 def _check_space(space: Sequence[Axis], typed: Sequence[str], compose: Compose, data: DataModule) -> None:
-    """Checks that every key accepts the ends of its interval, or each value, and that each makes a different run."""
+    """Checks that every key accepts its values (of an interval, the ends), and that no two values give the same run."""
     keys = {one.lstrip("+~").partition("=")[0] for one in typed}
     for axis in space:
         if axis.key in keys:
@@ -171,7 +173,7 @@ def _check_space(space: Sequence[Axis], typed: Sequence[str], compose: Compose, 
 
 
 def _composed(key: str, value: Value, compose: Compose, data: DataModule) -> Config:
-    """Returns the configuration with a value of the space, which must keep the study's images."""
+    """Returns the configuration with one value of the space, after checking that it keeps the study's images."""
     made = compose([override(key, value)])
     check_job(replace(made, search=SearchConfig()), from_checkpoint=False)
     if key in _OF_IMAGES and opened_data(made).fingerprint != data.fingerprint:
@@ -181,7 +183,7 @@ def _composed(key: str, value: Value, compose: Compose, data: DataModule) -> Con
 
 
 def _trial(claimed: Claimed, config: Config, compose: Compose, job: Callable[[Config], int | None]) -> None:
-    """Runs one trial to its end; an end by a signal, a full disk or the storage does not count as an attempt."""
+    """Runs one trial. If a signal, a full disk or the storage ends it, the start does not count as an attempt."""
     if claimed.attempts > config.search.attempts:
         claimed.fail(f"its worker was killed {config.search.attempts} times")
         return
@@ -217,7 +219,7 @@ def _ended(
 def _finished(
     claimed: Claimed, compose: Compose, job: Callable[[Config], int | None]
 ) -> Mapping[str, Any] | None:
-    """Returns the report of the trial's run, which is run unless it has one; None where it left none."""
+    """Returns the report of the trial's run, after running it if there is none; None if the run wrote no report."""
     if (report := report_of(claimed.folder)) is not None:
         return report
 
@@ -229,7 +231,7 @@ def _finished(
     config = replace(
         config,
         search=SearchConfig(),
-        calibration=replace(config.calibration, cache=None),  # it belongs to one trial's observers
+        calibration=replace(config.calibration, cache=None),  # a cache fits the observers of one trial only
         export=config.export.kept(),
         verify=replace(config.verify, validation=True),
         output_dir=str(claimed.folder),
@@ -242,7 +244,7 @@ def _finished(
 
 @contextlib.contextmanager
 def _into(path: Path) -> Iterator[None]:
-    """Redirects the output of a trial to a file in its folder."""
+    """Appends everything that a trial prints within the context to a file."""
     with path.open("a", encoding="utf-8") as table, contextlib.redirect_stdout(table):
         yield
 
@@ -258,7 +260,7 @@ def _told(claimed: Claimed, config: Config, report: Mapping[str, Any] | None) ->
 
 
 def _without_file(table: Path) -> str:
-    """Returns the run's own reason for leaving no report."""
+    """Returns the reason why the run wrote no report: its last shortfall, or a reference to its output."""
     said = table.read_text(encoding="utf-8").splitlines()
     short = [line.removeprefix("SHORTFALL ") for line in said if line.startswith("SHORTFALL ")]
     return short[-1] if short else f"it wrote no file; see {table}"

@@ -1,6 +1,6 @@
-"""Tasks: the loss, the metrics and the decisions of a model; the rest of qatkit knows them only through `Task`.
+"""Tasks: the loss, the metrics and the decisions of a model; the rest of qatkit uses only the class `Task`.
 
-base.py             `Task`, which a task of your own derives from
+base.py             `Task`, the base class of your own tasks
 drawing.py          `Drawing`: how the report shows samples of a task
 class_maps.py       the drawing of segmentation
 logits.py           base class of tasks whose models return logits of classes
@@ -14,11 +14,11 @@ audio_classification.py  one of a number of classes for a recording
 segmentation.py     a class for each pixel
 embedding.py        vectors of samples with class labels, by their nearest neighbours
 regression.py       numbers for a sample
-detection.py        boxes of objects; average_precision.py counts which are right, drawn_boxes.py draws them
-outputs.py          outputs of any meaning, compared with the float model's
-decisions/          rules by which two such outputs agree
+detection.py        boxes of objects; average_precision.py scores them, drawn_boxes.py draws them
+outputs.py          outputs of any meaning, compared with those of the float model
+decisions/          rules that decide whether two such outputs agree
 
-A task is named by `task`: one of `TASKS`, or the dotted path of a class derived from `Task`.
+`task` names the task: one of `TASKS`, or the dotted path of a class derived from `Task`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ __all__ = ["CLASSIFICATION", "TASKS", "Classification", "Task", "dotted", "task_
 
 
 def dotted(name: str) -> str:
-    """Returns the dotted path that a value of `task` stands for.
+    """Returns the dotted path of the class that a value of `task` names.
 
     Raises:
         ConfigError: `name` is neither a built-in task nor a dotted path.
@@ -69,8 +69,8 @@ def task_of(name: str, decision: str = AUTO) -> Task:
         decision: a value of `verify.decision`.
 
     Raises:
-        ConfigError: as for `dotted`, the path does not lead to an implemented `Task`, or `decision` is given for
-            a task that has its own.
+        ConfigError: `name` is not accepted by `dotted` or does not lead to a complete subclass of `Task`, or
+            `decision` is set for a task that has its own.
     """
     task = _task_of(name)
     if decision == AUTO:

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 class AudioClassification(Classification):
-    """Classification of recordings, with cross entropy, top-1 and top-5; agreement by the largest logit."""
+    """Classification of recordings with cross entropy, top-1 and top-5.
+
+    Two models agree if they predict the same class.
+    """
 
     names = TaskNames(
         "audio_classification", "audio classification", (TOP1, TOP5), "top-1", "logits", samples="recordings"

@@ -1,11 +1,11 @@
-"""Average precision of detectors, from detections and labelled boxes of all pictures.
+"""Average precision of detectors, from the detections and the labelled boxes of all pictures.
 
     rows of a picture ── detections ──> boxes by score ── matched ──> a row of values ── precisions ──> AP by class
 
-The protocol is COCO's. At most 100 detections per picture are matched, in the order of their scores, to the
-labelled box of their class that they overlap most, at ten thresholds of overlap. The precision at a recall is
-the best one at that recall or a higher one, and its mean is over 101 recalls. Detections that match ignored
-boxes (difficult ones, crowds) count neither as right nor as wrong.
+The protocol is COCO's. In the order of their scores, at most 100 detections per picture are each matched to
+the labelled box of the same class with the largest overlap, at ten thresholds of overlap. The precision at a
+recall is the best precision at this or any higher recall. The average is taken over 101 recalls. Detections
+that match ignored boxes (difficult ones, crowds) count neither as right nor as wrong.
 
 Source: Lin et al., "Microsoft COCO: Common Objects in Context", 2014, and the code of pycocotools.
 """
@@ -21,15 +21,15 @@ from qatkit.tasks.decisions.matched_boxes import Boxes, overlap
 
 Array = NDArray[Any]
 OVERLAPS = np.arange(50, 100, 5) / 100  # thresholds of IoU from which a detection is right
-DETECTIONS = 100  # maximum number per picture
+DETECTIONS = 100  # maximum number of detections per picture
 LEAST_SCORE = 0.01
 MOST_OVERLAP = 0.6  # maximum overlap of two detections of one class
-# Flags of a labelled box: it does not count, or it is a group that any number of detections may match.
+# Flags of a labelled box: it is ignored, or it is a group that any number of detections may match.
 IGNORED, CROWD = 1, 2
 # Columns of a detection's values; in the row of a class, the first is the number of its boxes.
 CLASS, SCORE, RIGHT, LEFT_OUT, OVERLAP = range(5)
 _BINS = 400  # bins of scores in a histogram
-_CANDIDATES = 500  # detections of a picture before suppression
+_CANDIDATES = 500  # maximum number of detections of a picture before suppression
 _RECALLS = np.linspace(0, 1, 101)
 
 
@@ -39,9 +39,9 @@ def detections(
     """Returns the boxes of a picture after non-maximum suppression within each class, best first.
 
     Args:
-        rows: corners and the score of each class, [boxes, 4 + classes].
-        least: score that a detection must exceed.
-        most: maximum overlap of two detections of one class.
+        rows: the corners and the score of each class, [boxes, 4 + classes].
+        least: the score that a detection must exceed.
+        most: maximum overlap (IoU) of two detections of one class.
         count: maximum number of detections.
     """
     scores = np.asarray(rows[:, 4:], np.float64)
@@ -62,9 +62,10 @@ def detections(
 def picture_values(found: Boxes, truth: Array, classes: int) -> Array:
     """Returns the contribution of a picture, [DETECTIONS + classes, 5].
 
-    A detection's row holds its class, its score, the thresholds at which it is right and those at which it is
-    left out (one bit each), and its overlap with the box that it matches at the lowest threshold. Class -1
-    marks an unused row. A class's row begins with the number of its labelled boxes.
+    A detection's row holds its class, its score, two bit masks and an overlap. The first mask has a bit for
+    each threshold at which the detection is right, the second for each at which it is left out. The overlap
+    is the IoU with the box that is matched at the lowest threshold. Class -1 marks an unused row. A class's
+    row begins with the number of its labelled boxes.
 
     Args:
         found: the detections, by descending score.
@@ -84,7 +85,7 @@ def picture_values(found: Boxes, truth: Array, classes: int) -> Array:
 
 
 def _matched(corners: Array, truth: Array) -> Array:
-    """Returns [detections, 3] for one class, best first: bits of right, bits of left out, and the overlap."""
+    """Returns the last three values of each detection of one class (`picture_values`), [detections, 3]."""
     found = np.zeros((len(corners), 3))
     truth = truth[np.argsort(truth[:, 5] > 0, kind="stable")]  # counted boxes first
     near, ignored, crowd = _overlaps(corners, truth), truth[:, 5] > 0, truth[:, 5] == CROWD
@@ -102,7 +103,7 @@ def _matched(corners: Array, truth: Array) -> Array:
 
 
 def _best(row: Array, free: Array, ignored: Array, least: float) -> int | None:
-    """Returns the free box with the largest overlap of at least `least`; boxes that count come before ignored ones."""
+    """Returns the free box with the largest overlap, at least `least`; counted boxes come before ignored ones."""
     for those in (free & ~ignored, free & ignored):
         near = np.where(those, row, -1.0)
         if len(near) and near.max() >= least:
@@ -156,14 +157,14 @@ def _at_recalls(recalls: Array, shares: Array) -> float:
 
 
 def mean_precision(found: Array) -> float:
-    """Returns the mean over classes that have labelled boxes, in percent; 0 if no class has any."""
+    """Returns the mean of `precisions` over classes with labelled boxes, in percent; 0 if no class has any."""
     return 100 * float(np.nanmean(found)) if np.isfinite(found).any() else 0.0
 
 
 def histograms(values: Array) -> Array:
-    """Returns additive counts [classes, 1 + 2 thresholds, bins].
+    """Returns counts [classes, 1 + 2 thresholds, bins] that can be added over batches.
 
-    They are the number of labelled boxes, followed by the right and the wrong detections by score.
+    They are the number of labelled boxes, then the numbers of right and of wrong detections by score.
     """
     boxes, thresholds = values[:, DETECTIONS:, 0].sum(0), len(OVERLAPS)
     found = np.zeros((len(boxes), 1 + 2 * thresholds, _BINS))
@@ -180,7 +181,7 @@ def histograms(values: Array) -> Array:
 
 
 def mean_of_histograms(counts: Array) -> float:
-    """Returns the mean average precision of sums of `histograms`, in percent, exact up to the width of a bin."""
+    """Returns the mean average precision in percent from sums of `histograms`, exact up to the width of a bin."""
     thresholds, averages = len(OVERLAPS), list[float]()
     for of_class in counts:
         boxes = of_class[0, 0]

@@ -1,16 +1,16 @@
-"""The interface of tasks, through which data, training, verification and reports know the purpose of a model.
+"""The interface of tasks, which tells data, training, verification and reports what a model is for.
 
     data      target, group, collate, augmentations     the target of an item, and batches of targets
               of_data                                   statistics of all targets
     model     width, fits                               the required outputs of the model
     training  loss, distillation, total, figure         the loss to minimize, and the figure of an epoch
     judging   values, meter, decision, divergence       quality of a file per image, and distance from float
-    report    names, drawing                            names of all these, and drawings of samples
+    report    names, drawing                            names of metrics and outputs, and drawings of samples
 
 A task is one class in one file. It must define `names`, `loss`, `values` and `decision`. The other methods
 have defaults, which suit a task whose main metric is the mean of one value per image. Outputs are the model's
-first output, or the result of `joined` for all of them. Methods for training get tensors and may import
-torch. The others get NumPy arrays, since reports and verification do not depend on torch. The command line
+first output, or what `joined` returns for all outputs. Methods for training get tensors and may import torch.
+The other methods get NumPy arrays, since reports and verification do not depend on torch. The command line
 loads tasks by name, so torch and NumPy are imported only inside the methods that compute.
 """
 
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
     Array = NDArray[Any]
 
-NO_TARGET = -1  # the target of an image without one
+NO_TARGET = -1  # the target of an image without a target
 AUXILIARY_WEIGHT = 0.3
 
 
 class Meter(Protocol):
-    """A streaming metric, which takes batches and keeps sums.
+    """A streaming metric that adds up batches.
 
     Attributes:
         images: number of images seen so far.
@@ -47,47 +47,47 @@ class Meter(Protocol):
     images: int
 
     def add(self, outputs: Array, targets: Any) -> None:
-        """Takes one batch of finite outputs [N, ...] and their targets."""
+        """Adds a batch of finite outputs [N, ...] and their targets."""
 
     def result(self) -> Scores:
-        """Returns the scores of all batches, at least one image."""
+        """Returns the scores over all batches, which must hold at least one image."""
 
 
 class Agreement(ABC):
-    """A count, batch by batch, of how often two models decide the same."""
+    """A streaming count of how often two models make the same decision."""
 
     @abstractmethod
     def add(self, exact: Array, found: Array) -> None:
-        """Takes the outputs of both models for one batch, as returned by `Task.joined`."""
+        """Adds the outputs of both models for one batch, as returned by `Task.joined`."""
 
     @property
     @abstractmethod
     def share(self) -> float:
-        """The share of decisions that are the same, 0..1."""
+        """The share of equal decisions, 0..1."""
 
     @property
     def remark(self) -> str:
-        """A remark on the decisions in a few words; "" for none."""
+        """A short remark on the decisions for reports; "" for none."""
         return ""
 
     @property
     def doubt(self) -> str:
-        """The reason why the share is meaningless, as a clause; "" if it is meaningful."""
+        """A clause that tells why the share is meaningless; "" if it is meaningful."""
         return ""
 
 
 class Task(ABC):
-    """The base class of tasks; a task takes no arguments.
+    """The base class of tasks; a task is built without arguments.
 
     Attributes:
-        names: names of metrics, decisions and outputs; the first metric decides.
-        augmentations: the values of `data.augment` that keep the targets valid; None: all of them.
-        maps: targets are maps of labels, which are transformed like their images. A target identifies the map
-            that the dataset's `label_map(target)` returns; a batch of maps is int64 [N, height, width].
-        boxes: targets are boxes in pixels of their images, which are transformed like these; a batch of them
+        names: names of metrics, decisions and outputs; the first metric is the main one.
+        augmentations: the values of `data.augment` that keep the targets valid; None if all do.
+        maps: whether targets are label maps, which are transformed like their images. A target identifies the
+            map that the dataset's `label_map(target)` returns; a batch of maps is int64 [N, height, width].
+        boxes: whether targets are boxes in pixels, which are transformed like their images; a batch of boxes
             is float32 [N, n, 6] (`qatkit.data.box_targets`).
-        every_output: distillation covers all outputs of a model, not only the first one.
-        auxiliary: names of outputs that are only for training, in models that have them in addition to "out".
+        every_output: whether distillation covers all outputs of a model, not only the first one.
+        auxiliary: names of outputs that only training uses, in models that have them in addition to "out".
     """
 
     names: ClassVar[TaskNames]
@@ -99,31 +99,31 @@ class Task(ABC):
 
     @abstractmethod
     def loss(self, output: Tensor, targets: Tensor, schedule: ScheduleConfig) -> Tensor:
-        """Returns the training loss, a scalar: the mean over a batch of outputs [N, ...]."""
+        """Returns the training loss, a scalar: the mean loss over a batch of outputs [N, ...]."""
 
     @abstractmethod
     def values(self, outputs: Array, targets: Any) -> Array:
-        """Returns the contribution of each image to the main metric, [N], with which models are compared per image."""
+        """Returns the contribution of each image to the main metric, [N], for comparing models image by image."""
 
     @abstractmethod
     def decision(self, outputs: Array) -> Array:
-        """Returns the decisions of the outputs, integers or booleans [N, ...], compared for "the same as float"."""
+        """Returns the decisions of the outputs, integers or booleans [N, ...], to be compared with float's."""
 
     def agree(self, exact: Array, found: Array) -> Array:
-        """Returns where two models decide the same, booleans [N, ...]; by default where their decisions are equal."""
+        """Returns where two models agree, booleans [N, ...]; by default where their decisions are equal."""
         return self.decision(exact) == self.decision(found)  # type: ignore[no-any-return]
 
     @property
     def rule(self) -> Callable[[Array], Array] | Alike | None:
-        """The rule by which `qatkit_verify.compare` decides whether outputs agree; None: by the class axis."""
+        """The rule by which `qatkit_verify.compare` decides whether outputs agree; None for the class axis."""
         return self.decision
 
     def agreement(self) -> Agreement:
-        """Returns a new count of `agree`, the figure in reports: by default the share of equal decisions."""
+        """Returns a new `Agreement`, the figure in reports; by default it is the share of `agree`."""
         return Agreed(self.agree)
 
     def joined(self, outputs: Sequence[Array]) -> Array:
-        """Returns the outputs to judge, float32 [N, ...], from all outputs of a model; by default the first one."""
+        """Returns the outputs to compare, float32 [N, ...], from all outputs of a model; by default the first."""
         import numpy as np
 
         return np.asarray(outputs[0], np.float32)
@@ -135,12 +135,12 @@ class Task(ABC):
     def of_data(self, targets: Sequence[Any]) -> Task:
         """Returns the task for a data set with these training targets; by default itself.
 
-        A task that judges by the spread of the targets computes it here.
+        A task that measures errors relative to the spread of the targets computes that spread here.
         """
         return self
 
     def suited(self, outputs: Sequence[Array], names: Sequence[str], samples: int) -> Task:
-        """Returns the task for a model with such outputs; by default itself.
+        """Returns the task for a model with these outputs; by default itself.
 
         Args:
             outputs: all outputs of one batch.
@@ -162,11 +162,11 @@ class Task(ABC):
 
     @property
     def untrainable(self) -> str:
-        """The model that training on targets requires, as an expectation; "" if the model of `of_model` fits."""
+        """The kind of model needed for training on targets, worded for ConfigError; "" if the model has it."""
         return ""
 
     def trained(self, outputs: Sequence[Tensor]) -> Tensor:
-        """Returns the input of `loss`, `distillation` and `total` from all outputs; by default the first one."""
+        """Returns the input of `loss`, `distillation` and `total` from all outputs; by default the first."""
         return outputs[0]
 
     def whole_loss(
@@ -178,7 +178,7 @@ class Task(ABC):
 
         Args:
             output: the result of `trained`.
-            auxiliary: the model's outputs that are only for training.
+            auxiliary: the model's outputs that only training uses.
             targets: targets of the batch.
             schedule: settings of the training.
         """
@@ -188,15 +188,18 @@ class Task(ABC):
         return loss
 
     def distillation(self, output: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-        """Returns the distance of outputs from those of a teacher, a scalar: by default the mean squared error."""
+        """Returns the distance between outputs and a teacher's outputs, a scalar.
+
+        By default it is the mean squared error.
+        """
         from torch.nn import functional as F
 
         return F.mse_loss(output.float(), teacher.float())
 
     def total(self, output: Tensor, targets: Tensor) -> Tensor:
-        """Returns the sum of `values` over a batch, a scalar or another input of `figure`, on the device of `output`.
+        """Returns the sum of `values` over a batch, on the device of `output`: a scalar, or what `figure` takes.
 
-        It avoids waiting for the device if possible. Sums of batches and processes are added.
+        Implementations avoid waiting for the device if possible. Sums are added over batches and processes.
         """
         import torch
 
@@ -204,7 +207,7 @@ class Task(ABC):
         return torch.tensor(float(values.sum()), dtype=torch.float64, device=output.device)
 
     def figure(self, total: Any, images: int) -> Any:
-        """Returns the main metric from a sum of `values` over `images` images: by default their mean."""
+        """Returns the main metric from the sum of `values` over `images` images; by default their mean."""
         return total / images
 
     def mean(self, values: Array) -> float:
@@ -212,49 +215,49 @@ class Task(ABC):
         return float(self.figure(float(values.mean(dtype="float64")), 1))
 
     def meter(self) -> Meter:
-        """Returns a new meter of the metrics in `names`; by default only of the first one."""
+        """Returns a new meter of the metrics in `names`; by default only of the main metric."""
         return MeanMeter(self)
 
     def divergence(self, exact: Array, found: Array) -> float | None:
-        """Returns the divergence of outputs [rows, values] from the exact ones, summed over rows, in nats.
+        """Returns the divergence between outputs [rows, values] and the exact ones, summed over rows, in nats.
 
         It is None for outputs that are not a distribution.
         """
         return None
 
     def aligned(self, exact: Sequence[Array], found: Sequence[Array]) -> Sequence[Array]:
-        """Returns `found` with its rows in the order of those of `exact`; by default unchanged.
+        """Returns `found` with its rows in the order of the rows of `exact`; by default unchanged.
 
-        `found` are the same outputs, computed in another way.
+        `found` holds the same outputs, computed by another file or model.
         """
         return found
 
     def power(self, outputs: Array) -> float:
         """Returns the mean square of the outputs [N, ...] of all images, to which errors are relative.
 
-        By default it is that of the deviations from the mean over images.
+        By default it is the mean square of the deviations from the mean over images.
         """
         return float(((outputs - outputs.mean(0)) ** 2).mean())
 
     def errors(self, exact: Array, found: Array) -> Array:
-        """Returns the mean squared error [N] of each image's outputs [N, ...], in the terms of `power`."""
+        """Returns the mean squared error of each image's outputs, [N], in the unit of `power`."""
         squares: Array = ((found - exact) ** 2).reshape(len(exact), -1).mean(1)
         return squares
 
     def noise(self, first: Array, second: Array) -> float:
-        """Returns the standard error of the difference of two models in the main metric, from both `values`."""
+        """Returns the standard error of the difference between two models' main metrics, from their `values`."""
         return math.sqrt(float(((first.astype("float64") - second) ** 2).sum())) / len(first)
 
     def spread(self, score: float, images: int, values: Array | None) -> float:
-        """Returns the standard error of the main metric `score` on `images` images with `values`, if known."""
+        """Returns the standard error of the main metric `score` on `images` images; 0 without their `values`."""
         if values is None:
             return 0.0
         return float(values.astype("float64").std()) / math.sqrt(images)
 
     def worse(self, first: Array, second: Array, sure: float) -> str:
-        """Returns a phrase that says how much worse the second model's `values` are.
+        """Returns a phrase that tells how much worse the second model is, from the `values` of both.
 
-        It is "" if they are not worse by `sure` standard errors.
+        It is "" if the difference is within `sure` standard errors.
         """
         difference = second.astype("float64") - first
         lost = float(-difference.sum() if self.names.main.higher_is_better else difference.sum())
@@ -263,18 +266,19 @@ class Task(ABC):
         return f"loses {lost / len(first):.3g} {self.names.main.points}".rstrip()
 
     def drawing(self) -> Drawing | None:
-        """Returns the drawing of test samples in the report; by default None, for no drawing."""
+        """Returns the drawing of test samples in the report; None (the default) for no drawing."""
         return None
 
     def labelled(self, classes: Sequence[str], targets: Sequence[Any]) -> bool:
-        """Returns whether images have targets: by default true unless all targets are `NO_TARGET`."""
+        """Returns whether images have targets; by default false only if all targets are `NO_TARGET`."""
         return any(not isinstance(one, int) or one != NO_TARGET for one in targets)
 
     def target(self, value: Any) -> Any:
         """Returns an image's target as plain Python; by default a number.
 
         Raises:
-            TypeError, ValueError: it is not a target; the message ends "targets must be ...".
+            TypeError, ValueError: `value` is not a target; the message is a clause such as "targets must be
+                numbers".
         """
         if isinstance(value, int):
             return value
@@ -288,7 +292,10 @@ class Task(ABC):
         return ""
 
     def group(self, target: Any) -> Hashable:
-        """Returns the group of a target, over which choices of images are balanced; by default there is one group."""
+        """Returns the group of a target; by default all targets are in one group.
+
+        Choices of images are balanced over groups.
+        """
         return 0
 
     def collate(self, targets: Sequence[Any]) -> Tensor:
@@ -298,30 +305,30 @@ class Task(ABC):
         return torch.tensor(targets, dtype=torch.float32)
 
     def width(self, classes: Sequence[str]) -> int | None:
-        """Returns the number of values per image, which the model's builder gets as `num_classes`.
+        """Returns the number of output values per image, which the model's builder gets as `num_classes`.
 
-        None means that the model knows it.
+        None means that the model itself defines it.
         """
         return None
 
     def width_of(self, shape: Sequence[int]) -> int | None:
-        """Returns the width of outputs of this shape; None where it is unknown."""
+        """Returns the number of values per image in outputs of this shape; None if it is unknown."""
         return int(shape[1]) if len(shape) == 2 else None
 
     def fits(self, shape: Sequence[int], images: int, width: int | None) -> bool:
-        """Returns whether outputs for `images` images may have this shape; `width` None: the width is not known."""
+        """Returns whether outputs for `images` images may have this shape; `width` is None if it is unknown."""
         return len(shape) > 0 and shape[0] == images and (width is None or tuple(shape[1:]) == (width,))
 
     def shape_text(self, width: int | None) -> str:
-        """Returns the shape of outputs, in words."""
+        """Returns a description of the shape of outputs."""
         return "[N, ...]" if width is None else f"[N, {width}]"
 
 
 class Agreed(Agreement):
-    """The share of equal decisions.
+    """The default agreement: the share of equal decisions.
 
     Args:
-        agree: `Task.agree`.
+        agree: a function such as `Task.agree`.
     """
 
     def __init__(self, agree: Callable[[Array, Array], Array]) -> None:
@@ -338,13 +345,13 @@ class Agreed(Agreement):
 
 
 class MeanMeter:
-    """The mean of a task's `values`."""
+    """A meter of the main metric, from the sum of a task's `values`."""
 
     def __init__(self, task: Task) -> None:
         self.images, self._task, self._total = 0, task, 0.0
 
     def add(self, outputs: Array, targets: Any) -> None:
-        """Takes one batch."""
+        """Adds a batch of outputs [N, ...] and their targets."""
         import numpy as np
 
         values = self._task.values(outputs, np.asarray(targets))

@@ -2,8 +2,8 @@
 
     tokens   t0 t1 t2 ... ── model ──> logits of t1 t2 t3 ... ── cross entropy ──> nats per token ── exp ──> perplexity
 
-A sample is a window of consecutive tokens; its first token has no prediction and does not count. Models are
-compared window by window, so the standard error of a difference is that of paired windows.
+A sample is a window of consecutive tokens. Its first token is not predicted and does not count. Models are
+compared window by window, so standard errors of differences come from paired windows.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ _LEAST = 2  # tokens of a window: one as input, one to predict
 
 
 class CausalLM(Logits):
-    """Language modelling, with perplexity and next-token accuracy; agreement by the likeliest next token.
+    """Language modelling with perplexity and next-token accuracy.
+
+    Two models agree on a token if the likeliest next token is the same.
 
     A target holds a window's tokens as the bytes of an int32 array, which needs a seventh of a list's memory.
-    The judged outputs have the vocabulary on axis 1, [N, V, T], like logits of classes at several places.
+    The compared outputs have the vocabulary on axis 1, [N, V, T], like logits of classes at several places.
     """
 
     names = TaskNames(
@@ -45,7 +47,7 @@ class CausalLM(Logits):
         return _cross_entropy(output, targets, schedule.label_smoothing).mean()
 
     def distillation(self, output: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-        """Returns T² times the divergence of the softmaxes at temperature T, mean over all tokens.
+        """Returns T² times the KL divergence of the softmaxes at temperature T, averaged over all tokens.
 
         Source: Hinton et al., "Distilling the knowledge in a neural network", 2015.
         """
@@ -62,7 +64,7 @@ class CausalLM(Logits):
         return math.e ** (total / images)
 
     def values(self, outputs: Array, targets: Any) -> Array:
-        """Returns the mean nats per token of each window, [N]."""
+        """Returns the mean cross entropy of each window in nats per token, [N]."""
         nats: Array = _nats(outputs, targets).mean(1)
         return nats
 
@@ -76,7 +78,7 @@ class CausalLM(Logits):
         return _Meter(self)
 
     def noise(self, first: Array, second: Array) -> float:
-        """Returns the standard error of the difference of two perplexities, from paired windows."""
+        """Returns the standard error of the difference between two perplexities, from paired windows."""
         difference = first.astype("float64") - second
         return self.mean(second) * float(difference.std()) / math.sqrt(len(difference))
 
@@ -97,7 +99,7 @@ class CausalLM(Logits):
             return value
         found = np.asarray(value)
         if found.dtype.kind not in "iu" or found.ndim != 1:
-            raise TypeError("targets must be the tokens of a window, a list of whole numbers")
+            raise TypeError("targets must be the tokens of a window, a list of integers")
         return found.astype(np.int32).tobytes()
 
     def check_targets(self, part: str, classes: Sequence[str], targets: Sequence[Any]) -> str:
@@ -114,7 +116,7 @@ class CausalLM(Logits):
         return torch.from_numpy(np.stack([np.frombuffer(one, np.int32) for one in targets]).astype(np.int64))
 
     def width_of(self, shape: Sequence[int]) -> int | None:
-        return None  # the model knows how many tokens there are
+        return None  # the model itself defines the size of its vocabulary
 
     def fits(self, shape: Sequence[int], images: int, width: int | None) -> bool:
         return len(shape) == 3 and shape[0] == images and (width is None or shape[2] == width)
@@ -124,7 +126,7 @@ class CausalLM(Logits):
 
 
 def _cross_entropy(output: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
-    """Returns the nats of each predicted token, [N, T - 1]."""
+    """Returns the cross entropy of each predicted token in nats, [N, T - 1]."""
     from torch.nn import functional as F
 
     scores = output[:, :-1].float().transpose(1, 2)
@@ -133,7 +135,7 @@ def _cross_entropy(output: Tensor, targets: Tensor, smoothing: float = 0.0) -> T
 
 
 def _nats(outputs: Array, targets: Any) -> Array:
-    """Returns the nats of each predicted token, float64 [N, T - 1], from logits [N, V, T], window by window."""
+    """Returns the cross entropy of each predicted token in nats, float64 [N, T - 1], from logits [N, V, T]."""
     import numpy as np
 
     found = []
@@ -147,10 +149,10 @@ def _nats(outputs: Array, targets: Any) -> Array:
 
 
 class _Meter:
-    """A meter of perplexity and next-token accuracy, batch by batch.
+    """A streaming meter of perplexity and next-token accuracy.
 
     Attributes:
-        images: windows seen so far.
+        images: number of windows seen so far.
     """
 
     def __init__(self, task: CausalLM) -> None:
@@ -158,7 +160,7 @@ class _Meter:
         self._nats, self._right, self._tokens = 0.0, 0, 0
 
     def add(self, outputs: Array, targets: Any) -> None:
-        """Takes one batch: logits [N, V, T] and tokens [N, T]."""
+        """Adds a batch of logits [N, V, T] and tokens [N, T]."""
         import numpy as np
 
         tokens = np.asarray(targets)
@@ -168,7 +170,7 @@ class _Meter:
         self.images += len(tokens)
 
     def result(self) -> Scores:
-        """Returns the scores of at least one window."""
+        """Returns the scores; at least one window must have been added."""
         perplexity, right = self._task.names.metrics
         metrics = (
             perplexity.of(float(self._task.figure(self._nats, self.images))),

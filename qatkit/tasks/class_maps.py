@@ -1,4 +1,4 @@
-"""Drawings of class maps as coloured panels: picture, truth, float, INT8, and the differences of the last two."""
+"""Drawings of class maps as coloured panels: picture, truth, float, INT8, and where the last two differ."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _UNLABELLED, _SAME, _OTHER = "#000000", "#d9dee5", "#c01c28"
 
 
 class ClassMaps(Drawing):
-    """A drawing of each pixel in the colour of its class; unlabelled pixels are black."""
+    """A drawing in which each pixel has the colour of its class; unlabelled pixels are black."""
 
     measure = "of the pixels have another class than in float"
 

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 
 class Classification(Logits):
-    """Classification with cross entropy, top-1 and top-5; agreement by the largest logit."""
+    """Classification with cross entropy, top-1 and top-5.
+
+    Two models agree if they predict the same class.
+    """
 
     names = classification.NAMES
     augmentations: ClassVar[Sequence[str] | None] = None
@@ -30,9 +33,9 @@ class Classification(Logits):
         return F.cross_entropy(output.float(), targets, label_smoothing=schedule.label_smoothing)
 
     def distillation(self, output: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-        """Returns T² times the divergence of the softmaxes at temperature T, mean over the images.
+        """Returns T² times the KL divergence of the softmaxes at temperature T, averaged over the images.
 
-        Logits are [N, classes] or [N, classes, ...]; as in cross entropy, the mean is also over the places.
+        Logits are [N, classes] or [N, classes, ...]; as in cross entropy, the average includes further axes.
 
         Source: Hinton et al., "Distilling the knowledge in a neural network", 2015.
         """
@@ -40,7 +43,7 @@ class Classification(Logits):
 
         mine, wanted = (
             (one.float() / temperature).log_softmax(1) for one in (output, teacher)
-        )  # out of autocast
+        )  # float32, even under autocast
         return temperature**2 * F.kl_div(mine, wanted, log_target=True, reduction="none").sum(1).mean()
 
     def total(self, output: Tensor, targets: Tensor) -> Tensor:
@@ -62,7 +65,7 @@ class Classification(Logits):
     def noise(self, first: Array, second: Array) -> float:
         """Returns the standard error from the images that only one of the two models classifies correctly.
 
-        One is added to their number, since finding none among few images proves little.
+        One is added to their number, since finding no such image among few images proves little.
         """
         return 100 * math.sqrt(int((first != second).sum()) + 1) / len(first)
 
@@ -80,7 +83,7 @@ class Classification(Logits):
         try:
             return operator.index(value)
         except TypeError as error:
-            raise TypeError("labels must be whole numbers") from error
+            raise TypeError("labels must be integers") from error
 
     def check_targets(self, part: str, classes: Sequence[str], targets: Sequence[Any]) -> str:
         low, high = min(targets), max(targets)

@@ -1,8 +1,8 @@
 """The task of detecting objects: corners [N, boxes, 4] in pixels of the input, scores [N, boxes, classes].
 
 The main metric is COCO's mean average precision (`average_precision.py`). It is not a mean over pictures, so
-its standard errors come from the jackknife over groups of pictures. A detector defines its own loss as its
-attribute `criterion`, which is called with its training-only outputs and the labelled boxes
+its standard errors come from the jackknife over groups of pictures. A detector defines its own loss as the
+attribute `criterion`, a function of its training-only outputs and the labelled boxes
 (`qatkit.models.detectors`).
 """
 
@@ -27,19 +27,21 @@ if TYPE_CHECKING:
     from qatkit.tasks.drawing import Drawing
 
 Criterion = Callable[..., Any]
-VALUES = 6  # per labelled box: class, corners, ignored or not (`average_precision`)
+VALUES = 6  # values of a labelled box: class, corners, flag (`average_precision`)
 _NEAR = 0.05  # tolerance of a corner as a share of the box's side: the step between COCO's thresholds
-_LEAST = 1 / 512  # smallest distance of a score from 0 or 1 in a logarithm: half a step of 8 bits
+_LEAST = 1 / 512  # distance that scores keep from 0 and 1 in a logarithm: half a step of 8 bits
 _GROUPS = 20  # groups of pictures, one of which is left out at a time
 
 
 class Detection(Task):
-    """Object detection, with mean average precision; agreement by matched boxes.
+    """Object detection with mean average precision.
+
+    Two models agree if their boxes match.
 
     Args:
-        criterion: loss of the trained model, from (training-only outputs, labelled boxes [N, n, 6]) to a
-            scalar.
-        unordered: rows of boxes have no fixed place in the image (`unordered_boxes`), as in two-stage
+        criterion: the loss of the trained model: a function of the training-only outputs and the labelled
+            boxes [N, n, 6] that returns a scalar.
+        unordered: whether rows of boxes have no fixed place in the image (`unordered_boxes`), as in two-stage
             detectors.
     """
 
@@ -87,7 +89,7 @@ class Detection(Task):
         """Returns the loss of the model's own criterion.
 
         Raises:
-            ConfigError: the model has none.
+            ConfigError: the model has no criterion.
         """
         if self._criterion is None or not auxiliary:
             raise ConfigError("model.name", "detection", Detection().untrainable)
@@ -98,7 +100,7 @@ class Detection(Task):
         return self.whole_loss(output, (), targets, schedule)
 
     def distillation(self, output: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-        """Returns the divergence of scores and corners from the teacher's, over the sum of the teacher's scores.
+        """Returns the divergence of scores and corners from the teacher's, divided by the sum of its scores.
 
         Scores are treated as probabilities of binary decisions. Corners are treated as normal distributions with
         a standard deviation of 0.05 of a side, weighted by the teacher's score. Both terms are quadratic near the
@@ -124,7 +126,7 @@ class Detection(Task):
         return loss
 
     def total(self, output: Tensor, targets: Tensor) -> Tensor:
-        """Returns additive counts of labelled boxes and detections by class, threshold and score.
+        """Returns counts of labelled boxes and detections by class, threshold and score, which can be added.
 
         `figure` turns them into an average precision that is exact up to the width of a bin.
         """
@@ -162,7 +164,9 @@ class Detection(Task):
         return _Meter(self)
 
     def noise(self, first: Array, second: Array) -> float:
-        """Returns the standard error of the difference, by the jackknife over groups of the same pictures.
+        """Returns the standard error of the difference between two models.
+
+        It comes from the jackknife over groups of the same pictures.
 
         Source: Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, chapter 11.
         """
@@ -204,7 +208,7 @@ class Detection(Task):
         return self._decision.joined(outputs)
 
     def aligned(self, exact: Sequence[Array], found: Sequence[Array]) -> Sequence[Array]:
-        """Returns the found boxes, in the order of the exact ones if their rows have no fixed place."""
+        """Returns `found`, with its boxes in the order of the exact ones if rows have no fixed place."""
         if not self._unordered:
             return found
         import numpy as np
@@ -215,7 +219,10 @@ class Detection(Task):
         return np.split(in_order_of(*(np.concatenate(one, 2) for one in (exact, found))), ends, 2)
 
     def errors(self, exact: Array, found: Array) -> Array:
-        """Returns squared errors of scores, plus those of boxes relative to their sides, weighted by scores."""
+        """Returns the mean squared error of the scores, plus that of the corners, [N].
+
+        Errors of corners are relative to the sides of a box and weighted by its squared score.
+        """
         (found,) = self.aligned([exact], [found])
         scores = ((found[..., 4:] - exact[..., 4:]) ** 2).sum(2)
         sides = (exact[..., 2:4] - exact[..., :2]).clip(min=1).prod(2)
@@ -227,7 +234,7 @@ class Detection(Task):
         return float((outputs[..., 4:] ** 2).sum(2).mean())
 
     def answers(self, outputs: Array) -> Array:
-        """Returns the boxes of a teacher above a score of 0.3 as labelled boxes."""
+        """Returns the teacher's boxes with a score above 0.3 as labelled boxes, [N, n, 6]."""
         import numpy as np
 
         boxes = self._decision.boxes(outputs)
@@ -273,7 +280,7 @@ class Detection(Task):
         return "" if any(targets) else f"images of {part} must have at least one box"
 
     def group(self, target: Any) -> Any:
-        """Returns the classes of a picture's boxes."""
+        """Returns the sorted classes of a picture's boxes; 0 for a picture without a target."""
         return 0 if target == NO_TARGET else tuple(sorted({box[0] for box in target}))
 
     def width(self, classes: Sequence[str]) -> int | None:
@@ -294,7 +301,7 @@ class _Meter:
     """A meter that keeps the contribution of each picture.
 
     Attributes:
-        images: seen so far.
+        images: number of images seen so far.
     """
 
     def __init__(self, task: Detection) -> None:
@@ -302,14 +309,14 @@ class _Meter:
         self._values: list[Array] = []
 
     def add(self, outputs: Array, targets: Any) -> None:
-        """Takes one batch: rows [N, boxes, 4 + classes] and labelled boxes [N, n, 6]."""
+        """Adds a batch of rows [N, boxes, 4 + classes] and labelled boxes [N, n, 6]."""
         self._values.append(self._task.values(outputs, targets))
         self.images += len(outputs)
 
     def result(self) -> Scores:
-        """Returns the scores of at least one image.
+        """Returns the scores; at least one image must have been added.
 
-        For each class they hold the number of labelled boxes, and its average precision times that number.
+        For each class, they hold the number of labelled boxes, and the average precision times that number.
         """
         import numpy as np
 

@@ -1,9 +1,9 @@
 """Drawings of a task's samples in the report: truth, float and INT8 side by side.
 
-    test samples ── differs ──> the few that differ most ── panels ──> report.html
+    test samples ── differs ──> the samples that differ most ── panels ──> report.html
 
-A task with drawings returns its own `Drawing`, one class in one file, from `Task.drawing`. The check
-`qatkit.verify.checks.examples` chooses the samples and stores the result of `panels`.
+A task with drawings returns its own `Drawing` from `Task.drawing`; each drawing is one class in one file. The
+check `qatkit.verify.checks.examples` chooses the samples and stores the result of `panels`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class Sample:
     """A test sample with the outputs of both files.
 
     Attributes:
-        inputs: the model's input for this sample: an array, or arrays by the names of the inputs.
-        picture: the pixels from which `inputs` was made, uint8 [H, W, 3], in the model's size; None for
+        inputs: the model's input for this sample, an array or a mapping of arrays by the names of the inputs.
+        picture: the pixels from which `inputs` was computed, uint8 [H, W, 3] at the model's size; None for
             samples that are not pictures.
-        target: the sample's target, as in a batch; None where the data have no targets.
-        exact: outputs of the float file, as returned by `Task.joined`, without the batch axis.
-        found: outputs of the INT8 file.
+        target: the sample's target, as in a batch; None if the data have no targets.
+        exact: the outputs of the float file, as returned by `Task.joined`, without the batch axis.
+        found: the outputs of the INT8 file in the same form.
         classes: names of the classes.
         label: a short name of the exported file, such as "INT8".
         sound: the preprocessing of recordings, as in model.json; None for other samples.
@@ -46,11 +46,11 @@ class Sample:
 
 
 class Drawing(ABC):
-    """The base class of drawings of a task's samples; a drawing takes no arguments.
+    """The base class of drawings of a task's samples; a drawing is built without arguments.
 
     Attributes:
-        measure: description of `differs`, to follow a share: "of the pixels get another class".
-        looked_at: minimum number of test samples from which the most different ones are drawn.
+        measure: a description of `differs` that follows a percentage: "of the pixels get another class".
+        looked_at: minimum number of test samples that are compared; those that differ most are drawn.
     """
 
     measure = "of the decisions differ from float"
@@ -58,14 +58,14 @@ class Drawing(ABC):
 
     @abstractmethod
     def differs(self, exact: Array, found: Array) -> Array:
-        """Returns the share [N] by which the outputs [N, ...] of both files differ; the largest are drawn."""
+        """Returns the share by which the outputs [N, ...] of both files differ, [N]."""
 
     @abstractmethod
     def panels(self, sample: Sample) -> Sequence[Panel]:
         """Returns the panels of a sample, from left to right."""
 
     def legend(self, classes: Sequence[str]) -> Sequence[tuple[str, str]]:
-        """Returns names and colours "#rrggbb" of the legend; by default none."""
+        """Returns the names and colours "#rrggbb" of the legend; empty by default."""
         return ()
 
 

@@ -1,4 +1,4 @@
-"""Drawings of a detector's boxes on their picture: truth, float and INT8 side by side."""
+"""Drawings of a detector's boxes on the picture: truth, float and INT8 side by side."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SAME = 0.5  # overlap (IoU) from which two boxes are the same
 
 
 class DrawnBoxes(Drawing):
-    """A drawing of boxes above a score of 0.3 in the colours of their classes."""
+    """A drawing of the boxes with a score above 0.3, in the colours of their classes."""
 
     measure = "of the float and INT8 boxes have no match in the other file"
 

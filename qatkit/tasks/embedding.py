@@ -1,10 +1,10 @@
 """The task of embedding labelled samples: the nearest other sample by cosine should have the same class.
 
-    test samples ── model ──> vectors [N, D] ── nearest other one by cosine ──> recall@1
+    test samples ── model ──> vectors [N, D] ── nearest other sample by cosine ──> recall@1
 
-The loss needs no head and no parameters: it is a softmax over the cosines to the other samples of the batch, which
-should choose those of the same class. A batch in which no class occurs twice has a loss of 0; with such data,
-fine-tuning can only learn from the float model (`schedule.distill`).
+The loss needs no head and no parameters. It is computed from a softmax over the cosines to the other samples
+of the batch, which should select samples of the same class. A batch in which no class occurs twice has a loss
+of 0; with such data, fine-tuning can only learn from the float model (`schedule.distill`).
 """
 
 from __future__ import annotations
@@ -23,12 +23,15 @@ if TYPE_CHECKING:
     from qatkit.config.schema import ScheduleConfig
     from qatkit.tasks.base import Array
 
-_TEMPERATURE = 0.1  # of the cosines in the loss
-_ROWS = 1024  # samples whose cosines to all others are in memory at a time
+_TEMPERATURE = 0.1  # temperature of the softmax over cosines in the loss
+_ROWS = 1024  # number of samples whose cosines to all others are in memory at a time
 
 
 class Embedding(Vectors, Classification):
-    """Embedding, with recall@1 among the other test samples; agreement by the nearest neighbour in float."""
+    """Embedding with recall@1 among the other test samples.
+
+    Two models agree on a sample if its nearest neighbour is the same.
+    """
 
     names = TaskNames(
         "embedding",
@@ -43,10 +46,10 @@ class Embedding(Vectors, Classification):
     def loss(self, output: Tensor, targets: Tensor, schedule: ScheduleConfig) -> Tensor:
         """Returns the negative log-probability that a neighbour drawn by the softmax of cosines has the same class.
 
-        It is the mean over the samples that have such a neighbour in the batch.
+        It is averaged over the samples with another sample of their class in the batch.
 
-        Source: Goldberger et al., "Neighbourhood components analysis", 2004; with cosines and a temperature Wu et al.,
-        "Improving generalization via scalable neighborhood component analysis", 2018.
+        Source: Goldberger et al., "Neighbourhood components analysis", 2004. The cosines and the temperature
+        are from Wu et al., "Improving generalization via scalable neighborhood component analysis", 2018.
         """
         import torch
         from torch.nn import functional as F
@@ -62,7 +65,7 @@ class Embedding(Vectors, Classification):
         return (logits[counted].logsumexp(1) - wanted).mean()
 
     def distillation(self, output: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-        """Returns 1 minus the cosine, as mean over the samples."""
+        """Returns 1 minus the cosine to the teacher's vector, averaged over the samples."""
         from torch.nn import functional as F
 
         return (1 - F.cosine_similarity(output.float(), teacher.float())).mean()
@@ -75,7 +78,7 @@ class Embedding(Vectors, Classification):
         return torch.tensor(float(found.sum()), dtype=torch.float64, device=output.device)
 
     def values(self, outputs: Array, targets: Any) -> Array:
-        """Returns each sample's vector, scaled to length 1, and its class, [N, D + 1]."""
+        """Returns each sample's vector, scaled to length 1, followed by its class, [N, D + 1]."""
         import numpy as np
 
         return np.concatenate([units(outputs), np.asarray(targets, np.float64)[:, None]], 1)
@@ -105,7 +108,7 @@ class Embedding(Vectors, Classification):
         return wrong
 
     def width(self, classes: Sequence[str]) -> int | None:
-        return None  # the model knows
+        return None  # the model itself defines it
 
     def fits(self, shape: Sequence[int], images: int, width: int | None) -> bool:
         return len(shape) == 2 and shape[0] == images
@@ -115,7 +118,7 @@ class Embedding(Vectors, Classification):
 
 
 def _neighbours(vectors: Array) -> Array:
-    """Returns the index of the nearest other row by cosine, [N], for rows of length 1."""
+    """Returns the index of the nearest other row by cosine, [N], for rows scaled to length 1."""
     import numpy as np
 
     found = np.zeros(len(vectors), np.int64)
@@ -128,7 +131,7 @@ def _neighbours(vectors: Array) -> Array:
 
 
 def _hits(values: Array) -> Array:
-    """Returns whether each nearest other sample has the same class, booleans [N], from `Embedding.values`."""
+    """Returns whether the nearest other sample has the same class, booleans [N], from `Embedding.values`."""
     import numpy as np
 
     labels = values[:, -1]
@@ -139,7 +142,10 @@ def _hits(values: Array) -> Array:
 
 
 class _SameNeighbour(Agreement):
-    """The share of samples with the same nearest neighbour in both models; it also reports the cosine of both."""
+    """The share of samples with the same nearest neighbour in both models.
+
+    The remark reports the cosine between the models' vectors.
+    """
 
     def __init__(self) -> None:
         self._exact: list[Array] = []

@@ -15,15 +15,19 @@ if TYPE_CHECKING:
 class ByInfluence(Task):
     """A task whose standard errors follow from the influence of each sample on the metric.
 
-    Source: the infinitesimal jackknife: Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, chapter 21.
+    Source: the infinitesimal jackknife in Efron and Tibshirani, "An Introduction to the Bootstrap", 1993,
+    chapter 21.
     """
 
     @abstractmethod
     def influence(self, values: Array) -> Array:
-        """Returns the influence of each sample on the metric, times the number of samples, as a share [N]."""
+        """Returns the influence of each sample on the metric times the number of samples, [N].
+
+        The metric is taken as a fraction, not as a percentage.
+        """
 
     def noise(self, first: Array, second: Array) -> float:
-        """Returns the standard error of the difference of two models on the same samples."""
+        """Returns the standard error of the difference between two models on the same samples."""
         difference = self.influence(first) - self.influence(second)
         return 100 * float(difference.std()) / math.sqrt(len(difference))
 

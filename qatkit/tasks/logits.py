@@ -1,4 +1,4 @@
-"""Tasks whose models return logits: scores of classes along axis 1, where the largest one decides."""
+"""Tasks whose models return logits: scores of classes along axis 1, of which the largest decides."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 class Logits(Task):
-    """A task that decides by the largest of the logits [N, classes, ...], place by place."""
+    """A task that decides by the largest of the logits [N, classes, ...] at each position."""
 
     def decision(self, outputs: Array) -> Array:
         return classification.decision(outputs)
 
     @property
     def rule(self) -> Callable[[Array], Array] | Alike | None:
-        """The rule None: outputs agree by their class axis, which may come after positions."""
+        """None, since outputs are compared along their class axis; this axis may come after positions."""
         return None
 
     def divergence(self, exact: Array, found: Array) -> float:

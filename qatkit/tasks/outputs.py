@@ -1,4 +1,4 @@
-"""The task for outputs of any meaning, without targets: they are compared with the float model's.
+"""The task for outputs of any meaning, without targets: they are compared with the float model's outputs.
 
 verify.decision=cosine   the outputs have the same direction (cosine of at least 0.99)
 argmax(AXIS)             the largest value along an axis is at the same place, everywhere
@@ -33,14 +33,15 @@ STEPS = "values within a step"
 
 
 class Outputs(Task):
-    """A task whose metric is the error relative to float's outputs, for outputs of unknown meaning.
+    """A task for outputs of unknown meaning; its metric is the error relative to the float outputs.
 
-    Two models agree on a sample by a decision, which is fixed once the float model has run (`suited`).
+    A decision determines whether two models agree on a sample. It is fixed once the float model has run
+    (`suited`).
 
     Args:
         decision: a value of `verify.decision`.
-        fitted: the decision for a model whose outputs are known; None: its outputs are not known yet.
-        power: mean square of the float outputs, to which errors are relative.
+        fitted: the decision for a model whose outputs are known; None if they are not known yet.
+        power: the mean square of the float outputs, to which errors are relative.
 
     Raises:
         ConfigError: `decision` is not a value of `verify.decision`.
@@ -66,7 +67,7 @@ class Outputs(Task):
     every_output = True
 
     def loss(self, output: Tensor, targets: Tensor, schedule: ScheduleConfig) -> Tensor:
-        """Raises an error: without targets, fine-tuning only learns from the float model.
+        """Raises an error, since without targets fine-tuning can only learn from the float model.
 
         Raises:
             ConfigError: always.
@@ -75,7 +76,7 @@ class Outputs(Task):
         raise ConfigError("schedule.distill", schedule.distill, allowed)
 
     def distillation(self, output: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-        """Returns the squared error relative to the teacher's power, so that outputs of any scale weigh the same."""
+        """Returns the squared error relative to the teacher's variance, so that all scales weigh the same."""
         wanted = teacher.float()
         power = (wanted - wanted.mean()).square().mean().clamp_min(1e-12)
         return (output.float() - wanted).square().mean() / power
@@ -94,7 +95,7 @@ class Outputs(Task):
         return self._decision.decide(outputs)
 
     def answers(self, outputs: Array) -> Array:
-        """Returns the outputs themselves, since `values` compares with them."""
+        """Returns the outputs themselves, since `values` compares other outputs with them."""
         return outputs
 
     def agree(self, exact: Array, found: Array) -> Array:
@@ -108,13 +109,13 @@ class Outputs(Task):
         return self._decision.rule
 
     def values(self, outputs: Array, targets: Any) -> Array:
-        """Returns the mean squared error of each sample relative to the outputs' power, [N]."""
+        """Returns the mean squared error of each sample relative to the power of the float outputs, [N]."""
         error = (outputs.astype("float64") - targets) ** 2
         shares: Array = error.reshape(len(error), -1).mean(1) / self._power
         return shares
 
     def figure(self, total: Any, images: int) -> Any:
-        """Returns the RMS error in percent of the RMS of float's outputs: 1 % is an SQNR of 40 dB."""
+        """Returns the RMS error in percent of the RMS of the float outputs; 1 % is an SQNR of 40 dB."""
         return 100 * (total / images) ** 0.5
 
     def fits(self, shape: Sequence[int], images: int, width: int | None) -> bool:

@@ -1,8 +1,8 @@
 """The task of predicting numbers: outputs and targets [N] or [N, K] in the same unit.
 
-The main metric is the mean absolute error in that unit, averaged over several numbers. The loss and "the same
-as float" are relative to the spread of the training targets, so that they mean the same for kilometres and
-for millimetres.
+The main metric is the mean absolute error in that unit, averaged over the K numbers. The loss and the
+agreement with float are relative to the standard deviation of the training targets, so they do not depend on
+the unit.
 """
 
 from __future__ import annotations
@@ -25,10 +25,13 @@ TOLERANCE = 0.05  # share of the targets' standard deviation within which two mo
 
 
 class Regression(Task):
-    """Regression with MAE, RMSE and smooth L1; agreement within 5 % of the targets' standard deviation.
+    """Regression with MAE, RMSE and smooth L1.
+
+    Two models agree if they differ by at most 5 % of the targets' standard deviation.
 
     Args:
-        deviations: standard deviation of each of the K targets; empty until the data are known (`of_data`).
+        deviations: the standard deviation of each of the K targets; empty until the data are known
+            (`of_data`).
     """
 
     names = TaskNames(
@@ -56,7 +59,7 @@ class Regression(Task):
         return type(self)(columns(np.asarray(targets)).std(0).tolist())
 
     def loss(self, output: Tensor, targets: Tensor, schedule: ScheduleConfig) -> Tensor:
-        """Returns the smooth L1 loss of the errors in standard deviations of the targets.
+        """Returns the smooth L1 loss of the errors, measured in standard deviations of the targets.
 
         Source: Girshick, "Fast R-CNN", 2015, section 2.3.
         """
@@ -86,7 +89,7 @@ class Regression(Task):
         return _Meter(self)
 
     def decision(self, outputs: Array) -> Array:
-        """Returns the outputs rounded to whole tolerances."""
+        """Returns the outputs in units of the tolerance, rounded to integers."""
         import numpy as np
 
         whole: Array = np.rint(columns(outputs) / self._tolerances(outputs)).astype(np.int64)
@@ -99,7 +102,7 @@ class Regression(Task):
         return np.asarray(near.all(1))
 
     def _tolerances(self, outputs: Array) -> Array:
-        """Returns the tolerance of each number, from the targets or, without targets, from these outputs."""
+        """Returns the tolerance of each number, from the targets or, if they are unknown, from these outputs."""
         import numpy as np
 
         deviations = np.asarray(self.deviations) if self.deviations else columns(outputs).std(0)
@@ -108,11 +111,11 @@ class Regression(Task):
 
     @property
     def rule(self) -> Callable[[Array], Any]:
-        """The rule: two outputs agree where values are less than a step apart."""
+        """The rule that two outputs agree where their values are less than a step apart."""
         return undecided
 
     def target(self, value: Any) -> Any:
-        """Returns a number, or a tuple of several."""
+        """Returns a number, or a tuple if there are several numbers."""
         if isinstance(value, int) and value == NO_TARGET:
             return NO_TARGET
         numbers = value.tolist() if hasattr(value, "tolist") else value
@@ -173,7 +176,7 @@ class _Meter:
     """A meter that sums up absolute and squared errors.
 
     Attributes:
-        images: samples seen so far.
+        images: number of samples seen so far.
     """
 
     def __init__(self, task: Regression) -> None:
@@ -181,14 +184,14 @@ class _Meter:
         self._absolute = self._squared = 0.0
 
     def add(self, outputs: Array, targets: Any) -> None:
-        """Takes one batch."""
+        """Adds a batch of outputs and targets, [N] or [N, K]."""
         errors = _errors(outputs, targets)
         self._absolute += float(abs(errors).mean(1).sum())
         self._squared += float((errors**2).mean(1).sum())
         self.images += len(errors)
 
     def result(self) -> Scores:
-        """Returns the scores of at least one sample."""
+        """Returns the scores; at least one sample must have been added."""
         absolute, root = self._task.names.metrics
         means = self._absolute / self.images, math.sqrt(self._squared / self.images)
         return Scores((absolute.of(means[0]), root.of(means[1])), self.images)

@@ -1,7 +1,7 @@
 """The task of classifying pixels: logits [N, classes, height, width] against label maps [N, height, width].
 
-The main metric is the intersection over union, with both summed over all images, averaged over classes. An
-image contributes its own intersections and unions; the standard error of a difference uses paired images.
+The main metric is the intersection over union, averaged over classes. Intersections and unions are summed
+over all images before they are divided. The standard error of a difference uses paired images.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ IGNORED = 255  # a label that counts neither as right nor as wrong (`qatkit.data
 
 
 class Segmentation(ByInfluence, Logits):
-    """Segmentation, with mIoU and pixel accuracy; agreement by the likeliest class of each pixel."""
+    """Segmentation with mIoU and pixel accuracy.
+
+    Two models agree on a pixel if its likeliest class is the same.
+    """
 
     names = TaskNames(
         "segmentation",
@@ -40,7 +43,7 @@ class Segmentation(ByInfluence, Logits):
     auxiliary: ClassVar[Sequence[str]] = ("aux",)
 
     def loss(self, output: Tensor, targets: Tensor, schedule: ScheduleConfig) -> Tensor:
-        """Returns the mean cross entropy of all labelled pixels; 0 for a batch without any."""
+        """Returns the mean cross entropy of all labelled pixels; 0 for a batch without labelled pixels."""
         from torch.nn import functional as F
 
         targets = _fitting(output, targets).to(output.device)
@@ -54,7 +57,7 @@ class Segmentation(ByInfluence, Logits):
         return total / (targets != IGNORED).sum().clamp(min=1)
 
     def distillation(self, output: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-        """Returns T² times the divergence of the softmaxes at temperature T, mean over all pixels.
+        """Returns T² times the KL divergence of the softmaxes at temperature T, averaged over all pixels.
 
         Source: Hinton et al., "Distilling the knowledge in a neural network", 2015.
         """
@@ -75,7 +78,10 @@ class Segmentation(ByInfluence, Logits):
         return torch.stack([sizes[2], sizes[0] + sizes[1] - sizes[2]])
 
     def figure(self, total: Any, images: int) -> Any:
-        """Returns the mean intersection over union of sums [2, classes], over the classes that occur."""
+        """Returns the mean intersection over union in percent, from sums [2, classes].
+
+        The mean is over the classes that occur.
+        """
         shared, joined = total
         seen = joined > 0
         return 100 * (shared[seen] / joined[seen]).mean() if seen.any() else 0 * joined.sum()
@@ -97,7 +103,10 @@ class Segmentation(ByInfluence, Logits):
         return _Meter(self)
 
     def influence(self, values: Array) -> Array:
-        """Returns (i - r u) / mean(u), averaged over classes: i and u of an image, r the IoU of all images."""
+        """Returns (i - r u) / mean(u), averaged over classes, [N].
+
+        i and u are the intersection and union of an image, and r is the IoU of all images.
+        """
         import numpy as np
 
         shared, joined = values[:, 0].astype(np.float64), values[:, 1].astype(np.float64)
@@ -139,7 +148,7 @@ class Segmentation(ByInfluence, Logits):
 
 
 def _fitting(outputs: Any, maps: Any) -> Any:
-    """Returns the maps.
+    """Checks that the maps fit the outputs, and returns the maps.
 
     Raises:
         ConfigError: the outputs have another height or width.
@@ -152,7 +161,7 @@ def _fitting(outputs: Any, maps: Any) -> Any:
 
 
 def _confusions(outputs: Array, maps: Array) -> Array:
-    """Returns the confusion matrix of each image's pixels, int64 [N, labels, classes]."""
+    """Returns the confusion matrix of the pixels of each image, int64 [N, labels, classes]."""
     import numpy as np
 
     classes, found = outputs.shape[1], []
@@ -164,10 +173,10 @@ def _confusions(outputs: Array, maps: Array) -> Array:
 
 
 class _Meter:
-    """A meter that sums up the confusion matrix, batch by batch.
+    """A streaming meter that adds up the confusion matrix.
 
     Attributes:
-        images: seen so far.
+        images: number of images seen so far.
     """
 
     def __init__(self, task: Segmentation) -> None:
@@ -175,7 +184,7 @@ class _Meter:
         self._pairs: Any = None  # [labels, classes]
 
     def add(self, outputs: Array, targets: Any) -> None:
-        """Takes one batch: logits [N, classes, height, width] and maps [N, height, width]."""
+        """Adds a batch of logits [N, classes, height, width] and maps [N, height, width]."""
         import numpy as np
 
         pairs = _confusions(outputs, np.asarray(targets)).sum(0)
@@ -183,7 +192,10 @@ class _Meter:
         self.images += len(outputs)
 
     def result(self) -> Scores:
-        """Returns the scores of at least one image, with intersection and union of each class in pixels."""
+        """Returns the scores, with the intersection and union of each class in pixels.
+
+        At least one image must have been added.
+        """
         pairs = self._pairs
         shared, labelled = pairs.diagonal(), pairs.sum(1)
         joined = labelled + pairs.sum(0) - shared

@@ -1,4 +1,4 @@
-"""Drawings of recordings as log-mel spectrograms, with float's and INT8's probabilities of likely classes."""
+"""Drawings of recordings as log-mel spectrograms, with the probabilities of likely classes in float and INT8."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ if TYPE_CHECKING:
     from qatkit.tasks.base import Array
     from qatkit_verify.sound import SoundPreprocess
 
-# matplotlib's "magma" (CC0) at nine places, between which colours are interpolated.
+# matplotlib's colour map "magma" (CC0) at nine places; colours between them are interpolated.
 _LOUDNESS = ("000004", "1c1044", "4f127b", "812581", "b5367a", "e55064", "fb8761", "fec287", "fcfdbf")
 _TICK, _TEXT, _RIGHT, _OTHER = "#9a9aa5", "#e6e6ea", "#2e9e5b", "#5b7fbf"
-_RANGE = 60.0 / 4.342944819032518  # drawn range below the loudest place: 60 dB, in nats of power
-_WIDTH, _HEIGHT, _LEFT, _BELOW = 300, 200, 34, 18  # pixels of a panel, and of its margins with the ticks
+_RANGE = 60.0 / 4.342944819032518  # drawn range below the loudest value: 60 dB, as ln of power
+_WIDTH, _HEIGHT, _LEFT, _BELOW = 300, 200, 34, 18  # pixels of a panel, and of the margins for its ticks
 _PITCHES = (125, 250, 500, 1000, 2000, 4000, 8000, 16000)  # Hz
 _STEPS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # seconds from tick to tick
 _TICKS, _APART = 6, 12  # maximum number of ticks on the time axis; minimum pixels between two pitches
-_SHOWN = 5  # classes
+_SHOWN = 5  # maximum number of classes in a panel
 _WINDOW = 0.04  # seconds, for a model that takes samples
 
 
 class Spectrograms(Drawing):
-    """A drawing of a recording's log-mel bands over time, and bars of the probabilities."""
+    """A drawing of a recording's log-mel bands over time, with bars for the probabilities."""
 
     measure = "of the probability is on other classes than in float"
     looked_at = 512
@@ -80,7 +80,8 @@ def _name(classes: Sequence[str], place: int) -> str:
 def _log_power(inputs: Any, told: Mapping[str, Any]) -> tuple[Array, SoundPreprocess] | None:
     """Returns ln of a recording's power [frames, bands] and its preprocessing; None for other inputs.
 
-    For samples the usual bands are computed; for MFCCs the bands are reconstructed from the coefficients.
+    For a model that takes samples, the default bands are computed. For MFCCs, the bands are reconstructed
+    from the coefficients.
     """
     import numpy as np
 
@@ -101,7 +102,7 @@ def _log_power(inputs: Any, told: Mapping[str, Any]) -> tuple[Array, SoundPrepro
 
 
 def _spectrogram(title: str, power: Array, how: SoundPreprocess) -> Panel:
-    """Returns the panel of a recording: time to the right, pitch upwards in mel."""
+    """Returns the panel of a recording, with time to the right and pitch in mel upwards."""
     import numpy as np
 
     wide, high = _WIDTH - _LEFT, _HEIGHT - _BELOW
@@ -116,7 +117,7 @@ def _spectrogram(title: str, power: Array, how: SoundPreprocess) -> Panel:
 
 
 def _times(how: SoundPreprocess, wide: int, high: int) -> list[Shape]:
-    """Returns the ticks of the time axis; a frame is drawn at the middle of its window."""
+    """Returns the ticks of the time axis; each frame is drawn at the middle of its window."""
     length = how.frames * how.hop / how.rate
     step = next((one for one in _STEPS if length / one <= _TICKS), length / _TICKS)
     first = (how.window - how.hop) / 2 / how.rate
@@ -131,7 +132,10 @@ def _times(how: SoundPreprocess, wide: int, high: int) -> list[Shape]:
 
 
 def _pitches(how: SoundPreprocess, high: int) -> list[Shape]:
-    """Returns the ticks of the pitch axis: band k of n is centred at (k + 1) / (n + 1) of half the rate, in mel."""
+    """Returns the ticks of the pitch axis.
+
+    Band k of n is centred at (k + 1) / (n + 1) of half the sampling rate, in mel.
+    """
     import math
 
     def mel(pitch: float) -> float:
@@ -139,7 +143,7 @@ def _pitches(how: SoundPreprocess, high: int) -> list[Shape]:
 
     found, above = list[Shape](), math.inf
     for pitch in _PITCHES:
-        place = mel(pitch) / mel(how.rate / 2) * (how.mels + 1) - 0.5  # in bands from the lower edge
+        place = mel(pitch) / mel(how.rate / 2) * (how.mels + 1) - 0.5  # position in bands from the lower edge
         height = high * (1 - place / how.mels)
         if 0 <= height <= high - 4 and above - height >= _APART:
             above = height
@@ -150,7 +154,7 @@ def _pitches(how: SoundPreprocess, high: int) -> list[Shape]:
 
 
 def _bars(title: str, rows: Sequence[tuple[str, float, bool]], said: str) -> Panel:
-    """Returns the panel of an answer, with a bar for each row (class, probability, whether the class is true)."""
+    """Returns the panel of the answer `said`, with a bar for each row (class, probability, whether it is true)."""
     import numpy as np
 
     each, canvas = _HEIGHT // _SHOWN, np.zeros((_HEIGHT, _WIDTH), np.uint8)
@@ -165,12 +169,12 @@ def _bars(title: str, rows: Sequence[tuple[str, float, bool]], said: str) -> Pan
 
 
 def _written(x: float, y: float, text: str) -> Shape:
-    """Returns text with its upper left corner at (x, y)."""
+    """Returns a shape of text whose upper left corner is at (x, y)."""
     return Shape(((x, y),), _TEXT, text, closed=False)
 
 
 def _colours() -> list[str]:
-    """Returns 256 colours from soft to loud, "#rrggbb"."""
+    """Returns 256 colours "#rrggbb", from soft to loud."""
     import numpy as np
 
     marks = np.array([[int(one[at : at + 2], 16) for at in (0, 2, 4)] for one in _LOUDNESS], float)

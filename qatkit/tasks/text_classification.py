@@ -1,6 +1,6 @@
 """The task of classifying texts: logits [N, classes] against labels [N].
 
-texts, or pairs of them, as tokens [N, T] ── model ──> logits [N, classes] ── argmax ──> class
+texts or pairs of texts, as tokens [N, T] ── model ──> logits [N, classes] ── argmax ──> class
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 
 class TextClassification(Classification):
-    """Classification of texts, with accuracy and macro F1; agreement by the largest logit."""
+    """Classification of texts with accuracy and macro F1.
+
+    Two models agree if they predict the same class.
+    """
 
     names = TaskNames(
         "text_classification",
@@ -36,7 +39,7 @@ class TextClassification(Classification):
 
 
 class _Meter:
-    """A meter that counts correct answers and the confusion matrix, batch by batch.
+    """A streaming meter that counts correct answers and the confusion matrix.
 
     Attributes:
         images: number of texts seen so far.
@@ -47,7 +50,7 @@ class _Meter:
         self._pairs: NDArray[Any] | None = None  # [classes, classes]: label, decision
 
     def add(self, outputs: Array, targets: Any) -> None:
-        """Takes one batch: logits [N, classes] and labels [N]."""
+        """Adds a batch of logits [N, classes] and labels [N]."""
         import numpy as np
 
         classes, labels = outputs.shape[1], np.asarray(targets)
@@ -58,7 +61,10 @@ class _Meter:
         self.images += len(labels)
 
     def result(self) -> Scores:
-        """Returns the scores of at least one text; F1 covers the classes that occur in texts or answers."""
+        """Returns the scores; F1 covers the classes that occur as labels or as decisions.
+
+        At least one text must have been added.
+        """
         counted, pairs = self._counted.result(), self._pairs
         assert pairs is not None
         seen = pairs.sum(0) + pairs.sum(1)

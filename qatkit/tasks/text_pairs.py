@@ -2,8 +2,9 @@
 
     texts of N pairs [2 N, T] ── model ──> embeddings [2 N, D] ── cosine of each pair [N] ── ranks ──> Spearman
 
-Rows 2 i and 2 i + 1 are a pair, whose target is its score; larger is more alike. The model takes single texts
-(a bi-encoder). A model that reads both texts at once and returns a class belongs to `text_classification`.
+Rows 2 i and 2 i + 1 are a pair. The target of a pair is its score; a larger score means more similar texts.
+The model takes single texts (a bi-encoder). A model that reads both texts at once and returns a class belongs
+to `text_classification`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ _FEWEST = 3  # minimum number of pairs for a rank correlation
 
 
 class TextPairs(ByInfluence, Vectors):
-    """Sentence similarity, with Spearman's rank correlation times 100; agreement by the cosine to float."""
+    """Sentence similarity with Spearman's rank correlation times 100.
+
+    Two models agree on a text if the cosine between their embeddings is high enough.
+    """
 
     names = TaskNames(
         "text_pairs",
@@ -42,7 +46,10 @@ class TextPairs(ByInfluence, Vectors):
         return (_torch_cosines(output) - targets.to(output.device)).square().mean()
 
     def total(self, output: Tensor, targets: Tensor) -> Tensor:
-        """Returns the rank correlation within a batch, times its pairs: an epoch's figure is their mean."""
+        """Returns the rank correlation within a batch times its number of pairs, in percent.
+
+        The figure of an epoch is therefore the mean over pairs.
+        """
         import torch
 
         found = spearman(_torch_cosines(output).cpu().numpy(), targets.cpu().numpy())
@@ -58,10 +65,10 @@ class TextPairs(ByInfluence, Vectors):
         return 100 * spearman(values[:, 0], values[:, 1])
 
     def influence(self, values: Array) -> Array:
-        """Returns the influence of each pair on the rank correlation, times the number of pairs.
+        """Returns the influence of each pair on the rank correlation times the number of pairs, [N].
 
-        Source: the influence function of a correlation, of ranks: Devlin, Gnanadesikan and Kettenring, "Robust
-        estimation and outlier detection with correlation coefficients", 1975.
+        Source: the influence function of a correlation, here applied to ranks, in Devlin, Gnanadesikan and
+        Kettenring, "Robust estimation and outlier detection with correlation coefficients", 1975.
         """
         a, b = _standardized(values[:, 0]), _standardized(values[:, 1])
         found: Array = a * b - (a * b).mean() / 2 * (a**2 + b**2)
@@ -88,14 +95,17 @@ class TextPairs(ByInfluence, Vectors):
 
 
 def cosines(outputs: Array) -> Array:
-    """Returns the cosine of each pair of rows, float64 [N], of embeddings [2 N, D]."""
+    """Returns the cosine of each pair of rows, float64 [N], from embeddings [2 N, D]."""
     rows = units(outputs)
     found: Array = (rows[::2] * rows[1::2]).sum(1)
     return found
 
 
 def spearman(first: Array, second: Array) -> float:
-    """Returns the rank correlation of two sequences, with mean ranks for ties; 0 if one of them does not vary."""
+    """Returns the rank correlation of two sequences, with mean ranks for ties.
+
+    It is 0 for fewer than three values, or if one of the sequences is constant.
+    """
     if len(first) < _FEWEST:
         return 0.0
     a, b = _standardized(first), _standardized(second)
@@ -103,7 +113,7 @@ def spearman(first: Array, second: Array) -> float:
 
 
 def _standardized(values: Array) -> Array:
-    """Returns standardized ranks: less their mean, over their standard deviation."""
+    """Returns the ranks of the values, shifted and scaled to mean 0 and standard deviation 1."""
     from scipy.stats import rankdata
 
     ranks = rankdata(values)

@@ -1,8 +1,8 @@
-"""Boxes whose rows have no fixed place in the image: those of a two-stage detector, ordered by objectness.
+"""Boxes whose rows have no fixed place in the image, as in a two-stage detector, which sorts by objectness.
 
-Rounding may change the order of proposals and thus shift many rows. Two outputs are therefore compared proposal by
-proposal, each with the one that overlaps it most. K proposals with C classes are K * C rows; row k * C + c has a
-score only in class c.
+Rounding may change the order of proposals and thus shift many rows. Each proposal of one output is therefore
+compared with the proposal of the other that overlaps it most. K proposals with C classes are K * C rows; row
+k * C + c has a score only in class c.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Array = NDArray[Any]
-_SAME_OBJECT = 0.5  # overlap from which a box learns from a box of the teacher
+_SAME_OBJECT = 0.5  # minimum overlap (IoU) at which a box learns from a box of the teacher
 
 
 def are_unordered(scores: Array) -> bool:
     """Returns whether row k * classes + c of scores [N, boxes, classes] has a score only in class c.
 
-    With a single class this cannot be decided, so its rows count as ordered.
+    With a single class this cannot be decided, so the rows count as ordered.
     """
     boxes, classes = scores.shape[1:]
     if classes == 1 or boxes % classes:
@@ -34,12 +34,13 @@ def are_unordered(scores: Array) -> bool:
 
 
 def in_order_of(exact: Array, found: Array) -> Array:
-    """Returns `found` with its proposals in the order of the proposals of `exact` that they overlap most.
+    """Returns `found` with its proposals in the order of the matching proposals of `exact`.
 
-    Proposals are matched in the order of their scores, each with one of the remaining ones.
+    Proposals of `exact` are matched by descending score, each with the remaining proposal that it overlaps
+    most.
 
     Args:
-        exact, found: corners and the score of each class, [N, proposals * classes, 4 + classes].
+        exact, found: the corners and the score of each class, [N, proposals * classes, 4 + classes].
     """
     classes = exact.shape[2] - 4
     return np.stack([_ordered(one, other, classes) for one, other in zip(exact, found, strict=True)])
@@ -59,12 +60,12 @@ def _ordered(exact: Array, found: Array, classes: int) -> Array:
 
 
 def nearest(output: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the teacher's row of the same class that overlaps each row of `output` most, and a mask.
+    """Returns the teacher's row of the same class with the largest overlap for each row of `output`, and a mask.
 
-    The mask marks the rows with enough overlap (IoU 0.5) to learn from it.
+    The mask [N, rows] marks the rows whose overlap (IoU) is at least 0.5, enough to learn from.
 
     Args:
-        output, teacher: corners and scores, [N, proposals * classes, 4 + classes].
+        output, teacher: the corners and scores, [N, proposals * classes, 4 + classes].
     """
     import torch
     from torchvision.ops import box_iou

@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from qatkit.tasks.base import Array
     from qatkit_verify.compare import Alike
 
-ALIKE = 0.99  # cosine from which two models' vectors of a sample count as the same
+ALIKE = 0.99  # minimum cosine at which two models' vectors of a sample count as the same
 
 
 class Vectors(Task):
     """A task with vectors [N, D] whose metric is computed from all `values` together (`Task.mean`)."""
 
     def decision(self, outputs: Array) -> Array:
-        """Returns the signs of the vectors, as a binary index stores them."""
+        """Returns whether each value is positive, as a binary index stores vectors."""
         positive: Array = outputs > 0
         return positive
 
@@ -28,7 +28,7 @@ class Vectors(Task):
 
     @property
     def rule(self) -> Callable[[Array], Array] | Alike | None:
-        """The rule: agreement by the cosine, since vectors have no decision of their own."""
+        """The rule that outputs agree by their cosine, since vectors have no decision of their own."""
         from qatkit_verify.compare import Alike
 
         return Alike(alike)
@@ -40,7 +40,7 @@ class Vectors(Task):
         return float((outputs.astype("float64") ** 2).mean())
 
     def width_of(self, shape: Sequence[int]) -> int | None:
-        return None  # the model knows
+        return None  # the model itself defines it
 
 
 def alike(exact: Array, found: Array) -> Array:
@@ -52,7 +52,7 @@ def alike(exact: Array, found: Array) -> Array:
 
 
 def units(outputs: Array) -> Array:
-    """Returns the rows scaled to length 1, float64 [N, D]."""
+    """Returns the rows [N, D] scaled to length 1, float64."""
     import numpy as np
 
     rows = np.asarray(outputs, np.float64)
@@ -64,7 +64,7 @@ class AllValues:
     """A meter that computes the metric from the values of all samples.
 
     Args:
-        task: provides `values` and `mean`.
+        task: the task that provides `values` and `mean`.
 
     Attributes:
         images: number of samples seen so far.
@@ -75,14 +75,14 @@ class AllValues:
         self._values: list[Array] = []
 
     def add(self, outputs: Array, targets: Any) -> None:
-        """Takes one batch."""
+        """Adds a batch of outputs [N, ...] and their targets."""
         import numpy as np
 
         self._values.append(self._task.values(outputs, np.asarray(targets)))
         self.images += len(self._values[-1])
 
     def result(self) -> Scores:
-        """Returns the scores of at least one sample."""
+        """Returns the main metric; at least one sample must have been added."""
         import numpy as np
 
         main = self._task.names.main

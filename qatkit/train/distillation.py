@@ -105,13 +105,13 @@ def find_features(
     for (one, other), a, b in zip(paths, ours, theirs, strict=True):
         if a.shape != b.shape:
             told = f"{one} returns {_sizes(a)} and the teacher's {other} returns {_sizes(b)}"
-            wanted = f"modules whose outputs have one shape; {told}"
+            wanted = f"modules whose outputs have the same shape; {told}"
             raise ConfigError(KEY, f"{one}:{other}", wanted)
     names = _equal_values(graph_module, tensors, ours)
     for (path, _), name in zip(paths, names, strict=True):
         if name is None:
             wanted = (
-                "modules whose outputs the quantized graph computes; the output of this one is changed by an "
+                "a module whose output the quantized graph computes; the output of this one is changed by an "
                 "algorithm or fused away, unlike that of a module that ends a block"
             )
             raise ConfigError(KEY, path, wanted)
@@ -139,14 +139,16 @@ def _outputs(model: nn.Module, batch: Example, paths: Sequence[str], who: str) -
     known = [path for path, _ in model.named_modules() if path]
     for path in paths:
         if path not in known:
-            raise ConfigError(KEY, path, f"modules of {who}{did_you_mean(path, known, 3)}")
+            raise ConfigError(KEY, path, f"a module of {who}{did_you_mean(path, known, 3)}")
     try:
         found = watched(model, batch, paths)[1]
     except KeyError as error:
-        raise ConfigError(KEY, error.args[0], f"modules that {who} calls") from error
+        raise ConfigError(KEY, error.args[0], f"a module that {who} calls") from error
     for path, one in zip(paths, found, strict=True):
         if not isinstance(one, Tensor) or not one.is_floating_point():
-            raise ConfigError(KEY, path, f"modules of {who} that return a tensor, not {type(one).__name__}")
+            raise ConfigError(
+                KEY, path, f"a module of {who} that returns a float tensor, not {type(one).__name__}"
+            )
     return found
 
 

@@ -1,4 +1,4 @@
-"""Everything that is measured on the exported file, in ONNX Runtime.
+"""Measures the exported file in ONNX Runtime.
 
 A machine that only runs files needs neither torch nor rich: torch is imported only where a module is passed
 in, and rich only where a progress bar is requested.

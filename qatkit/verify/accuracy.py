@@ -1,4 +1,4 @@
-"""The metrics of a task over labelled images, for an ONNX file in ONNX Runtime or a module in PyTorch.
+"""Computes a task's metrics over labelled images, for an ONNX file in ONNX Runtime or a module in PyTorch.
 
 Both go through the same meter, so "simulated" and "in ONNX Runtime" differ only in who computed the outputs.
 """
@@ -25,16 +25,15 @@ from qatkit_verify.session import FloatArray, run_outputs, session_file
 if TYPE_CHECKING:
     from torch import nn
 
-# Maps normalised images [N, C, H, W], or other model inputs (`qatkit_verify.feeds`), to the part of all
-# outputs that the task judges, [N, ...] (`Task.joined`). Files and modules are both reduced to such a
-# function.
+# A function from normalised images [N, C, H, W], or other model inputs (`qatkit_verify.feeds`), to the part
+# of all outputs that the task judges, [N, ...] (`Task.joined`). There is one for each file or module.
 Predictor = Callable[[Any], FloatArray]
 
-_VALUES = 4 * 3 * 224 * 224  # input values of the images that run together
+_VALUES = 4 * 3 * 224 * 224  # maximum number of input values of the images that run together
 
 
 class NotFiniteError(ConfigError):
-    """Outputs that are NaN or infinite."""
+    """Raised when an output is NaN or infinite."""
 
 
 def accuracy(
@@ -42,9 +41,15 @@ def accuracy(
 ) -> Scores:
     """Returns the scores of an ONNX file.
 
+    Args:
+        session: a session of the file.
+        batches: the batches, (images, targets).
+        progress: whether to show a progress bar.
+        task: the task whose metrics are computed.
+
     Raises:
         ConfigError: there are no images.
-        NotFiniteError: an output is NaN or infinite (names the file and the image).
+        NotFiniteError: an output is NaN or infinite; the message names the file and the image.
     """
     name = session_file(session)
     return accuracies({name: file_predictor(session, task)}, batches, progress, task=task)[name]
@@ -61,8 +66,8 @@ def module_accuracy(
     """Returns the scores of a PyTorch module (the simulation, the float model), in eval mode on its device.
 
     Args:
-        module: a module, or what `predictor` returned for one.
-        batches: (images, targets).
+        module: a module, or a predictor.
+        batches: the batches, (images, targets).
         progress: whether to show a progress bar.
         name: the module's name in messages; its type by default.
         task: the task whose metrics are computed.
@@ -77,7 +82,7 @@ def module_accuracy(
 class OnAccelerator:
     """A predictor that runs a module on an accelerator asynchronously.
 
-    The results are fetched later, so that the host can run its own passes in the meantime.
+    The results are fetched later, so that the CPU can run other predictors in the meantime.
     """
 
     def __init__(self, module: nn.Module, task: Task) -> None:
@@ -93,13 +98,13 @@ class OnAccelerator:
 
 
 def file_predictor(session: ort.InferenceSession, task: Task = CLASSIFICATION) -> Predictor:
-    """Wraps a file as a function of arrays."""
+    """Returns a predictor that runs a file."""
     return lambda images: task.joined(run_outputs(session, images))
 
 
 def predictor(model: nn.Module | Predictor, task: Task = CLASSIFICATION) -> Predictor:
-    """Wraps a module as a function of arrays, in eval mode on its device; returns other functions unchanged."""
-    torch = sys.modules.get("torch")  # if a module exists, torch has been imported already
+    """Returns a predictor that runs a module in eval mode on its device; returns any function unchanged."""
+    torch = sys.modules.get("torch")  # torch has already been imported if a module exists
     if torch is not None and isinstance(model, torch.nn.Module):
         if device_of(model).type != "cpu":
             return OnAccelerator(model, task)
@@ -134,7 +139,7 @@ def accuracies(
 
     Args:
         predictors: the predictors by name.
-        batches: (images, targets).
+        batches: the batches, (images, targets).
         progress: whether to show a progress bar.
         task: the task whose metrics are computed.
         values: lists by predictor name that receive each batch's per-image contributions to the main metric.
@@ -158,16 +163,18 @@ def accuracies(
 def in_parts(predict: Predictor) -> Predictor:
     """Returns a predictor that runs `predict` on as many images at a time as fit the caches.
 
-    The size of the loaded batches does not matter. A fixed rule rather than a timed choice ensures that two
-    runs add the same floats in the same order (figures: docs/decisions/0033-several-processes.md).
+    The size of the loaded batches does not matter. The number follows a fixed rule and is not timed, so that
+    two runs add the same floats in the same order (figures: docs/decisions/0033-several-processes.md).
     """
-    if isinstance(predict, OnAccelerator):  # it has other caches, and is faster with larger batches
+    if isinstance(
+        predict, OnAccelerator
+    ):  # an accelerator has other caches, and is faster with larger batches
         return predict
     return lambda images: np.concatenate([predict(part) for part in parts(images)])
 
 
 def parts(images: Any) -> Iterator[Any]:
-    """Yields a batch of one tensor a few images at a time; yields any other batch unchanged."""
+    """Yields a single-tensor batch a few images at a time; yields any other batch unchanged."""
     shape = getattr(images, "shape", ())
     size = max(1, _VALUES // math.prod(shape[1:])) if len(shape) > 1 else 0
     if not size or size >= len(images):
@@ -178,7 +185,7 @@ def parts(images: Any) -> Iterator[Any]:
 
 
 def all_cores() -> int:
-    """Returns the number of threads for a pass over images; latency measurements have their own setting."""
+    """Returns the number of threads for a pass over images: all cores. Latency has its own setting."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

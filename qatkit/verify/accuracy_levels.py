@@ -1,10 +1,11 @@
-"""Compares a file with packed weights at accuracy level 4 with itself at level 0: gains and costs.
+"""Compares a file with packed weights at accuracy level 4 with itself at level 0: the speed-up and the cost.
 
     speed       both files timed alternately, round by round
-    cost        the main metric with labels, else the share of changed decisions; on calibration samples
+    cost        the main metric with labels, else the share of changed decisions, on calibration samples
 
 Level 4 pays off if even the slowest tenth of the rounds is faster and the cost is within a bound: the metric
-may be worse by a relative `_WORSE`. Without labels, a share `_CHANGED` of the decisions may change.
+may be worse by a share `_WORSE` of its value. Without labels, a share `_CHANGED` of the decisions may
+change.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ class LevelFigures:
     """A comparison of a file at level 4 with itself at level 0.
 
     Attributes:
-        samples: number of calibration samples on which both are compared.
-        ratio: speed of level 4 over level 0, the median of the rounds; `ratio_low` is their 10th percentile.
-        changed: share of the decisions that differ at level 4, 0..1.
-        sqnr_db: SQNR of the outputs in dB; None if they are equal.
-        metric: the main metric at level 0 and at level 4, and how much worse the second is; None without
+        samples: the number of calibration samples on which both are compared.
+        ratio: the speed of level 4 relative to level 0, the median of the rounds.
+        ratio_low: the 10th percentile of the rounds.
+        changed: the share of the decisions that differ at level 4, 0..1.
+        sqnr_db: the SQNR of the outputs in dB; None if they are equal.
+        metric: the main metric at level 0, at level 4, and by how much the latter is worse; None without
             labels.
     """
 
@@ -60,12 +62,12 @@ class LevelFigures:
         return self.ratio_low > _FASTER and self.costs_little
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns plain figures, with the bounds that they were compared with."""
+        """Returns the figures and their bounds as plain values for JSON."""
         bounds = {"max_changed": _CHANGED} if self.metric is None else {"max_worse": _WORSE}
         return {**asdict(self), **bounds, "min_ratio_low": _FASTER}
 
     def text(self, task: Task) -> str:
-        """Returns the figures in words."""
+        """Returns a text with the figures."""
         names = task.names
         cost = f"{names.decision} differs in {100 * self.changed:.2f} %"
         if self.metric is not None:
@@ -96,7 +98,7 @@ def compare_levels(
     Args:
         files: the files at level 0 and at level 4.
         batches: calibration batches, (samples, labels).
-        timed: what both are timed with: the shape of a batch of noise, or arrays by input name.
+        timed: the input for timing: the shape of a batch of noise, or arrays by input name.
         task: the task whose decisions and metric are compared.
         labelled: whether the labels are meaningful.
         batch, threads, runs: timing settings, as in `qatkit_verify.latency.latency`.

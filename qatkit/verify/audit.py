@@ -1,4 +1,4 @@
-"""Audits the graph that ONNX Runtime runs, node by node: is the INT8 file really fast?
+"""Audits the graph that ONNX Runtime runs, node by node, to find out whether the INT8 file is really fast.
 
 A QDQ file only asks for integer kernels. ONNX Runtime silently decides whether an operator gets one when it
 loads the file. One wrong Q/DQ pair, and a convolution runs in float with its weights dequantized on every
@@ -51,7 +51,7 @@ from qatkit_verify.kernels import Kernel, precision
 
 _PAIRS = ("QuantizeLinear", "DequantizeLinear")
 _ON_PURPOSE = "left float on purpose"
-_LARGE_CONSTANT = 1 << 16  # elements; dequantizing a smaller constant on every run costs microseconds
+_LARGE_CONSTANT = 1 << 16  # elements; dequantizing a smaller constant on every run takes only microseconds
 _LAYOUT_OPS = ("Transpose", "Reshape", "ReorderInput", "ReorderOutput")  # inserted by ONNX Runtime itself
 _FUSED_SUFFIX = re.compile(r"(_token_\d+|_nchwc|/duplicated|/\w+Fusion/?|/)$")
 
@@ -69,15 +69,15 @@ def audit(
 
     Args:
         int8_path: the INT8 QDQ file.
-        options: session config entries of the backend.
-        threads: intra-op threads.
-        allow_float: names or globs of operators left float on purpose: node names of the file, or module
+        options: the backend's session config entries.
+        threads: the number of intra-op threads.
+        allow_float: names or globs of operators that are float on purpose: node names of the file, or module
             paths above them ("encoder.layers.*.mlp"). They are listed, but not as problems.
         input_shape: [N, C, H, W], or a batch by input name; by default the file's own shapes, with 1 for a
             dynamic batch.
-        other_runtime: for a file that another runtime executes (`Backend.other_runtime`), the module that
-            knows what that runtime accepts. The file is then judged by its Q/DQ pairs: ONNX Runtime's kernels
-            say nothing about it.
+        other_runtime: for a file that another runtime executes, the module that knows what that runtime accepts
+            (`Backend.other_runtime`). The file is then judged by its Q/DQ pairs, since ONNX Runtime's kernels
+            say nothing about the other runtime.
 
     Raises:
         ConfigError: ONNX Runtime cannot load the file.
@@ -136,7 +136,7 @@ class Origin:
                 self._by_weight.setdefault(weight.name, []).append(node)
 
     def find(self, node: ir.Node, weight: Weight | None) -> ir.Node | None:
-        """Returns the origin by name, name without fusion suffixes, output tensor or weight; None if new."""
+        """Returns the operator with the same name (without fusion suffixes), output or weight; else None."""
         names = [str(node.name).removeprefix("fused ")]
         while (shorter := _FUSED_SUFFIX.sub("", names[-1])) != names[-1]:
             names.append(shorter)
@@ -240,7 +240,7 @@ class _Judge:
         return why_float_other(origin, node.op_type), asked
 
     def others(self) -> list[str]:
-        """Returns one line for every LayerNorm that was not fused: x - ReduceMean(x), then its variance."""
+        """Returns one line for every LayerNorm that was not fused (x - ReduceMean(x), then its variance)."""
         lines = []
         for node in self._graph:
             follower = self._centred(node)
@@ -267,14 +267,14 @@ class _Judge:
         scope = _scope(node)
         ends = [r for r in readers if r.op_type == "SimplifiedLayerNormalization" or _scope(r) == scope]
         if _scope(mean) != scope or all(r.op_type in ("Pow", "Mul") for r in ends):
-            return None  # hand-written from operators in several places: it stays as in the model
+            return None  # hand-written from operators in several places, so it stays as in the model
         if len(ends) > 1 and all(r.op_type == "SimplifiedLayerNormalization" for r in ends):
             return None  # two norms of the same tensor, which share the centred values
         return next((r for r in readers if r.op_type in ("SimplifiedLayerNormalization", "Pow", "Mul")), None)
 
 
 class _FileJudge(_Judge):
-    """A judge of the file itself by what another runtime accepts; only MACs come from the profiled graph."""
+    """Judges the file itself by what another runtime accepts; only MACs come from the profiled graph."""
 
     def __init__(self, runtime: ModuleType, *given: Any) -> None:
         super().__init__(*given)
@@ -308,7 +308,7 @@ def _scope(node: ir.Node) -> str:
 
 
 def _root(value: ir.Value | None) -> ir.Value | None:
-    """Returns the value from which shape operators and DequantizeLinear compute `value`."""
+    """Returns the value from which only shape operators and DequantizeLinear lead to `value`."""
     for node in back(value):
         if node.op_type != "DequantizeLinear" and node.op_type not in shape_ops():
             break
@@ -332,7 +332,7 @@ def _runtime_dequantize(graph: ir.Graph) -> Iterable[RuntimeDequantize]:
 
 
 def readers_past_shapes(value: ir.Value) -> list[tuple[ir.Node, ir.Value]]:
-    """Returns the computing readers of `value` past shape operators, each with the value that it reads."""
+    """Returns the operators that read `value`, also through shape operators, with the values they read."""
     found = []
     for reader in value.consumers():
         if reader.op_type in shape_ops():
@@ -353,7 +353,7 @@ def _size(count: int) -> str:
 
 
 def _dequantize_lines(dequantized: Sequence[RuntimeDequantize], explained: Collection[str]) -> list[str]:
-    """Returns lines for run-time dequantization that no float operator's line has reported already."""
+    """Returns lines for run-time dequantization that the lines of float operators do not report."""
     return [
         f"{item.kind} '{item.name}' ({_size(item.bytes)}) is dequantized on every run for '{item.feeds}'"
         for item in dequantized

@@ -8,10 +8,10 @@ convolution, K runs over the kernel's positions and, innermost, over the channel
 multiplied as stored; the zero points are subtracted afterwards in 32 bits. Padding is the input's zero point.
 An odd depth is padded with a zero.
 
-Few pairs of weights can overflow (`qatkit_verify.pairs`). All others are exact for any activations. The
-effect of the few on a sum is computed separately:
+Few pairs of weights can overflow (`qatkit_verify.pairs`); all others are exact for any activations. The
+effect of the pairs that can overflow is computed separately:
 
-    emulated = exact + sum over such pairs of (clip(p) - p)
+    emulated = exact + sum over these pairs of (clip(p) - p)
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class PairedWeight:
     """The int8 weight of one matrix product.
 
     Attributes:
-        values: int8 [N, K], one row per output channel, in the order in which the kernels multiply.
+        values: the weights, int8 [N, K], one row per output channel, in the order in which kernels multiply.
     """
 
     values: NDArray[np.int8]
 
     @cached_property
     def overflowing(self) -> NDArray[np.bool_]:
-        """Bool [N, ceil(K / 2)]: the pairs that exceed 16 bits for some activations."""
+        """The pairs that exceed 16 bits for some activations, bool [N, ceil(K / 2)]."""
         return overflowing(self.values)
 
     def products(self, columns: Bytes) -> Integers:

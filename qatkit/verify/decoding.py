@@ -1,6 +1,6 @@
 """Compares a decoder's file in ONNX Runtime, token by token, with the file that takes whole windows.
 
-windows at once          perplexity and likeliest tokens of both files
+whole windows            perplexity and likeliest tokens of both files
 a window in two parts    the second part token by token, after the keys and values of the first
 a greedy text            each token computed with cached keys and values, and again from the whole text
 """
@@ -23,7 +23,7 @@ Array = NDArray[Any]
 _PAST = "past_key_values."
 RISE = 0.005  # maximum relative increase of perplexity at accuracy level 4
 _FASTER = 1.02
-_ROUNDS, _TIMED = 5, 9  # rounds, and tokens per round, the first of which belongs to the prompt
+_ROUNDS, _TIMED = 5, 9  # rounds, and tokens per round; the first token belongs to the prompt
 
 
 class OnnxDecoder:
@@ -31,8 +31,8 @@ class OnnxDecoder:
 
     Args:
         path: the file.
-        threads: intra-op threads.
-        options: session config entries.
+        threads: the number of intra-op threads.
+        options: the session config entries.
     """
 
     def __init__(self, path: Path, threads: int, options: Mapping[str, str] | None = None) -> None:
@@ -48,8 +48,8 @@ class OnnxDecoder:
 
         Args:
             tokens: the new tokens, [N, T].
-            past: keys and values of the P earlier tokens.
-            mask: 0 for padding, [N, P + T]; None means that no token is padding.
+            past: the keys and values of the P earlier tokens.
+            mask: the attention mask, 0 for padding, [N, P + T]; None: no token is padding.
         """
         before = past[0].shape[2]
         every = np.ones((len(tokens), before + tokens.shape[1]), np.int64) if mask is None else mask
@@ -60,7 +60,7 @@ class OnnxDecoder:
         return logits, present
 
     def greedy(self, tokens: Array, count: int) -> tuple[list[int], float]:
-        """Returns the likeliest `count` tokens after [1, T], one after the other, and seconds per token."""
+        """Continues `tokens` [1, T] by the `count` likeliest tokens; returns them and the seconds per token."""
         logits, past = self.run(tokens, self.empty(1))
         made = [int(logits[0, -1].argmax())]
         start = time.perf_counter()
@@ -75,13 +75,14 @@ class Decoding:
     """A comparison of a decoder with the file of whole windows.
 
     Attributes:
-        windows: number of compared windows; `tokens` is the number of tokens in them.
-        perplexity, whole: perplexity of the decoder and of the other file on these windows.
-        agreement: share of identical likeliest next tokens, 0..1.
-        steps: number of tokens computed one by one after others, and how many of them have the same next
-            token.
-        greedy: number of generated tokens of a text, and how many of them are the same from its beginning.
-        tokens_per_second: speed of generating that text, one token at a time.
+        windows, tokens: the number of compared windows, and of the tokens in them.
+        perplexity, whole: the perplexity of the decoder and of the other file on these windows.
+        agreement: the share of likeliest next tokens that are the same, 0..1.
+        steps: the number of tokens that are computed one by one, and the number of them after which both files
+            predict the same next token.
+        greedy: the number of tokens of a generated text, and the number of its first tokens that the other
+            file predicts too.
+        tokens_per_second: the speed of generating that text, one token at a time.
     """
 
     windows: int
@@ -99,9 +100,9 @@ class Levels:
     """A comparison of a decoder at accuracy level 4 with itself at level 0.
 
     Attributes:
-        perplexity: at level 0 and at level 4.
-        agreement: share of identical likeliest next tokens, 0..1.
-        ratio: tokens per second of level 4 over level 0, the median of the rounds.
+        perplexity: the perplexities at level 0 and at level 4.
+        agreement: the share of likeliest next tokens that are the same, 0..1.
+        ratio: the speed of level 4 relative to level 0, the median of the rounds.
         ratio_low: the 10th percentile of the rounds.
     """
 
@@ -112,7 +113,7 @@ class Levels:
 
     @property
     def pays(self) -> bool:
-        """Returns whether level 4 is faster beyond the spread of the rounds, and about as good."""
+        """Returns whether level 4 is faster beyond the rounds' spread, and perplexity rises by at most `RISE`."""
         before, now = self.perplexity
         return self.ratio_low > _FASTER and now <= (1 + RISE) * before
 
@@ -149,8 +150,8 @@ def decoding(
         decoder: the decoder.
         whole: returns the other file's logits [N, T, V] for tokens [N, T].
         windows: windows of tokens, each [1, T].
-        steps: number of tokens at the end of the first window that are computed one by one.
-        generated: number of tokens of a greedy text after the first quarter of the first window.
+        steps: the number of tokens at the end of the first window that are computed one by one.
+        generated: the number of tokens of a greedy text that continues the first quarter of the first window.
     """
     nats, same, count = [list[float](), list[float]()], 0, 0
     for tokens in windows:
@@ -169,7 +170,7 @@ def decoding(
 def _by_steps(
     decoder: OnnxDecoder, whole: Callable[[Array], Array], tokens: Array, steps: int
 ) -> tuple[int, int]:
-    """Returns how many tokens at a window's end ran one by one, and how many agree on the next token."""
+    """Returns how many tokens ran one by one, and after how many both files predict the same next token."""
     split = max(1, tokens.shape[1] - steps)
     exact = whole(tokens)[0].argmax(-1)
     _, past = decoder.run(tokens[:, :split], decoder.empty(1))
@@ -181,7 +182,7 @@ def _by_steps(
 
 
 def _equal(whole: Callable[[Array], Array], prompt: Array, made: list[int]) -> int:
-    """Returns how many tokens, from the first on, are also predicted from the whole text so far."""
+    """Returns how many of the first tokens in `made` are also predicted from the whole text before them."""
     text = np.concatenate([prompt, np.array([made], np.int64)], 1)
     likeliest = whole(text[:, :-1])[0].argmax(-1)[prompt.shape[1] - 1 :]
     differs = np.nonzero(likeliest != np.array(made))[0]
@@ -189,7 +190,7 @@ def _equal(whole: Callable[[Array], Array], prompt: Array, made: list[int]) -> i
 
 
 def _nats(logits: Array, tokens: Array) -> float:
-    """Returns the mean nats per token of the logits [T, V] of a window [T]."""
+    """Returns the mean cross-entropy, in nats per token, of the logits [T, V] for a window [T]."""
     rows = logits[:-1].astype(np.float64)
     largest = rows.max(1, keepdims=True)
     total = largest[:, 0] + np.log(np.exp(rows - largest).sum(1))

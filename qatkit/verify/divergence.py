@@ -1,10 +1,12 @@
-"""Finds where two ways of computing one file diverge, tensor by tensor, in graph order.
+"""Finds where two computations of a file diverge, tensor by tensor, in graph order.
 
 Against the converted module: ONNX Runtime runs the file as written, with the output of every QuantizeLinear
-exposed, and these are compared with the module's own integers. Any difference comes from the exporter.
-Against the optimizer: the graph that ONNX Runtime makes of the file is saved. It runs with those tensors
-exposed that the file also has by name, and so does the file without optimizations.
-Integers are compared in their own steps; in a file without integers, floats in steps of their range / 255.
+exposed. These outputs are compared with the module's own integers. Any difference comes from the exporter.
+Against the optimizer: the graph that ONNX Runtime makes of the file is saved. Both it and the file without
+optimizations run with the tensors exposed that have the same names in both.
+
+Integers are compared in their own steps. In a file without integers, floats are compared in steps of their
+range / 255.
 """
 
 from __future__ import annotations
@@ -29,10 +31,12 @@ from qatkit_verify.feeds import by_name, feeds, input_names
 from qatkit_verify.session import fixed_batch, integer_io, open_session
 
 Tensors = Mapping[str, NDArray[Any]]
-# Enough to show a difference, few enough to hold every tensor of a large model at once.
+# Enough to show a difference, and few enough to keep every tensor of a large model in memory.
 IMAGES = 4
-TOLERANCE = 1  # steps: of the integers, or of a float tensor's range / 255
-_STEP_OF_16_BITS = 16  # integers: float sums in different orders are a few of 65,535 apart
+TOLERANCE = 1  # maximum difference in steps: of the integers, or of a float tensor's range / 255
+_STEP_OF_16_BITS = (
+    16  # integers per step of 16-bit tensors: float sums in different orders differ by a few of 65,535
+)
 # EXTENDED has all fusions; ALL also changes memory layouts, which removes most names.
 _LEVELS = (ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED, ort.GraphOptimizationLevel.ORT_ENABLE_ALL)
 
@@ -52,17 +56,17 @@ def first_divergence(
 
     Args:
         int8_path: the INT8 file, with a dynamic batch or the batch size of `images`.
-        images: [N, C, H, W], or a batch of the file's other inputs (`qatkit_verify.feeds`).
+        images: images [N, C, H, W], or a batch of the file's inputs in any form (`qatkit_verify.feeds`).
         recorded: the integer tensors of the converted module for the same images, by the names of the
             file's QuantizeLinear outputs. Shapes may differ by a reshape.
-        output: the module's output and the size of its step; the file's output is then compared too, as its
+        output: the module's output and the size of its step. The file's output is then compared too, as the
             last tensor.
-        options: session config entries of the backend.
-        threads: intra-op threads.
+        options: the backend's session config entries.
+        threads: the number of intra-op threads.
 
     Raises:
-        ConfigError: a recorded tensor is not integer or has another number of elements, or none is in the
-            file.
+        ConfigError: a recorded tensor is not integer or has another number of elements, or the file has none
+            of the recorded tensors.
     """
     model = ir.load(str(int8_path))
     names = [str(n.outputs[0].name) for n in model.graph if n.op_type == "QuantizeLinear"]
@@ -96,9 +100,9 @@ def optimizer_divergence(
 
     Args:
         path: any ONNX file, with a dynamic batch or the batch size of `images`.
-        images: [N, C, H, W], or a batch of the file's other inputs.
-        options: session config entries of the backend.
-        threads: intra-op threads.
+        images: images [N, C, H, W], or a batch of the file's inputs in any form.
+        options: the backend's session config entries.
+        threads: the number of intra-op threads.
     """
     source = ir.load(str(path))
     tries: list[Divergence] = []
@@ -115,7 +119,7 @@ def optimizer_divergence(
         tries.append(judged(found, source))
         if tries[-1].first is not None:
             return tries[-1]
-    return tries[0]  # it has the most tensors
+    return tries[0]  # this one compared the most tensors
 
 
 def dequantized(
@@ -132,11 +136,11 @@ def dequantized(
     are omitted.
 
     Args:
-        path: see `first_divergence`.
-        names: names of QuantizeLinear outputs.
-        images: see `first_divergence`.
-        options: session config entries of the backend.
-        threads: intra-op threads.
+        path: the file, with a dynamic batch or the batch size of `images`.
+        names: the names of QuantizeLinear outputs.
+        images: images [N, C, H, W], or a batch of the file's inputs in any form.
+        options: the backend's session config entries.
+        threads: the number of intra-op threads.
     """
     model = ir.load(str(path))
     quantized = [value for node in model.graph for value in node.outputs if value.name in names]
@@ -146,7 +150,7 @@ def dequantized(
 
 
 def _dequantized(graph: ir.Graph, value: ir.Value) -> str | None:
-    """Returns the name of a quantized tensor's dequantization; if it is padded first, adds one to `graph`."""
+    """Returns the name of the tensor that dequantizes `value`; adds a node for it if a Pad comes first."""
     direct = [node for node in value.consumers() if node.op_type == "DequantizeLinear"]
     if direct:
         return str(direct[0].outputs[0].name)
@@ -162,7 +166,7 @@ def _dequantized(graph: ir.Graph, value: ir.Value) -> str | None:
 
 
 def closest(found: Divergence) -> Divergence:
-    """Returns `found`; if nothing exceeds its tolerance, with the first tensor that differs at all."""
+    """Returns `found`, with the first tensor that differs at all if none exceeds the tolerance."""
     if found.first is not None:
         return found
     return replace(found, tolerance=0, first=next((t for t in found.tensors if t.max_steps > 0), None))
@@ -175,11 +179,11 @@ def disagreeing(
     path: str | Path,
     task: Task = CLASSIFICATION,
 ) -> Any:
-    """Returns images [N, C, H, W] that `reference` and one of `others` decide differently, to feed `path`.
+    """Returns images [N, C, H, W] that `reference` and one of `others` decide differently, as inputs of `path`.
 
-    There are `IMAGES` of them, or as many as the file takes at a time, filled up with the first others if
-    fewer differ. For a file with several inputs it is the first whole batch with a difference, by name, or
-    else the first batch.
+    There are `IMAGES` images, or as many as the file takes at a time; if fewer differ, the first other images
+    fill the batch. For a file with several inputs, the result is the first whole batch with a difference, by
+    name, or else the first batch.
     """
     session = open_session(path, threads=1, optimize=False)
     fixed, names = fixed_batch(session), input_names(session)
@@ -192,7 +196,7 @@ def disagreeing(
         images = np.asarray(by_name(names, batch)[names[0]], np.float32)
         wanted = reference(images)
         differs = np.any([~task.agree(wanted, predict(images)) for predict in others], axis=0)
-        differs = differs.reshape(len(images), -1).any(1)  # for maps: at any position
+        differs = differs.reshape(len(images), -1).any(1)  # maps differ if any position does
         chosen += list(images[differs])
         spare += list(images[~differs])[: count - len(spare)]
         if len(chosen) >= count:
@@ -217,7 +221,7 @@ def _disagreeing_batch(
 def computed(
     model: ir.Model, names: Collection[str], images: Any, options: Mapping[str, str] | None, threads: int
 ) -> dict[str, NDArray[Any]]:
-    """Runs a graph unoptimized and returns the given tensors by name; changes `model`."""
+    """Runs a graph without optimizations and returns the given tensors by name; changes `model`."""
     ir.external_data.load_to_model(model)  # because the model is saved elsewhere
     outputs = {value.name for value in model.graph.outputs}
     for value in [value for node in model.graph for value in node.outputs]:
@@ -241,7 +245,7 @@ def _common(source: ir.Model, optimized: ir.Model) -> list[str]:
 
 
 def _constants(model: ir.Model) -> set[ir.Value]:
-    """Returns the values computed only from constants: weights on the way to their operators."""
+    """Returns the values computed only from constants, such as weights on the way to their operators."""
     found = set(model.graph.initializers.values())
     for node in model.graph:
         if all(value is None or value in found for value in node.inputs):
@@ -250,7 +254,7 @@ def _constants(model: ir.Model) -> set[ir.Value]:
 
 
 def _comparable(names: Sequence[str], values: Tensors, source: ir.Model) -> list[str]:
-    """Returns the quantized tensors and the output; without a QuantizeLinear, every float tensor."""
+    """Returns the quantized tensors and the outputs; in a file without QuantizeLinear, every float tensor."""
     quantized = {str(n.outputs[0].name) for n in source.graph if n.op_type == "QuantizeLinear"}
     output = {str(value.name) for value in source.graph.outputs}
     wanted = quantized | output if quantized else set(names)
@@ -258,7 +262,10 @@ def _comparable(names: Sequence[str], values: Tensors, source: ir.Model) -> list
 
 
 def judged(found: Divergence, model: ir.Model) -> Divergence:
-    """Returns `found` with its operator and the first tensor beyond the tolerance (or that differs)."""
+    """Returns `found` with the first tensor beyond the tolerance, and with an operator.
+
+    The operator computes that tensor or, if there is none, the first tensor that differs at all.
+    """
     found = replace(found, first=next((t for t in found.tensors if t.max_steps > found.tolerance), None))
     name = closest(found).first
     return found if name is None else replace(found, operator=operator_of(model, name.name))
@@ -267,8 +274,8 @@ def judged(found: Divergence, model: ir.Model) -> Divergence:
 def operator_of(model: ir.Model, tensor: str) -> str | None:
     """Returns the node that computes a tensor's values; for the quantized input, the node that reads it.
 
-    Among the operators between the dequantized tensors above and this one, it is the nearest that multiplies
-    matrices, or else the nearest one.
+    Several operators may lie between the dequantized tensors above and this tensor. The nearest one that
+    multiplies matrices is returned, or else the nearest one.
     """
     value = next(v for node in model.graph for v in node.outputs if v.name == tensor)
     above = list(_float_region(value))
@@ -292,7 +299,7 @@ def _float_region(value: ir.Value) -> Iterator[ir.Node]:
 
 
 def _passes(node: ir.Node) -> bool:
-    """Returns whether a node keeps values except for a clamp; a Sum of one input is a barrier."""
+    """Returns whether a node only moves, clips or quantizes values; a Sum of one input is a barrier."""
     between = node.op_type in shape_ops() | clip_ops() | {"QuantizeLinear"}
     return between or (node.op_type == "Sum" and len(node.inputs) == 1)
 
@@ -334,7 +341,7 @@ def in_steps(name: str, value: NDArray[Any], reference: NDArray[Any]) -> TensorP
 
 
 def _float_steps(name: str, value: NDArray[Any], reference: NDArray[Any], step: float) -> TensorParity:
-    """Compares in whole steps; NaN against a number counts as 255 steps."""
+    """Compares two tensors in whole steps; NaN against a number counts as 255 steps."""
     first, second = value.astype(np.float64).ravel(), reference.astype(np.float64).ravel()
     distance = np.where(np.isnan(first) & np.isnan(second) | (first == second), 0, np.abs(first - second))
     steps = np.rint(np.nan_to_num(distance / step, nan=255, posinf=255))

@@ -1,11 +1,11 @@
-"""Measures whether an error accumulates in a model's states: both files run freely, each with its own states.
+"""Measures whether an error accumulates in a model's states when each file runs on its own states.
 
     float   start ─> step 0 ─ state ─> step 1 ─ state ─> ...
                         compared          compared
     int8    start ─> step 0 ─ state ─> step 1 ─ state ─> ...
 
-The figures cover the first 10, 100, 1,000, ... steps of all sequences, and all steps. They get worse for an
-error that accumulates, and stay the same for one that the model forgets.
+There are figures for the first 10, 100, 1,000, ... steps of all sequences, and for all steps. They get worse
+if an error accumulates, and stay the same if the model forgets it.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Horizon:
 
     Attributes:
         steps: the maximum number of steps.
-        near: fidelity of the first output.
-        outputs: figures of each output, as returned by `OutputDistance`.
+        near: the fidelity of the first output.
+        outputs: the figures of each output, as returned by `OutputDistance`.
     """
 
     steps: int
@@ -48,8 +48,8 @@ class Drift:
     """The distance of a file from the float file in free runs.
 
     Attributes:
-        sequences: number of sequences.
-        horizons: in growing order; the last one covers all steps.
+        sequences: the number of sequences.
+        horizons: the figures for growing numbers of steps; the last ones cover all steps.
     """
 
     sequences: int
@@ -75,7 +75,7 @@ class Drift:
 
 
 class _Horizon:
-    """A running sum over the first steps of every sequence."""
+    """The running sums over the first steps of every sequence."""
 
     def __init__(self, task: Task, outputs: int) -> None:
         self.task, self.first = task, Distance(task)
@@ -102,12 +102,12 @@ def drift_of_files(
 
     Args:
         files: the float file and the other one.
-        states: inputs that are fed back, with the outputs that they come from.
-        sequences, task, progress: see `drift`.
-        threads, options: settings of the sessions.
+        states: the output that feeds each state input in the next step, by input name.
+        sequences, task, progress: as in `drift`.
+        threads, options: the number of threads and the config entries of the sessions.
 
     Raises:
-        ConfigError: see `drift`, or ONNX Runtime cannot load a file.
+        ConfigError: as in `drift`, or ONNX Runtime cannot load a file.
     """
     sessions = [open_session(path, threads=threads, options=options) for path in files]
     names = [one.name for one in sessions[0].get_outputs()]
@@ -118,7 +118,7 @@ def drift_of_files(
 def drift(
     exact: FreeRun, found: FreeRun, sequences: Iterable[StepSequence], task: Task, progress: bool = False
 ) -> Drift:
-    """Runs both files along the sequences.
+    """Runs both files along the sequences and returns the drift between them.
 
     Args:
         exact: the float file.
@@ -156,7 +156,7 @@ def drift(
 def _steps(
     exact: FreeRun, found: FreeRun, sequences: Iterable[StepSequence]
 ) -> Iterator[tuple[tuple[int, list[Array], list[Array]], tuple[None]]]:
-    """Yields the number of each step in its sequence, with the outputs of both files."""
+    """Yields each step's number in its sequence with the outputs of both files, as a batch without labels."""
     for sequence in sequences:
         exact.begin(sequence.start)
         found.begin(sequence.start)

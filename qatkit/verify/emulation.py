@@ -4,8 +4,8 @@
     stretch of nodes ─ one ONNX Runtime session        operator ─ qatkit.verify.int8_kernels
 
 The optimized graph is that of level EXTENDED: its integer operators are those that run, and level ALL changes
-only the memory layout. Operators whose weights rule out saturation stay in their stretch, whose results are
-exact on any processor, including one without VNNI, since they cannot saturate.
+only the memory layout. Operators whose weights rule out saturation stay in their stretch. Since they cannot
+saturate, the results of a stretch are exact on any processor, with VNNI or without.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Emulation:
     """A quantized file in two forms: exact, and as a processor without VNNI computes it.
 
     Attributes:
-        kernels: the uint8 x int8 operators with constant weights, in graph order: those that are emulated,
-            and those whose weights rule out saturation.
-        others: further operators, each with the reason why it is not emulated.
+        kernels: the uint8 x int8 operators with constant weights, in graph order. They are either emulated,
+            or their weights rule out saturation.
+        others: the other operators, each with the reason why it is not emulated.
     """
 
     def __init__(self, path: Path, *, options: Mapping[str, str], threads: int) -> None:
@@ -47,8 +47,8 @@ class Emulation:
 
         Args:
             path: an ONNX file.
-            options: session config entries of the backend.
-            threads: intra-op threads.
+            options: the backend's session config entries.
+            threads: the number of intra-op threads.
 
         Raises:
             ConfigError: ONNX Runtime cannot load the file.
@@ -75,8 +75,8 @@ class Emulation:
 
         Args:
             batch: the batch, in any form that the file takes.
-            saturate: names of the kernels that compute as without VNNI; the others are exact.
-            observe: called with each kernel that can saturate, in turn.
+            saturate: the names of the kernels that compute as without VNNI; the others are exact.
+            observe: a function that is called with each kernel that can saturate, and its input.
         """
         given, fixed = feeds(self._file, batch, self._ends), fixed_batch(self._file)
 
@@ -98,9 +98,9 @@ def _judged(
 
     Args:
         graph: an optimized graph, or the body of one of its nodes.
-        origin: finds the nodes of the file from which those of the outermost graph were made.
-        taken: how often each name has occurred.
-        body: the type of the operator whose body this is, if that operator is not emulated.
+        origin: finds the nodes of the file from which those of the outermost graph were made; None in a body.
+        taken: the number of times each name has occurred.
+        body: the type of the operator whose body this is, if that operator is not emulated; else "".
     """
     for node in graph:
         name = _name(origin, node)

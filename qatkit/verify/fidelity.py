@@ -1,7 +1,7 @@
 """Measures how close one file's outputs are to another's, image by image, without labels.
 
-    agreement    share of the outputs with the same decision (`Task.agreement`)
-    divergence   `Task.divergence` in nats, the mean over the outputs; not every task has one
+    agreement    share of outputs with the same decision (`Task.agreement`)
+    divergence   mean of `Task.divergence` over the outputs, in nats; not every task defines it
     SQNR         10 log10( sum exact^2 / sum (exact - found)^2 ), in dB, over all values
 
 An output with further axes ([N, classes, H, W]) counts once per position.
@@ -25,12 +25,12 @@ from qatkit_verify.errors import ConfigError
 _Array = NDArray[np.float64]
 
 
-_CHANNELS = 1024  # maximum size of a last axis that counts as channels; a larger one has positions or samples
+_CHANNELS = 1024  # maximum size of a last axis of channels; a larger axis consists of positions or samples
 _SCALES = 100.0  # ratio of channel powers above which each channel counts separately
 
 
 class OutputDistance:
-    """A running distance of one output from float's, overall and along its last axis."""
+    """The distance of one output from float's, overall and along its last axis, updated batch by batch."""
 
     def __init__(self) -> None:
         self._signal: _Array | None = None
@@ -64,14 +64,14 @@ class OutputDistance:
 
 
 class SampleDistance:
-    """Cosines and L2 distances between one output of two files, sample by sample."""
+    """The cosine similarities and L2 distances between one output of two files, sample by sample."""
 
     def __init__(self) -> None:
         self._cosines: list[float] = []
         self._lengths: list[float] = []
 
     def add(self, exact: NDArray[Any], found: NDArray[Any], samples: int) -> None:
-        """Adds one batch of both files; without a first axis of size `samples`, it is a single sample."""
+        """Adds one batch of both files; an output whose first axis is not `samples` counts as one sample."""
         if exact.shape != found.shape or exact.dtype.kind != "f":
             return
         count = samples if exact.ndim and len(exact) == samples else 1
@@ -84,7 +84,7 @@ class SampleDistance:
     def figures(self) -> dict[str, Any]:
         """Returns cosine similarities and L2 distances of the outputs, as means and worst samples.
 
-        It is empty for integer outputs and for outputs whose shapes differ.
+        The result is empty for integer outputs and for outputs whose shapes differ.
         """
         if not self._cosines:
             return {}
@@ -102,7 +102,7 @@ def _decibel(signal: float, noise: float) -> float | None:
 
 
 class Distance:
-    """Running sums of the fidelity measures, updated batch by batch."""
+    """The running sums of the fidelity measures, updated batch by batch."""
 
     def __init__(self, task: Task) -> None:
         self.task, self.agreement = task, task.agreement()
@@ -148,7 +148,8 @@ def fidelity(
     """Compares each of `others` with `exact` over the images of `batches`; labels are not used.
 
     Raises:
-        ConfigError: there are no images, or an output is NaN or infinite (names the predictor and the image).
+        ConfigError: there are no images, or an output is NaN or infinite; the message names the predictor and
+            the image.
     """
     distances = {name: Distance(task) for name in others}
     seen = 0
@@ -166,7 +167,8 @@ def finite(name: str, outputs: Any, seen: int, unit: str = "image") -> _Array:
     """Returns outputs as float64.
 
     Raises:
-        ConfigError: an output is NaN or infinite (names the predictor and the image, counted from `seen`).
+        ConfigError: an output is NaN or infinite; the message names the predictor and the image, whose number
+            is counted from `seen`.
     """
     values = np.asarray(outputs, np.float64)
     bad = ~np.isfinite(values).reshape(len(values), -1).all(axis=1)

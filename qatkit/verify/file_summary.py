@@ -33,15 +33,16 @@ class OperatorRow:
     """The figures of one type of operator.
 
     Attributes:
-        operator: its type, after the domain if that is not ONNX's.
-        count: number of nodes, including those of branches and bodies.
-        quantized: number of nodes with quantized inputs.
-        types: number of nodes by types of activations and weights ("uint8 x int8 per channel").
-        weight_bytes: bytes of initializers that they read; each initializer counts where it is read first.
-        ran: number of nodes of the main graph by the precision in which they ran here (int8, float,
-            weight-only, other). Missing nodes were folded or are part of another one. None: the file was not
-            run.
-        inner: number of nodes in branches and bodies.
+        operator: its type, preceded by the domain if that is not ONNX's.
+        count: the number of nodes, including those of branches and bodies.
+        quantized: the number of nodes with quantized inputs.
+        types: the number of nodes by the types of activations and weights ("uint8 x int8 per channel").
+        weight_bytes: the bytes of initializers that the nodes read; each initializer counts where it is read
+            first.
+        ran: the number of nodes of the main graph by the precision in which they ran here (int8, float,
+            weight-only, other). Nodes that are missing were folded or became part of another node. None: the
+            file was not run.
+        inner: the number of nodes in branches and bodies.
     """
 
     operator: str
@@ -58,8 +59,8 @@ class FileSummary:
     """A file's operators, most frequent first, and its totals.
 
     Attributes:
-        unread_bytes: bytes of initializers that no node reads.
-        note: why the file was not run; "" if it was.
+        unread_bytes: the bytes of initializers that no node reads.
+        note: the reason why the file was not run; "" if it was.
     """
 
     rows: list[OperatorRow]
@@ -75,7 +76,7 @@ class FileSummary:
 
 
 def name_nodes(model: ir.Model) -> None:
-    """Gives each node of the main graph a unique name, by which an audit finds it."""
+    """Gives each node of the main graph a unique name, so that an audit can find it."""
     taken: set[str] = set()
     for number, node in enumerate(model.graph):
         if not node.name or node.name in taken:
@@ -84,13 +85,13 @@ def name_nodes(model: ir.Model) -> None:
 
 
 def summarize(model: ir.Model, path: Path, audit: Audit | None, note: str = "") -> FileSummary:
-    """Counts the operators of a file.
+    """Counts the operators of a file and returns the summary.
 
     Args:
         model: the file with its constants as initializers; each node of the main graph has a unique name.
         path: the path of the file.
-        audit: the audit of the file, with the same names; None if it was not run.
-        note: why there is no audit.
+        audit: the audit of the file, with the same names of nodes; None if the file was not run.
+        note: the reason why there is no audit; "" if there is one.
     """
     rows: dict[str, OperatorRow] = {}
     counted: set[ir.Value] = set()
@@ -115,7 +116,7 @@ def summarize(model: ir.Model, path: Path, audit: Audit | None, note: str = "") 
 
 
 def table(summary: FileSummary) -> list[tuple[str, ...]]:
-    """Returns the rows of the table for people; the first row is the head."""
+    """Returns the rows of the table for the terminal; the first row has the headings."""
     found = [("operator", "nodes", "quantized", "ran here", "weights", "types")]
     for row in summary.rows:
         quantized = str(row.quantized) if row.quantized else "-"
@@ -161,7 +162,7 @@ def _types(node: ir.Node) -> str:
 
 
 def _dequantized(value: ir.Value | None) -> str:
-    """Returns the type before a DequantizeLinear, for a constant with its granularity; "" for floats."""
+    """Returns the type before a DequantizeLinear, with the granularity of a constant; "" for floats."""
     pair = made_by(value, "DequantizeLinear")
     if pair is None:
         return ""

@@ -1,8 +1,8 @@
-"""Queries on an ONNX graph in `onnx_ir`: which constant a tensor comes from, and what lies on the way to it.
+"""Queries an ONNX graph in `onnx_ir`: which constant a tensor comes from, and which operators lie between.
 
 The producer and the readers of a value come from the value itself (`producer()`, `consumers()`). Constant
-nodes count as initializers, so that a file reads the same however its constants are stored. It needs no
-torch.
+nodes count as initializers, so a file reads the same however its constants are stored. This module does not
+need torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from qatkit_verify.errors import ConfigError
 
 @lookup
 def shape_ops() -> frozenset[str]:
-    """Returns operators that move values without computing: a weight after one is still that weight."""
+    """Returns the operators that only move values, so that a weight is still the same weight after them."""
     return onnx_operators([operator("shape")]) | {"Identity", "Cast"}
 
 
@@ -53,22 +53,23 @@ def clip_ops() -> frozenset[str]:
 
 @lookup
 def same_scale_ops() -> frozenset[str]:
-    """Returns operators whose 8-bit kernel passes values through, so that both sides share their scale."""
+    """Returns the operators whose 8-bit kernels pass values through: input and output share their scale."""
     return onnx_operators([record for record in operators() if record.keeps_range])
 
 
 @lookup
 def eight_bit_ops() -> frozenset[str]:
-    """Returns operators besides Conv, Gemm and MatMul with an 8-bit CPU kernel when surrounded by pairs."""
+    """Returns the operators, except Conv, Gemm and MatMul, that run in 8 bits on the CPU between Q/DQ pairs."""
     requantizing = [record for record in operators() if record.kernels and not record.weighted]
     return onnx_operators(requantizing) | same_scale_ops()
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A constant operand: the initializer, the DequantizeLinear on the way, and the operator in between.
+    """A constant operand: the initializer, and the operators between it and the reader.
 
-    `between` lies between the DequantizeLinear and the reader (None: read directly).
+    `dequantize` is the DequantizeLinear, and `between` an operator between that and the reader. Each is None if
+    there is none.
     """
 
     value: ir.Value
@@ -89,7 +90,7 @@ def read_model(path: str | Path) -> ir.Model:
     """
     try:
         model = with_initializers(ir.load(str(path)))
-    except Exception as error:  # protobuf's DecodeError is not importable from a stable place
+    except Exception as error:  # protobuf's DecodeError cannot be imported from a stable place
         raise ConfigError(
             "onnx file", path, reason=f"the file can't be read as ONNX: {_cause(error)}"
         ) from error
@@ -105,7 +106,7 @@ def with_initializers(model: ir.Model) -> ir.Model:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """Returns the original error, which onnx_ir wraps in the names of its own functions."""
+    """Returns the original error, which onnx_ir wraps in errors that name its own functions."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error
@@ -140,7 +141,7 @@ def quantized_type(pair: ir.Node) -> ir.DataType | None:
 
 
 def made_by(value: ir.Value | None, op_type: str) -> ir.Node | None:
-    """Returns the producer of `value` if it has this type."""
+    """Returns the producer of `value` if its type is `op_type`, else None."""
     node = value.producer() if value is not None else None
     return node if node is not None and node.op_type == op_type else None
 
@@ -153,7 +154,7 @@ def back(value: ir.Value | None) -> Iterator[ir.Node]:
 
 
 def weight(value: ir.Value | None) -> Weight | None:
-    """Returns the constant that `value` comes from, through at most a DequantizeLinear and shape ops."""
+    """Returns the constant from which at most a DequantizeLinear and shape operators lead to `value`."""
     dequantize = between = None
     for node in back(value):
         if node.op_type == "DequantizeLinear" and dequantize is None:

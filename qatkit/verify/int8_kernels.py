@@ -1,8 +1,8 @@
-"""NumPy versions of ONNX Runtime's uint8 x int8 operators, exact and as computed without VNNI.
+"""Computes ONNX Runtime's uint8 x int8 operators in NumPy, exactly and as without VNNI.
 
     QLinearConv, QLinearMatMul, QGemm, MatMulIntegerToFloat, MatMulInteger, DynamicQuantizeMatMul
 
-They come from an optimized graph and have constant int8 weights. Each is a matrix product
+The operators come from an optimized graph and have constant int8 weights. Each is a matrix product
 (`qatkit.verify.avx2`) with zero points and bias in 32 bits, followed by one rounding to the output's integers
 or one multiplication to floats. The float32 operations are in ONNX Runtime's order, so that the exact form
 equals ONNX Runtime's bit for bit (docs/onnxruntime-qdq.md, section 5). Scales and zero points may be
@@ -30,7 +30,7 @@ from qatkit_verify.pairs import convolution_rows, product_rows
 Array = NDArray[Any]
 Read = Callable[[ir.Value | None], Array | None]
 
-_AT_ONCE = 2**20  # values of a matrix of columns at a time
+_AT_ONCE = 2**20  # maximum number of values in a matrix of columns
 
 
 # Input positions of scales, bias and output zero point; `PLACES` has those of zero points and weight.
@@ -50,10 +50,10 @@ class Judged:
     """An operator that multiplies uint8 by constant int8 weights.
 
     Attributes:
-        name: the name for messages, from the node of the file that it was made of.
-        channels: number of output channels.
-        overflowing: number of channels that saturate for some input; the weights prove that the others never
-            do.
+        name: the name for messages: that of the node of the file from which the operator was made.
+        channels: the number of output channels.
+        overflowing: the number of channels that saturate for some input; the weights prove that the others
+            never do.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Judged:
 
     @property
     def can_saturate(self) -> bool:
-        """Returns whether any input makes it saturate."""
+        """Returns whether the operator saturates for any input."""
         return self.overflowing > 0
 
 
@@ -72,12 +72,12 @@ class Numbers:
 
     Attributes:
         input_zero: the input's zero point.
-        weight_zero: int32, the zero point of each output channel.
-        scale: float32 [channels] or [], from sums to the output's steps or to floats; None: the sums are the
-            output.
-        bias: int32 [channels], for a QGemm also [rows or 1, channels or 1], added to the sums; or floats,
-            added to a float output.
-        output_zero: the output's zero point, in its type; None if the output is float or the sums.
+        weight_zero: the zero point of each output channel, int32.
+        scale: the factor, float32 [channels] or [], that turns sums into steps of the output or into floats.
+            None: the sums are the output.
+        bias: the bias: int32 [channels], which is added to the sums (for a QGemm also [rows or 1, channels or
+            1]), or floats, which are added to a float output.
+        output_zero: the output's zero point, in its type; None if the output is float or consists of sums.
     """
 
     input_zero: int
@@ -88,7 +88,7 @@ class Numbers:
 
     @classmethod
     def of(cls, node: ir.Node, channels: int, read: Read) -> Numbers | None:
-        """Reads the numbers for a node; returns None if one of them is not known yet."""
+        """Reads the numbers of a node; returns None if one of them is not known yet."""
         zeros = PLACES[node.op_type]
         places = {"x_zero": zeros.x_zero, "w_zero": zeros.weight_zeros[0], **_SCALES[node.op_type]}
         found: dict[str, Array | None] = {}
@@ -119,14 +119,14 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Int8Kernel(Judged):
-    """An operator that is computed here.
+    """An operator that NumPy computes here.
 
     Attributes:
         node: the node of the optimized graph.
-        weights: one per group of a convolution, or per matrix of a stack; else a single one.
-        numbers: None until the nodes that compute them have run (`bound`).
-        window: the window of a convolution.
-        stack: the axes of a weight before its last two.
+        weights: the weights, one per group of a convolution or per matrix of a stack; else a single one.
+        numbers: the numbers around the product; None until the nodes that compute them have run (`bound`).
+        window: the window of a convolution; None for a matrix product.
+        stack: the sizes of a weight's axes before its last two.
     """
 
     node: ir.Node
@@ -136,7 +136,7 @@ class Int8Kernel(Judged):
     stack: tuple[int, ...] = ()
 
     def bound(self, read: Read) -> tuple[Int8Kernel, Array]:
-        """Returns the kernel with all its numbers, and its input in bytes; `read` gets computed tensors."""
+        """Returns the kernel with all its numbers, and its input in bytes; `read` returns computed tensors."""
         x, numbers = read(operand(self.node, 0)), self.numbers or Numbers.of(self.node, self.channels, read)
         assert x is not None and numbers is not None, "what is read has been computed"
         if self.node.op_type == "DynamicQuantizeMatMul":
@@ -152,7 +152,7 @@ class Int8Kernel(Judged):
         return self.numbers
 
     def __call__(self, x: Array, *, saturate: bool) -> Array:
-        """Returns the output for an input as stored, exact or as without VNNI."""
+        """Returns the output for an input as stored, exact or as computed without VNNI."""
         shaped = self._arranged(x)
         parts = [self._part(weights, one, clip=saturate) for weights, one in self._parts(shaped)]
         return self._restored([self.finish(e if c is None else e + c) for e, c in parts], x, shaped)
@@ -176,7 +176,7 @@ class Int8Kernel(Judged):
         return np.broadcast_to(x, (*shape, *x.shape[-2:]))
 
     def _parts(self, x: Array) -> Iterator[tuple[tuple[PairedWeight, ...], Array]]:
-        """Yields as many images or rows as have columns that fit the caches, and the weights for them."""
+        """Yields the weights and the images or rows, in parts whose columns fit the caches."""
         if self.stack:
             order = np.broadcast_to(np.arange(len(self.weights)).reshape(self.stack), x.shape[:-2])
             for place in np.ndindex(order.shape):
@@ -254,7 +254,7 @@ class Int8Kernel(Judged):
 
 
 def dynamically_quantized(x: Array) -> tuple[Bytes, np.float32, int]:
-    """Quantizes floats to bytes like DynamicQuantizeLinear; also returns their scale and zero point."""
+    """Quantizes floats to bytes as DynamicQuantizeLinear does; also returns the scale and zero point."""
     low, high = (np.float32(end(x, initial=0)) for end in (np.min, np.max))
     scale = (high - low) / np.float32(255) if high > low else np.float32(1)
     zero = np.rint(np.clip(-low / scale, np.float32(0), np.float32(255)))
@@ -262,7 +262,7 @@ def dynamically_quantized(x: Array) -> tuple[Bytes, np.float32, int]:
 
 
 def int8_kernel(node: ir.Node, name: str) -> Int8Kernel | None:
-    """Returns the uint8 x int8 kernel of a node of an optimized graph; None for others and depthwise ones."""
+    """Returns the uint8 x int8 kernel of a node; None for other nodes and for depthwise convolutions."""
     if node.op_type not in EMULATED or not of_bytes(node, PLACES[node.op_type].x_zero):
         return None
     (place,), (zero,) = PLACES[node.op_type].weights, PLACES[node.op_type].weight_zeros
@@ -285,7 +285,7 @@ def int8_kernel(node: ir.Node, name: str) -> Int8Kernel | None:
     found = [one.overflowing.any(1) for one in weights]
     each = np.concatenate(found) if window is not None else np.any(found, axis=0)
     if w_zero is not None and w_zero.size not in (1, len(each)):
-        return None  # one zero point per matrix of a stack
+        return None  # one zero point per matrix of a stack is not supported
     numbers = Numbers.of(node, len(each), constant)
     return Int8Kernel(name, len(each), int(each.sum()), node, weights, numbers, window, stack)
 

@@ -1,8 +1,8 @@
 """Finds the nodes of an optimized graph that multiply uint8 by int8, and says why some are not emulated.
 
-DynamicQuantizeLSTM and QAttention saturate like matrix products, along the inputs of their weights, but
-compute further steps of their own around these products. Only their weights are judged. ConvInteger and
-MatMulNBits are exact.
+DynamicQuantizeLSTM and QAttention saturate as matrix products do, along the inputs of their weights, but they
+compute further steps around these products. So only their weights are judged. ConvInteger and MatMulNBits are
+exact.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def judged(node: ir.Node, name: str, body: str = "") -> tuple[Judged | None, str
         body: the type of the operator whose body the graph is, if bodies of this type are not emulated.
 
     Returns:
-        None if it has no constant int8 weights that are multiplied by uint8; and a reason, which is "" if the
-        node is emulated or needs no emulation.
+        The judged operator, or None if it has no constant int8 weights that are multiplied by uint8; and the
+        reason why it is not emulated, "" if it is emulated or needs no emulation.
     """
     found = int8_kernel(node, name) or _by_weights(node, name)
     if found is None:

@@ -1,4 +1,4 @@
-"""Computes a module's outputs for a batch as a file would; imports torch only for a given module."""
+"""Computes a module's outputs for a batch as for a file; torch is imported only when a module is given."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def module_outputs(module: nn.Module, batch: Any) -> tuple[Array, ...]:
     """Returns all outputs of a module in eval mode, computed on its own device.
 
-    A graph takes its tensors by name or in its order.
+    The inputs of a graph (`fx.GraphModule`) are found in the batch by name or in their order.
     """
     return tuple(one.cpu().numpy() for one in device_outputs(module, batch))
 
@@ -43,7 +43,7 @@ def device_outputs(module: nn.Module, batch: Any) -> tuple[torch.Tensor, ...]:
 def _tensors(module: nn.Module, batch: Any, device: Any) -> Any:
     """Returns the arguments of a module.
 
-    They are a graph's tensors in its order and types, or the given batch for another module.
+    For a graph they are its inputs in their order and types; for another module they are the given batch.
     """
     import torch
     from torch import fx

@@ -1,8 +1,9 @@
 """Checks a QDQ file, without running it, for an NPU whose scales are powers of two (`backend=npu_cnn`).
 
 An operator with a weight runs in int8 if both operands come from a DequantizeLinear. If all scales around a
-convolution are powers of two, its requantization is a shift, which has bounds; other scales have none.
-Source: the constraints that AMD Quark's refinement for NPUs lists.
+convolution are powers of two, its requantization is a shift, which the hardware bounds. Other scales are not
+bounded.
+Source: the constraints listed in AMD Quark's refinement for NPUs.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterable
 import onnx_ir as ir
 
 from qatkit.quant.backends import NPU_CNN
-from qatkit.verify.graph_view import constant, made_by, operand, weight, weight_of
+from qatkit.verify.graph_view import constant, made_by, operand, weight, weight_of, weighted_ops
 from qatkit.verify.tensorrt_pairs import asks_for_int8
 
 __all__ = ["asks_for_int8", "broken_pairs"]
@@ -38,10 +39,10 @@ def broken_pairs(nodes: Iterable[ir.Node]) -> list[str]:
 def shift_cut(node: ir.Node) -> int | None:
     """Returns pos(weight) + pos(input) - pos(output) of an operator with a weight, with scales of 2^-pos.
 
-    It is None if one of them has no pair, 16-bit integers (whose bounds are not known), or a scale that is not a
-    power of two.
+    It is None if one of the three tensors has no pair, has 16-bit integers (whose bounds are not known), or has
+    a scale that is not a power of two.
     """
-    found = weight_of(node)
+    found = weight_of(node) if node.op_type in weighted_ops() else None
     if found is None or found.dequantize is None:
         return None
     data = next(value for value in node.inputs[:2] if weight(value) != found)

@@ -13,8 +13,8 @@ _NARROW = (ir.DataType.INT4, ir.DataType.UINT4, ir.DataType.INT2, ir.DataType.UI
 def packed_bits(graph: ir.Graph) -> float | None:
     """Returns the mean number of bits per packed weight; None for a file without packed products.
 
-    Packed weights are those of MatMulNBits nodes, and of DequantizeLinears with blocks or of integers below 8
-    bits. A constant that several nodes read counts once, and so does a weight that they share.
+    Packed weights are those of MatMulNBits nodes, and of DequantizeLinear nodes with blocks or with integers of
+    fewer than 8 bits. A constant or a weight that several nodes read counts once.
     """
     weights, constants = dict[int, int](), dict[int, int]()
     for node in graph:
@@ -28,7 +28,7 @@ def packed_bits(graph: ir.Graph) -> float | None:
 
 
 def _weights(node: ir.Node) -> int | None:
-    """Returns the number of weights that a node holds packed; None if it holds none."""
+    """Returns the number of packed weights of a node; None if it has none."""
     if node.op_type == "MatMulNBits":
         return node.attributes["K"].as_int() * node.attributes["N"].as_int()
     tensor = stored(node.inputs[0]) if node.op_type == "DequantizeLinear" else None
@@ -38,7 +38,7 @@ def _weights(node: ir.Node) -> int | None:
 
 
 def _held(value: ir.Value | None) -> list[tuple[int, int]]:
-    """Returns the constants, by identity and bytes, that a value is or is computed from."""
+    """Returns (identity, bytes) of each constant that a value is or is computed from."""
     tensor = stored(value)
     if tensor is not None:
         return [(id(value), tensor.nbytes)]

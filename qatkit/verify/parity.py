@@ -1,4 +1,4 @@
-"""Checks whether the file computes what was trained, in three ways and in quantization steps.
+"""Checks, in quantization steps, whether the file computes what was trained.
 
 The converted PyTorch module is the reference. ONNX Runtime without optimizations executes the file as written
 (float kernels between the Q/DQ pairs); with all optimizations it runs integer kernels. A difference without
@@ -44,16 +44,16 @@ def parity(
 ) -> Parity:
     """Compares all outputs over `batches`: images [N, C, H, W], (images, labels), or tensors by name.
 
-    Of several outputs, the one that is farthest off in its own steps is reported. `qatkit_verify.compare`
-    defines agreement. For a file with integer ends, the module gets the same whole pixels, and its outputs
-    are rounded to the file's steps.
+    If there are several outputs, the one that is farthest off in its own steps is reported.
+    `qatkit_verify.compare` defines agreement. For a file with integer ends, the module gets the same integer
+    pixels, and its outputs are rounded to the file's steps.
 
     Args:
         converted: the module, or a function from images to its first output.
         int8_path: the file to judge.
-        batches: the inputs of both; for a file with several inputs, tuples of as many tensors, or mappings.
-        options: session config entries of the backend.
-        threads: intra-op threads.
+        batches: the inputs of both; for a file with several inputs, tuples with a tensor for each, or mappings.
+        options: the backend's session config entries.
+        threads: the number of intra-op threads.
         task: the task that defines the decisions of the first output.
 
     Raises:
@@ -77,18 +77,20 @@ def file_parity(
     threads: int = 2,
     task: Task = CLASSIFICATION,
 ) -> Parity:
-    """Compares a file that has no PyTorch module: optimizations on against off, and against the float file.
+    """Compares a file with optimizations with the file as written, and with the float file.
+
+    It is for a file that was not made from a PyTorch module.
 
     Args:
-        float_path: the file that `quantized_path` was made from.
+        float_path: the file from which `quantized_path` was made.
         quantized_path: the file to judge.
-        batches: see `parity`.
-        options: session config entries for `quantized_path`.
-        threads: intra-op threads.
-        task: see `parity`.
+        batches: the inputs, as in `parity`.
+        options: the session config entries for `quantized_path`.
+        threads: the number of intra-op threads.
+        task: the task that defines the decisions of the first output.
 
     Raises:
-        ConfigError: see `parity`.
+        ConfigError: as in `parity`.
     """
     session = open_session(float_path, threads=threads)
     plain, fast = _file_outputs(quantized_path, threads, options)
@@ -120,14 +122,14 @@ def against(
     batches: Iterable[Any],
     task: Task = CLASSIFICATION,
 ) -> tuple[int, dict[str, Comparison]]:
-    """Returns the number of images, and how far the outputs of `run` are from each reference's.
+    """Returns the number of images, and the comparisons of the outputs of `run` with those of each reference.
 
     Args:
-        references: the references by name.
-        run: another way to compute the file `path`.
-        path: the file that gives the input names and the steps of the outputs.
-        batches: see `parity`.
-        task: see `parity`.
+        references: functions that compute the reference outputs, by name.
+        run: a function that computes the outputs of the file `path`.
+        path: the file, for the names of its inputs and the steps of its outputs.
+        batches: the inputs, as in `parity`.
+        task: the task that defines the decisions of the first output.
 
     Raises:
         ConfigError: there are no images.
@@ -145,7 +147,7 @@ def against(
 
 
 def _parts(names: Sequence[str], batches: Iterable[Any]) -> Iterator[Any]:
-    """Yields the inputs, a few at a time for large images."""
+    """Yields the inputs without labels, large images a few at a time."""
     for batch in batches:
         yield from parts(inputs_alone(names, batch))
 
@@ -181,7 +183,7 @@ def _add(
     others: Sequence[Sequence[Array]],
     task: Task,
 ) -> None:
-    """Adds one batch of every output; a reference with only the first output is compared in that one."""
+    """Adds one batch of every output; if a reference computes only the first output, only that is added."""
     if not outputs:
         outputs.extend(Output(len(others), None if place else task.rule) for place in range(len(reference)))
     if len(others[0]) == len(reference):
@@ -198,7 +200,7 @@ def _some(images: int) -> None:
 def _worst(
     graph: ir.Graph, outputs: Sequence[Output], whose: str, judged: Sequence[Output] | None = None
 ) -> tuple[int, float, str]:
-    """Returns the output that is farthest off (a float one if any), its step, and the step's source."""
+    """Returns the index of the farthest output (a float one if any), its step, and a text on the step."""
     floats = [i for i, one in enumerate(outputs) if one.floats] or list(range(len(outputs)))
     steps = {i: _step(graph.outputs[i], outputs[i], whose) for i in floats}
 
@@ -236,7 +238,7 @@ AllOutputs = Callable[[Any], Sequence[Array]]
 def _file_outputs(
     path: str | Path, threads: int, options: Mapping[str, str] | None
 ) -> tuple[AllOutputs, AllOutputs]:
-    """Returns predictors like `file_predictors`, with all outputs unchanged."""
+    """Returns functions as in `file_predictors`, but with all outputs of the file."""
     plain, fast = _sessions(path, threads, options)
     return partial(run_outputs, plain), partial(run_outputs, fast)
 
@@ -250,7 +252,7 @@ def _sessions(
 def between_ends(
     converted: nn.Module | Predictor, path: str | Path, threads: int, options: Mapping[str, str] | None
 ) -> AllOutputs:
-    """Wraps the converted module like the file: whole pixels in, outputs rounded to the file's steps."""
+    """Wraps the converted module to behave as the file: integer pixels in, outputs in the file's steps."""
     every = all_outputs(converted)
     ends = integer_io(open_session(path, threads=threads, optimize=False, options=options))
     if ends is None:
@@ -259,12 +261,12 @@ def between_ends(
 
 
 def whole_pixels(images: Any, ends: IntegerIO | None) -> Any:
-    """Returns normalised images as a file with integer ends sees them; unchanged for another file."""
+    """Returns normalised images with pixels rounded as for a file with integer ends; else unchanged."""
     return images if ends is None else ends.normalised(ends.pixels(np.asarray(images, np.float32)))
 
 
 def _step(value: ir.Value, output: Output, whose: str) -> tuple[float, str]:
-    """Returns the size of one step of an output, and the source of that figure."""
+    """Returns the size of one step of an output, and a text on where that figure comes from."""
     if not output.floats:
         return 1.0, "integers"
     quantize = _output_quantize(value)

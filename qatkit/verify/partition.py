@@ -2,7 +2,7 @@
 
     stretch   nodes that run in one ONNX Runtime session
     kernel    an operator that can saturate (`qatkit.verify.int8_kernels`)
-    branches  an If whose branches contain such operators: the branch that is taken is cut in the same way
+    branches  an If whose branches contain such operators; each branch is cut in the same way
 
 Between the parts, tensors stay as ONNX Runtime produced them, so sequences and types that NumPy lacks work
 too.
@@ -25,7 +25,7 @@ from qatkit.verify.int8_kernels import Array, Int8Kernel
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.session import open_session
 
-# Called with an operator that can saturate, and its input.
+# A function that is called with an operator that can saturate, and its input.
 Observer = Callable[[Int8Kernel, Array], None]
 Known = dict[str, ort.OrtValue]
 
@@ -36,7 +36,7 @@ class Stretch:
 
     Attributes:
         nodes: the nodes in graph order.
-        reads, makes: names of tensors read from other parts, and produced for other parts.
+        reads, makes: the names of tensors that it reads from other parts, and that it produces for other parts.
     """
 
     nodes: list[ir.Node]
@@ -55,14 +55,14 @@ class Branches:
 
 @dataclass(frozen=True)
 class Walk:
-    """The settings of one run: the names of the kernels that saturate, and the observer of each that can."""
+    """The settings of a run: the names of the kernels that saturate, and the observer of all that can."""
 
     saturate: Collection[str]
     observe: Observer | None
 
 
 class Parts:
-    """A graph, or the branch of an If, that has been cut."""
+    """A graph, or a branch of an If, that has been cut into parts."""
 
     def __init__(
         self, graph: ir.Graph, kernels: Mapping[ir.Node, Int8Kernel], model: ir.Model, threads: int
@@ -75,7 +75,7 @@ class Parts:
     def run(self, known: Known, walk: Walk) -> list[ort.OrtValue]:
         """Runs part after part and returns the outputs of the graph.
 
-        `known` has the inputs and, for a branch, all tensors that it may capture.
+        `known` has the values of the inputs and, for a branch, of all tensors that it may capture.
         """
         known = dict(known)
         for part, done in zip(self._parts, self._done, strict=True):
@@ -130,7 +130,7 @@ class Parts:
         return parts
 
     def _last_read(self) -> list[list[str]]:
-        """Returns for each part the tensors that nobody reads after it."""
+        """Returns, for each part, the names of the tensors that no later part reads."""
         kept = {str(value.name) for value in self._graph.outputs}
         last: dict[str, int] = {}
         for index, part in enumerate(self._parts):
@@ -152,7 +152,7 @@ class Parts:
             made = part.session.run_with_ort_values(part.makes, {name: known[name] for name in part.reads})
         except (
             Exception
-        ) as error:  # ONNX Runtime reports what it does not support by exceptions of many types
+        ) as error:  # ONNX Runtime raises exceptions of many types for what it does not support
             ends = " to ".join(dict.fromkeys(f"'{_called(part.nodes[i])}'" for i in (0, -1)))
             reason = " ".join(str(getattr(error, "problem", error)).split())
             raise ConfigError(
@@ -215,7 +215,7 @@ def _read(nodes: Collection[ir.Node]) -> list[str]:
 
 
 def _value(value: ir.Value, known: Known) -> Array:
-    """Returns a value of the graph, constant or computed."""
+    """Returns the array of a value of the graph, which is constant or already computed."""
     found = constant(value)
     return np.asarray(known[str(value.name)].numpy()) if found is None else found
 

@@ -23,7 +23,7 @@ from qatkit_verify.session import open_session
 
 @dataclass(frozen=True)
 class Optimized:
-    """The optimized graph with its kernels by node name."""
+    """The optimized graph, with the reports of its kernels by node name."""
 
     graph: ir.Graph
     kernels: Mapping[str, Kernel]
@@ -42,12 +42,12 @@ def run_optimized(
 
     Args:
         path: an ONNX file.
-        options: session config entries of the backend.
-        threads: intra-op threads.
-        input_shape: [N, C, H, W], or a batch by input name; by default the file's own shapes, with 1 for a
-            dynamic batch.
-        runs: number of profiled runs, 2 or more.
-        quantile: the reported quantile of each kernel's times over the runs.
+        options: the backend's session config entries.
+        threads: the number of intra-op threads.
+        input_shape: the shape of the input, [N, C, H, W], or a batch by input name; by default the file's own
+            shapes, with 1 for a dynamic batch.
+        runs: the number of profiled runs, 2 or more.
+        quantile: the quantile over the runs that is reported as a kernel's time.
 
     Raises:
         ConfigError: the file does not load, or has other dynamic dimensions and no `input_shape` was given.

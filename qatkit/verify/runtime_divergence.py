@@ -27,7 +27,9 @@ from qatkit_verify.feeds import Array, feeds
 from qatkit_verify.runtimes.base import Runtime
 from qatkit_verify.session import integer_io, open_session
 
-_SHARE = 0.01  # of the elements: by chance, fewer lie on a rounding boundary of the input
+_SHARE = (
+    0.01  # share of the elements that differ; fewer may lie on a rounding boundary of the input by chance
+)
 
 
 def runtime_divergence(
@@ -40,15 +42,15 @@ def runtime_divergence(
 ) -> Divergence:
     """Finds the first quantized tensor, or output, that a runtime computes differently from ONNX Runtime.
 
-    If a single operator is beyond the tolerance, it is reported (the reference is `ALONE`). Otherwise the
-    whole file is compared (`WHOLE`), and `tensors` are those that were inspected.
+    If a single operator exceeds the tolerance, it is reported (`reference` is `ALONE`). Otherwise the whole
+    file is compared (`reference` is `WHOLE`), and `tensors` are those that were inspected.
 
     Args:
         runtime: the other runtime.
         path: the INT8 file, with a dynamic batch or the batch size of `images`.
-        images: [N, C, H, W], or a batch of the file's other inputs.
-        options: session config entries of the backend, for ONNX Runtime.
-        threads: threads of both runtimes.
+        images: images [N, C, H, W], or a batch of the file's inputs in any form.
+        options: the backend's session config entries, for ONNX Runtime.
+        threads: the number of threads of both runtimes.
     """
     source = ir.load(str(path))
     names = list(dict.fromkeys(str(value.name) for value in (*_quantized(source), *source.graph.outputs)))
@@ -73,14 +75,14 @@ def runtime_divergence(
 
 
 def _halved(tensors: Sequence[Callable[[], TensorParity]]) -> tuple[list[TensorParity], TensorParity | None]:
-    """Returns the inspected tensors, in order, and the first that is off.
+    """Finds, by bisection, the first tensor that is off; returns the inspected tensors, in order, and that one.
 
-    It assumes that every tensor after one that is off is off too.
+    It assumes that all tensors after it are off too.
     """
     seen = dict[int, TensorParity]()
     low, high = 0, len(tensors)
     while low < high:
-        # the last one first: if it is not off, none is
+        # The last tensor comes first: if it is not off, none is.
         middle = (low + high) // 2 if seen else high - 1
         seen[middle] = one = tensors[middle]()
         if one.mismatching > _SHARE:
@@ -103,7 +105,7 @@ def _cut(model: ir.Model, written: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def _expose(model: ir.Model, written: Mapping[str, Array]) -> None:
-    """Makes the quantized tensors of these names outputs."""
+    """Makes the quantized tensors in `written` outputs of the model."""
     for value in _quantized(model):
         name = str(value.name)
         if name in written and not value.is_graph_output():

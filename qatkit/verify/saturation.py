@@ -1,7 +1,7 @@
-"""Measures what saturation costs a file: operator by operator on exact inputs, and as a whole on real images.
+"""Measures the cost of saturation: for each operator on exact inputs, and for the whole file on real images.
 
-exact     each operator that can saturate computes both ways, and the exact output is passed on
-emulated  the emulated output is passed on: the answer of a processor without VNNI
+exact     each operator that can saturate computes both outputs, and the exact one is passed on
+emulated  the emulated output is passed on, which gives the answer of a processor without VNNI
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Layer:
     """The effect of saturation on one operator that can saturate, over all images, with exact inputs.
 
     Attributes:
-        outputs, clipped: number of output values, and how many of their sums change.
-        total, largest: sum and maximum of the absolute errors of the output, in its own numbers.
-        noise, signal: sums of the squares of errors and of exact outputs.
-        low, high: range of a float output.
-        whole: whether the output is integers, whose step is 1.
+        outputs, clipped: the number of output values, and of those whose sums change.
+        total, largest: the sum and the maximum of the absolute errors of the output, in its own numbers.
+        noise, signal: the sums of the squares of errors and of exact outputs.
+        low, high: the range of a float output.
+        whole: whether the output consists of integers, whose step is 1.
     """
 
     outputs: int = 0
@@ -51,7 +51,7 @@ class Layer:
             self._add(0.0 if zero is None else float(zero), clipped, exact, emulated)
 
     def _add(self, zero: float, clipped: Array, exact: Array, emulated: Array) -> None:
-        where = np.nonzero(clipped)  # only a few: everything else is equal
+        where = np.nonzero(clipped)  # only a few places; everything else is equal
         error = np.abs(emulated[where].astype(np.float64) - exact[where])
         right = (exact.astype(np.float32) - zero).ravel()
         self.outputs += clipped.size
@@ -69,7 +69,7 @@ class Layer:
 
     @property
     def relative(self) -> float:
-        """The power of the errors over that of the output."""
+        """The power of the errors divided by that of the output."""
         return self.noise / self.signal if self.signal else 0.0
 
 
@@ -78,10 +78,10 @@ class Answers:
     """The file's answers if some operators saturate.
 
     Attributes:
-        agreement: share of images (or positions) with the same decision as the exact form
+        agreement: the share of images (or positions) with the same decision as the exact form
             (`qatkit_verify.compare`).
-        score: the task's main metric; None without labels.
-        sqnr_db: SQNR of the first output against that of the exact form; None if they are equal.
+        score: the value of the task's main metric; None without labels.
+        sqnr_db: the SQNR of the first output against that of the exact form; None if they are equal.
     """
 
     agreement: float
@@ -91,11 +91,11 @@ class Answers:
 
 @dataclass
 class Saturation:
-    """All measured figures.
+    """All measured figures about saturation.
 
     Attributes:
         layers: the operators that can saturate, by name, in graph order.
-        images: number of images that all this was measured on; 0 if nothing can saturate.
+        images: the number of images on which they were measured; 0 if nothing can saturate.
         exact, emulated: the file's answers with VNNI and without.
     """
 
@@ -113,11 +113,11 @@ def measure_saturation(
     progress: bool = False,
     task: Task = CLASSIFICATION,
 ) -> Saturation:
-    """Runs real images through both forms of a file.
+    """Runs real images through both forms of a file and returns the figures.
 
     Args:
         emulation: the file.
-        batches: (images, labels), which can be iterated repeatedly.
+        batches: the batches, (images, labels), which can be iterated repeatedly.
         labelled: whether the labels are meaningful.
         progress: whether to show progress bars.
         task: the task whose metric is measured.
@@ -184,8 +184,8 @@ def _check_shapes(place: int, exact: Array, emulated: Array) -> None:
 
 
 def _agreement(outputs: list[Output]) -> float:
-    """Returns the lowest agreement of the outputs that decide something.
+    """Returns the lowest agreement among the outputs that decide something.
 
-    A step of floats without classes is 1/255 of their range.
+    The step of a float output without classes is 1/255 of its range.
     """
     return min(outputs[i].comparisons(outputs[i].span / 255 or 1.0)[0].agreement for i in deciding(outputs))

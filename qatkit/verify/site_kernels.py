@@ -1,7 +1,6 @@
 """Maps the kernels that ONNX Runtime runs for a file to the modules that they belong to, or to a border.
 
-A border is where a tensor changes its type or its memory layout: kernels that quantize, dequantize and
-reorder.
+A border changes the type or the memory layout of a tensor. Its kernels quantize, dequantize or reorder.
 """
 
 from __future__ import annotations
@@ -18,12 +17,14 @@ from qatkit.verify.audit import Origin
 from qatkit.verify.graph_view import matrix_ops, read_model, weight_of
 from qatkit.verify.profile import run_optimized
 
-# Profiled runs, and the quantile taken of a kernel's times: other work on the machine adds to them.
+# The number of profiled runs, and the quantile over them. It is low since other work only adds to times.
 _RUNS, _QUIET = 40, 0.25
 QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
-LAYOUT = "layout"  # what ONNX Runtime inserts around kernels with another memory layout
+LAYOUT = "layout"  # nodes that ONNX Runtime inserts around kernels with another memory layout
 _REORDERS = ("ReorderInput", "ReorderOutput")
-_BEHIND = 4  # nodes in a row that are searched for a site: an operator's own, and the pair between two
+_BEHIND = (
+    4  # number of successive nodes that are searched for a site: those of an operator, and the next Q/DQ pair
+)
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,10 @@ class SiteKernel:
     """A kernel with its site or border, and its time.
 
     Attributes:
-        site: the site that it belongs to; None for a border, and if no site is known.
-        border: QUANTIZE, DEQUANTIZE or LAYOUT; "" for an operator.
-        values: number of output values.
-        microseconds: time of a run, including the profiler's overhead.
+        site: the site that the kernel belongs to; None for a border, or if no site is known.
+        border: the kind of border: QUANTIZE, DEQUANTIZE or LAYOUT; "" for an operator.
+        values: the number of output values.
+        microseconds: the time of a run, including the profiler's overhead.
     """
 
     site: str | None
@@ -55,11 +56,12 @@ def site_kernels(
     """Profiles a file whose nodes are named after the sites (`qatkit.export.node_names`), or by `paths`.
 
     Args:
+        path: the file.
         sites: the sites of all nodes of the graph.
-        paths: sites by the names of nodes and tensors of an imported file (`ImportedModel.paths`); empty for
-            others.
-        options, threads: see `run_optimized`.
-        input_shape: [N, C, H, W], or a batch by input name.
+        paths: the sites by the names of nodes and tensors of an imported file (`ImportedModel.paths`); empty
+            for other files.
+        options, threads: as in `run_optimized`.
+        input_shape: the shape of the input, [N, C, H, W], or a batch by input name.
 
     Raises:
         ConfigError: the file does not load.
@@ -94,14 +96,14 @@ class _Sites:
         self._origin, self._sites, self._paths = origin, sites, paths
 
     def origin(self, node: ir.Node) -> ir.Node | None:
-        """Returns the node of the file from which it was made; None if it is new."""
+        """Returns the node of the file from which `node` was made; None if `node` is new."""
         return self._origin.find(node, weight_of(node) if node.op_type in matrix_ops() else None)
 
     def of(self, node: ir.Node) -> str | None:
-        """Returns the site; None if none is known.
+        """Returns the site of a node; None if none is known.
 
         A node of an imported file may have no site if several nodes form one operator (a SiLU is named after
-        its Mul). It then belongs to the first later node that has a site.
+        its Mul). It then belongs to the site of the first later node that has one.
         """
         nodes = [node]
         for _ in range(_BEHIND if self._paths else 1):

@@ -1,4 +1,4 @@
-"""The signal-to-noise ratio of two arrays."""
+"""Computes the signal-to-noise ratio of an array against another."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def sqnr(wanted: Any, got: Any) -> float:
-    """Returns the signal-to-noise ratio in dB; infinity if equal, -infinity if the shapes differ."""
+    """Returns the signal-to-noise ratio in dB; infinity for equal arrays, -infinity if the shapes differ."""
     a, b = np.asarray(wanted, np.float64), np.asarray(got, np.float64)
     if a.shape != b.shape:
         return float("-inf")

@@ -1,6 +1,6 @@
-"""Checks what a QDQ file asks of a runtime other than ONNX Runtime, without running it.
+"""Checks a QDQ file for TensorRT without running it.
 
-TensorRT decides whether an operator runs in int8 when it builds its engine. Before, one can check only
+TensorRT decides whether an operator runs in int8 when it builds its engine. Before that, one can only check
 whether the file asks for int8 in the form that TensorRT accepts: symmetric int8 with zero point 0 everywhere,
 weights stored in int8, float biases, and pairs on both operands of every Conv, Gemm and MatMul with a weight.
 
@@ -39,7 +39,7 @@ def asks_for_int8(node: ir.Node) -> str:
 
 
 def broken_pairs(nodes: Iterable[ir.Node]) -> list[str]:
-    """Returns one line for everything that TensorRT refuses to parse or to fuse, whatever the operator."""
+    """Returns one line for each pair or bias that TensorRT refuses to parse or to fuse, in any operator."""
     lines = []
     for node in nodes:
         if node.op_type in _PAIRS and (wrong := _wrong_type(node)):

@@ -1,4 +1,4 @@
-"""Collects the bounds that a run missed, in a fixed order: one line each, which names the bound's key."""
+"""Collects the bounds that a run missed, in a fixed order; one line each names the bound's key."""
 
 from __future__ import annotations
 

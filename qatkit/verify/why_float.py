@@ -1,8 +1,8 @@
 """Finds why an operator runs in float, from the Q/DQ pairs around it in the INT8 file.
 
-ONNX Runtime fuses an operator with the DequantizeLinear before and the QuantizeLinear after it only if the
-pattern is exactly right, and is silent if it is not. These are the rules that it applies on the CPU, in the
-order in which they are usually broken. Each function returns the first reason found, in the user's words.
+ONNX Runtime fuses an operator with the DequantizeLinear before it and the QuantizeLinear after it only if the
+pattern is exactly right; if not, it gives no warning. These are the rules that it applies on the CPU, in the
+order in which they are usually broken. Each function returns the first reason found, as a text for the user.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def why_float(node: ir.Node, became: str, options: Mapping[str, str]) -> str:
 def takes_16_bits(node: ir.Node) -> bool:
     """Returns whether the node reads a dequantized tensor and that tensor or its output has 16 bits."""
     found = weight_of(node)
-    inputs = node.inputs if found is None else node.inputs[:2]  # without a bias (`has_narrow_bias`)
+    inputs = node.inputs if found is None else node.inputs[:2]  # without the bias (`has_narrow_bias`)
     made = [made_by(value, "DequantizeLinear") for value in inputs]
     before = [one for one in (*made, None if found is None else found.dequantize) if one is not None]
     after = [reader for output in node.outputs for reader in output.consumers()]
@@ -70,8 +70,8 @@ def has_narrow_bias(node: ir.Node) -> bool:
 def wrong_bias(node: ir.Node) -> str:
     """Returns what is wrong with the bias of an int8 matrix operator; "" if nothing is.
 
-    The kernel assumes a bias scale of input scale x weight scale, whatever the bias's own scale is. A Gemm
-    does so in every version of ONNX Runtime, a Conv before 1.27; since then such a Conv stays in float.
+    The kernel of a Gemm assumes a bias scale of input scale x weight scale, whatever the bias's own scale is.
+    So did that of a Conv before ONNX Runtime 1.27; since then a Conv with another bias scale stays in float.
     """
     found, bias = weight_of(node), weight(operand(node, 2))
     if found is None or found.dequantize is None or bias is None or bias.dequantize is None:
@@ -105,7 +105,7 @@ def why_float_other(node: ir.Node, became: str) -> str:
 
 
 def surrounded(node: ir.Node) -> bool:
-    """Returns whether the file asks for an 8-bit kernel: activations dequantized, output quantized."""
+    """Returns whether the file asks for an 8-bit kernel by dequantized activations and a quantized output."""
     inputs = activations(node)
     readers = [reader for output in node.outputs for reader in output.consumers()]
     quantized = bool(readers) and all(reader.op_type == "QuantizeLinear" for reader in readers)
@@ -119,7 +119,7 @@ def _yields_places(node: ir.Node) -> bool:
 
 
 def _has_float_constant(node: ir.Node) -> bool:
-    """Returns whether one of the operands is a constant that no pair quantizes."""
+    """Returns whether one of the operands is a constant that no Q/DQ pair quantizes."""
     if node.op_type not in ("Add", "Concat", "Div", "Mul", "Sub"):
         return False
     found = [weight(value) for value in node.inputs if value is not None]
@@ -170,7 +170,7 @@ def _input_reason(node: ir.Node, found: Weight) -> str:
 
 
 def _int8_reason(node: ir.Node, options: Mapping[str, str]) -> str:
-    """Checks int8 activations on x86: an int8 QuantizeLinear becomes uint8 only if it has one reader."""
+    """Returns the reason if an input is int8 on x86: it becomes uint8 only if it has a single reader."""
     makers = (made_by(value, "DequantizeLinear") for value in activations(node))
     kinds = [quantized_type(maker) for maker in makers if maker is not None]
     if ir.DataType.INT8 in kinds and options.get("session.qdqisint8allowed") != "1":
@@ -179,7 +179,7 @@ def _int8_reason(node: ir.Node, options: Mapping[str, str]) -> str:
 
 
 def _bias_reason(node: ir.Node, found: Weight, became: str) -> str:
-    """Checks for a float bias without an output Q, or (Conv) an int32 bias with a wrong scale."""
+    """Returns the reason if it is a float bias without a quantized output, or a Conv's wrong bias scale."""
     after = node.outputs[0].consumers()
     quantized = any(reader.op_type == "QuantizeLinear" for reader in after)
     if node.op_type == "MatMul":
@@ -199,7 +199,7 @@ def _bias_reason(node: ir.Node, found: Weight, became: str) -> str:
 
 
 def _bias_scale_error(node: ir.Node, found: Weight, bias: Weight) -> float:
-    """Returns the largest relative deviation of the bias scales from s_x * s_w (0 if one is not constant)."""
+    """Returns the largest relative deviation of the bias scales from s_x * s_w; 0 if a scale is computed."""
     source = made_by(operand(node, 0), "DequantizeLinear")
     assert source is not None and found.dequantize is not None and bias.dequantize is not None
     scales = [constant(operand(pair, 1)) for pair in (source, found.dequantize, bias.dequantize)]
@@ -210,9 +210,9 @@ def _bias_scale_error(node: ir.Node, found: Weight, bias: Weight) -> float:
 
 
 def _output_reason(node: ir.Node) -> str:
-    """Returns what separates an operator from the single QuantizeLinear that it needs; "" if nothing does."""
+    """Returns why an operator's output does not go to a single QuantizeLinear only; "" if it does."""
     output = node.outputs[0]
-    if len(node.outputs) > 1 and node.op_type == "Split":  # the first of its parts that is not quantized
+    if len(node.outputs) > 1 and node.op_type == "Split":  # judge the first part that is not quantized
         bare = (one for one in node.outputs if any(r.op_type != "QuantizeLinear" for r in one.consumers()))
         output = next(bare, output)
     readers = output.consumers()
@@ -252,14 +252,14 @@ def _clip_reason(clip: ir.Node) -> str:
 def _same_scale(node: ir.Node) -> bool:
     source = made_by(node.inputs[0], "DequantizeLinear")
     target = node.outputs[0].consumers()[0]
-    if source is None:  # its first input is bytes that no pair produced
+    if source is None:  # its first input consists of bytes that no Q/DQ pair produced
         return True
     pairs = zip(source.inputs[1:], target.inputs[1:], strict=False)
     return all(np.array_equal(constant(a), constant(b)) for a, b in pairs)  # type: ignore[arg-type]
 
 
 def layernorm_blocker(value: ir.Value | None) -> str:
-    """Returns what precedes an unfused LayerNorm: a DequantizeLinear or a Transpose."""
+    """Returns why a LayerNorm is not fused: a DequantizeLinear or a Transpose precedes it."""
     passed = ""
     for node in back(value):
         if node.op_type == "DequantizeLinear":

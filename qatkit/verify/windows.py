@@ -15,12 +15,12 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Window:
-    """A convolution without its weights.
+    """The way in which a convolution reads its input.
 
     Attributes:
-        kernel, strides, dilations: one number per axis.
-        pads: before all axes, then after all; None: as many as make the output size the input size over the
-            stride, rounded up.
+        kernel, strides, dilations: the sizes of the kernel, the strides and the dilations, one per axis.
+        pads: the pads before all axes, then those after all axes. None: the pads for which the output size is
+            the input size divided by the stride, rounded up.
         lower: whether the extra pad of an odd total is added before the axis.
     """
 
@@ -48,7 +48,7 @@ class Window:
         return found
 
     def columns(self, x: Array, fill: int) -> tuple[Array, tuple[int, ...]]:
-        """Returns the columns [K, N * places] of channels [N, C, ...], and the shape of the places.
+        """Returns the columns [K, N * places] of an input [N, C, ...], and the sizes of the output's axes.
 
         K runs over the kernel, then C.
         """

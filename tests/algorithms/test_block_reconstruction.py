@@ -160,7 +160,7 @@ CASES: list[tuple[str, Algorithm, OverrideConfig | None]] = [
 def test_the_file_holds_the_learned_rounding(
     name: str, algorithm: Algorithm, override: OverrideConfig | None, tmp_path: Path
 ) -> None:
-    """Integer by integer, and what ONNX Runtime computes of them; with less error than rounding to the nearest."""
+    """Integer by integer, and what ONNX Runtime computes of them; with less error than rounding to nearest."""
     model, images = _small(name)
     overrides = None if override is None else {"*": override}
     graph = calibrated(model, images, overrides=overrides)
@@ -229,7 +229,7 @@ def test_no_better_rounding_is_said_and_nothing_is_changed() -> None:
     with torch.no_grad():
         cast(Tensor, model[0].weight).copy_(noise(4, 6).sign())
     graph = calibrated(model, images)
-    with pytest.warns(UserWarning, match="AdaRound found no better rounding than to the nearest"):
+    with pytest.warns(UserWarning, match="AdaRound found nothing better than rounding to nearest"):
         assert AdaRound(images=16, steps=5)(graph, [images]).changed == 0
     fake = cast(QATOperator, graph.get_submodule("0")).weight_fake_quant
     assert fake is not None and fake.rounding is None and not fake.frozen

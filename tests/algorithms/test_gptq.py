@@ -220,7 +220,7 @@ def test_a_weight_that_serves_two_calls_is_named() -> None:
     x = correlated(32, 32)
     graph = prepared(Twice(), x)
     assert [reason for _, reason in GPTQ(images=16)(graph, [x]).skipped] == [
-        "rounded to the nearest: several calls share its weight"
+        "rounded to nearest: several calls share its weight"
     ] * 2
 
 
@@ -279,7 +279,7 @@ def test_blocks_need_the_whole_row_of_moments() -> None:
 
     graph = prepared(Chain(), correlated(8, 48))
     reasons = {reason for _, reason in MomentRounding().notes(graph)}
-    assert reasons == {"rounded to the nearest: it has scales in blocks (algorithm=gptq supports them)"}
+    assert reasons == {"rounded to nearest: it has scales in blocks (algorithm=gptq supports them)"}
     assert isinstance(WEIGHT_ONLY.weight.granularity, PerBlock)
 
 

@@ -216,5 +216,5 @@ def test_a_weight_of_several_calls_stays() -> None:
     result = MomentRounding()(graph, [images])
     assert result.changed == 1
     assert [reason for _, reason in result.skipped] == [
-        "rounded to the nearest: several calls share its weight"
+        "rounded to nearest: several calls share its weight"
     ] * 2

@@ -89,7 +89,7 @@ def test_hard_rounding_is_what_ships_where_pairs_would_saturate() -> None:
 
 
 def fake_quantized(fake: WeightFakeQuantize, weight: Tensor) -> Tensor:
-    """By rounding to the nearest, clipped."""
+    """By rounding to nearest, clipped."""
     scale = fake.scale(weight).reshape(-1, 1)
     return (weight / scale).round().clamp(-7, 7) * scale
 
@@ -123,7 +123,7 @@ def test_rows_that_are_multiplied_keep_their_fixed_integers() -> None:
 
 @pytest.mark.parametrize(("relu", "bound"), [(False, 1.15), (True, 1.25)])
 def test_adaround_comes_near_the_best_of_all_roundings(relu: bool, bound: float) -> None:
-    """All 2⁸ of each of 200 rows, in NumPy, on the inputs as the layer gets them: rounding to the nearest leaves 1.7
+    """All 2⁸ of each of 200 rows, in NumPy, on the inputs as the layer gets them: rounding to nearest leaves 1.7
     to 2.7 times the least error, since inputs that are positive make the errors of a row add up.
 
     Of 20 drawings AdaRound leaves 1.05 times the least error (1.10 at most), with a ReLU behind 1.12 (1.17). That is

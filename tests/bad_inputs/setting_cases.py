@@ -82,9 +82,9 @@ _TRAINING = [
         ("verify.every=1", "verify.held_out=1430", "data.batch_size=32: expected at most 7, the number of training"),
         ("schedule.batch_norm=train", "schedule.batch_norm_images=1", "schedule.batch_norm_images=1: expected 0, or 2"),
         ("schedule.distill_features=[conv]", "schedule.distill_features=conv: "
-         "expected modules of the model (did you mean conv"),
+         "expected a module of the model (did you mean conv"),
         ("schedule.distill_features=[fc:conv1]", "schedule.distill_features=fc:conv1: "
-         "expected modules whose outputs have one shape; fc returns"),
+         "expected modules whose outputs have the same shape; fc returns"),
         ("schedule.distill_features=[fc]", "algorithm=smooth_quant", "schedule.distill_features=fc: "
          "expected [] with an"),
         ("schedule.distill_features=[fc]", "algorithm=auto", "schedule.distill_features=fc: "

@@ -170,12 +170,12 @@ def test_a_model_with_states_gets_sequences(tmp_path: Path) -> None:
         (
             (IDS,),
             {"ranges": {"ids": [0, 0.5]}},
-            "data.ranges.ids=[0, 0.5]: expected two whole numbers from -9223372",
+            "data.ranges.ids=[0, 0.5]: expected two integers from -9223372",
         ),
         (
             (Port("m", "bool", (None, 4), 0),),
             {"ranges": {"m": [0, 2]}},
-            "two whole numbers from 0 to 1 for an input",
+            "two integers from 0 to 1 for an input",
         ),
         (
             (IDS,),

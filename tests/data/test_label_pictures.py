@@ -140,7 +140,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a missing one": (
         lambda root: (root / "train_labels" / "003.png").unlink(),
-        r"in train_labels for each picture in train; it is missing or ambiguous for 1: 003.png \(none\)",
+        r"in train_labels for each picture in train; it is missing or ambiguous for 1 picture: 003.png \(none\)",
     ),
     "another size": (
         lambda root: save(root, "005.png", np.zeros((10, 12), np.uint8)),

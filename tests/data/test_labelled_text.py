@@ -133,7 +133,7 @@ def test_what_are_no_labelled_texts_is_refused(
         ("[1]", "train.jsonl has no JSON object in line 1"),
         (
             '{"text": "a", "label": null}',
-            "train.jsonl has null as 'label' in line 1; expected a text or a whole number",
+            "train.jsonl has null as 'label' in line 1; expected a string or an integer",
         ),
         ('{"text": "a", "label": true}', "train.jsonl has true as 'label' in line 1"),
     ],

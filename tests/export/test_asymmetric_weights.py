@@ -233,7 +233,7 @@ def test_tables_and_recurrent_weights_have_zero_points(tmp_path: Path) -> None:
     ids=lambda one: type(one).__name__,
 )
 def test_what_algorithms_find_ships(tmp_path: Path, algorithm: Algorithm) -> None:
-    """Each gains on rounding to the nearest, and its integers are those of the file."""
+    """Each gains on rounding to nearest, and its integers are those of the file."""
     model, images = small("residual")
     shifted = backend("int4")
     plain = convert(calibrated(model, images, shifted)).graph

@@ -156,7 +156,7 @@ def test_axes_without_a_form_have_the_size_of_the_example(opset: int, free: bool
     torch.manual_seed(0)
     model, example, path = resizable.Folded().eval(), drawn((2, 3, 32, 48)), tmp_path / "float.onnx"
     why = export_onnx(Captured(model, example, "auto").graph(), example, path, opset=opset)
-    assert why == "" if free else "height (32), width (48), since" in why
+    assert why == "" if free else "height (32), width (48), because" in why
     session = ort.InferenceSession(path)
     assert dims(session) == ["batch,3,height,width" if free else "batch,3,32,48"]
     image = drawn((3, 3, 40, 32) if free else (3, 3, 32, 48))

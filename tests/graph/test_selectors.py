@@ -130,7 +130,7 @@ def test_what_fits_no_graph_is_refused(backend: dict[str, Any], said: str) -> No
         ),
         (
             {"activation_scale": 0.1, "activation_zero_point": 300, "activation_dtype": "uint8"},
-            "expected 0 to 255",
+            "expected an integer from 0 to 255",
         ),
         (
             {"weight_scale": 0.1, "weight_zero_point": -129, "weight_dtype": "int8"},

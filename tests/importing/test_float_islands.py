@@ -161,7 +161,9 @@ def test_gradients_stop_at_an_island(tmp_path: Path) -> None:
     found = stopped(module.graph.graph)
     assert found is not None
     assert (found.weights, found.by) == ("/a/Conv", "/last/Scan")
-    with pytest.raises(ConfigError, match=r"schedule\.epochs=2: expected 0 .*'/a/Conv'.*'/last/Scan' alone"):
+    with pytest.raises(
+        ConfigError, match=r"schedule\.epochs=2: expected 0 .*'/a/Conv'.*only through '/last/Scan'"
+    ):
         module.setup("fit")
     module.graph(x).square().mean().backward()
     trained = {name for name, one in module.graph.named_parameters() if one.grad is not None}
@@ -217,7 +219,9 @@ def test_an_input_of_strings_is_refused(tmp_path: Path) -> None:
 def test_a_library_of_operators(tmp_path: Path) -> None:
     made = helper.make_node("Magic", ["x"], ["y"], "magic", domain="acme")
     path = save(tmp_path / "m.onnx", [made], _X, ["y"], imports=[helper.make_opsetid("acme", 1)])
-    with pytest.raises(ConfigError, match=r"library that has acme\.Magic: import_onnx\(\.\.\., custom_ops="):
+    with pytest.raises(
+        ConfigError, match=r"library that implements acme\.Magic: import_onnx\(\.\.\., custom_ops="
+    ):
         import_onnx(path)
     with pytest.raises(ConfigError, match=r"custom_ops=.*: expected an existing library of custom operators"):
         import_onnx(path, custom_ops=tmp_path / "none.so")

@@ -91,7 +91,7 @@ def test_constants_that_an_operator_does_not_take(tmp_path: Path) -> None:
 
 def test_an_input_that_is_missing(tmp_path: Path) -> None:
     path = save(tmp_path / "m.onnx", [helper.make_node("Add", ["a", "b"], ["y"])], {"a": X, "b": X}, ["y"])
-    with pytest.raises(ConfigError, match=r"inputs=a: expected a, b; b is missing"):
+    with pytest.raises(ConfigError, match=r"inputs=a: expected a, b; 'b' is missing"):
         import_onnx(path)(a=torch.ones(1))
 
 
@@ -115,7 +115,7 @@ def test_external_data_of_a_branch_that_is_missing(tmp_path: Path) -> None:
     }
     path = _beside(tmp_path, [helper.make_node("If", ["c"], ["y"], **branches)], {"c": np.array(True)})
     (tmp_path / "w.bin").unlink()
-    assert "external data is missing: w.bin" in _message(path)
+    assert "the file w.bin with its external data is missing" in _message(path)
 
 
 def _beside(folder: Path, nodes: list[onnx.NodeProto], constants: dict[str, Array]) -> Path:
@@ -153,7 +153,7 @@ def test_nodes_in_a_circle(tmp_path: Path) -> None:
 @pytest.mark.parametrize("opset", [1, 6, 99])
 def test_an_opset_that_the_tables_lack(opset: int, tmp_path: Path) -> None:
     path = save(tmp_path / "m.onnx", [helper.make_node("Relu", ["x"], ["y"])], {"x": X}, ["y"], opset=opset)
-    assert f"of opset 7 to {last_opset()}; this one has {opset}" in _message(path)
+    assert f"of opset 7 to {last_opset()}; this one has opset {opset}" in _message(path)
 
 
 def test_an_operator_that_the_standard_lacks(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_an_input_without_a_type(tmp_path: Path) -> None:
     model = onnx.load(str(path))
     model.graph.input[0].ClearField("type")
     onnx.save(model, str(path))
-    with pytest.raises(ConfigError, match="a file that gives the type and the shape of its input x"):
+    with pytest.raises(ConfigError, match="a file that gives the type and the shape of its input 'x'"):
         file_inputs(path, read(path), ())
 
 
@@ -217,7 +217,7 @@ def test_a_part_that_is_quantized_already(tmp_path: Path) -> None:
     constants: dict[str, Array] = {"w": np.ones((2, 2, 1, 1), np.float32)}
     constants |= {"s": np.array(0.1, np.float32), "z": np.array(0, np.uint8)}
     message = _message(save(tmp_path / "m.onnx", nodes, {"x": X}, ["y"], constants))
-    assert "node 'quantize': QuantizeLinear is quantized already" in message
+    assert "node 'quantize': QuantizeLinear shows that the model is quantized already" in message
 
 
 def test_a_fault_of_the_file_is_not_one_of_the_arguments(tmp_path: Path) -> None:

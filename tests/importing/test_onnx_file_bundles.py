@@ -238,7 +238,8 @@ def test_a_file_of_a_fixed_batch_gets_whole_batches(tmp_path: Path) -> None:
 def test_the_demo_page_is_for_pictures() -> None:
     config = Config(export=ExportConfig(bundle=True, demo=True))
     with pytest.raises(
-        ConfigError, match=r"export.demo=true: expected false with data.source=.*for pictures"
+        ConfigError,
+        match=r"export.demo=true: expected false with data.source=.*, since it only applies to pictures",
     ):
         check_arrays(config)
 

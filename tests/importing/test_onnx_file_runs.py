@@ -147,7 +147,7 @@ def test_a_run_edits_the_file_and_uses_its_names(tmp_path: Path) -> None:
             ("+model.kwargs={custom_ops:no.so}", "export.bundle=true"),
             "export.bundle=true: expected false with model.kwargs.custom_ops",
         ),
-        (("+model.kwargs={custom_ops:no.so}",), "custom_ops=no.so: expected a library"),
+        (("+model.kwargs={custom_ops:no.so}",), "custom_ops=no.so: expected an existing library"),
     ],
 )
 def test_mistakes_are_one_line(settings: tuple[str, ...], message: str, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from onnx import numpy_helper
 from tiny_run import calibrate_only, report_of
 
 from qatkit.algorithms import Algorithm, BiasCorrection, Equalize, SmoothQuant
+from qatkit.algorithms.awq import AWQ
 from qatkit.config.schema import CalibrationConfig, Config, OverrideConfig, PrecisionConfig
 from qatkit.jobs import pipeline
 from qatkit.jobs.quantize_file import quantize
@@ -124,7 +125,7 @@ FIXED = [
 
 
 @pytest.mark.parametrize("fixed", FIXED, ids=lambda fixed: next(iter(fixed)))
-@pytest.mark.parametrize("algorithm", [Equalize, SmoothQuant])
+@pytest.mark.parametrize("algorithm", [AWQ, Equalize, SmoothQuant])
 def test_no_algorithm_rescales_beside_a_fixed_scale(
     algorithm: type[Algorithm], fixed: dict[str, Any], tmp_path: Path
 ) -> None:

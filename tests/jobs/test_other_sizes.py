@@ -49,7 +49,7 @@ def test_a_file_without_free_axes_is_not_asked_at_other_sizes(tmp_path: Path) ->
     assert pipeline.train(config) == 0
     report = report_of(tmp_path / "run")
     assert report["measured"]["sizes"] == {}
-    assert [note for note in report["notes"] if "height (24), width (24), since" in note]
+    assert [note for note in report["notes"] if "height (24), width (24), because" in note]
 
 
 def test_a_given_file_keeps_its_axes(tmp_path: Path) -> None:

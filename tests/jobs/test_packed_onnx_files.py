@@ -165,7 +165,7 @@ MISTAKES = {
     "long block": (
         narrow,
         ["weights={bits: 4, block: 64}"],
-        "weights.block=64: expected at most 32, or per_channel: the widest weight, '/out/MatMul', has 40 inputs per",
+        "weights.block=64: expected at most 32, or per_channel; the widest weight, '/out/MatMul', has 40 inputs per",
     ),
     "level": (
         narrow,

@@ -101,7 +101,7 @@ def test_a_record_is_what_json_said() -> None:
     ("change", "message"),
     [
         ({"features": "cqt"}, "features=cqt: expected waveform | log_mel | mfcc"),
-        ({"rate": 0}, "rate=0: expected a whole number from 1 to 400000"),
+        ({"rate": 0}, "rate=0: expected an integer from 1 to 400000"),
         ({"window": 4001}, "window=4001: expected at most samples (4000)"),
         ({"std": 0.0}, "std=0.0: expected a positive number"),
         ({"log_offset": None}, "log_offset=null: expected a number from 1e-12 to 1"),

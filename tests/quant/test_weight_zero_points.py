@@ -13,13 +13,14 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from qatkit.config.schema import Config
+from qatkit.config.schema import BackendConfig, Config
 from qatkit.quant.backends import FBGEMM, QNNPACK, Backend
 from qatkit.quant.granularity import Granularity, PerBlock, PerChannel, PerTensor
 from qatkit.quant.learned.lsq import LSQWeightFakeQuantize
 from qatkit.quant.learned.oscillation import Oscillation
 from qatkit.quant.spec import QuantSpec
 from qatkit.quant.weight_fake_quantize import Integers, WeightFakeQuantize
+from qatkit.run.backend import backend_of
 from qatkit.run.export import check_weights
 from qatkit_verify.errors import ConfigError
 
@@ -206,13 +207,21 @@ def test_asymmetric_weights_cannot_be_guarded() -> None:
     with pytest.raises(ConfigError) as refused:
         backend().reduced("auto")
     assert str(refused.value) == (
-        "backend.reduce_range=auto: expected false, or true (7 bits), with asymmetric int8 weights, which no guard "
-        "keeps from saturating"
+        "backend.reduce_range=auto: expected false or true (7 bits), since auto cannot guard asymmetric int8 weights"
     )
     assert backend().reduced(True).weight.quant_min == -64
     assert not backend(dtype="uint8").reduced("auto").weight.guards_pairs
     assert not backend(dtype="int4").reduced("auto").weight.guards_pairs
     assert not replace(QNNPACK, weight=WIDE).reduced("auto").weight.pairs
+
+
+def test_asymmetric_weights_that_may_saturate_are_allowed() -> None:
+    asked = BackendConfig(reduce_range=False, weight_granularity="per_tensor", weight_symmetric=False)
+    weight = backend_of(replace(Config(), backend=asked)).weight
+    assert (weight.quant_min, weight.quant_max, weight.symmetric, weight.pairs) == (-128, 127, False, False)
+    assert backend_of(replace(Config(), backend=BackendConfig())).weight.pairs
+    with pytest.raises(ConfigError, match=r"^backend.reduce_range=auto: expected false or true \(7 bits\)"):
+        backend_of(replace(Config(), backend=replace(asked, reduce_range="auto")))
 
 
 def test_a_runtime_without_zero_points_of_channels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,8 @@ def test_a_second_run_is_refused_with_the_folder_and_the_first(tmp_path: Path) -
         with pytest.raises(ConfigError) as refused, locked(folder):
             raise AssertionError
         assert re.fullmatch(
-            rf"output_dir={folder}: expected a folder that no other run is using \(process {first.pid} on \S+ is\)",
+            rf"output_dir={folder}: expected a folder that no other run is using; process {first.pid} on "
+            r"\S+ is using it",
             str(refused.value),
         )
         with locked(tmp_path / "another"):

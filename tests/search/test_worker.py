@@ -288,7 +288,7 @@ def test_a_full_disk_is_no_attempt(launch: Launch) -> None:
 @pytest.mark.parametrize(
     "ends",
     [
-        "an epoch",
+        pytest.param("an epoch", marks=pytest.mark.slow),
         "its end",
         # What they write down fails in test_storage.py too; the worker ends as with the one before.
         pytest.param("an early end", marks=pytest.mark.slow),

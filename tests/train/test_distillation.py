@@ -193,14 +193,14 @@ def test_a_module_that_was_given_no_teacher_says_so() -> None:
 @pytest.mark.parametrize(
     ("feature", "says"),
     [
-        ("blok", r"blok: expected modules of the model \(did you mean block"),
-        ("block:bdy", r"bdy: expected modules of the teacher \(did you mean body"),
+        ("blok", r"blok: expected a module of the model \(did you mean block"),
+        ("block:bdy", r"bdy: expected a module of the teacher \(did you mean body"),
         (
             "fc:body",
-            r"fc:body: expected modules whose outputs have one shape; fc returns \[4\] and the teacher's body returns",
+            r"fc:body: expected modules whose outputs have the same shape; fc returns \[4\] and the teacher's body",
         ),
-        ("stem.0", "stem.0: expected modules whose outputs the quantized graph computes"),
-        ("idle", "idle: expected modules that the model calls"),
+        ("stem.0", "stem.0: expected a module whose output the quantized graph computes"),
+        ("idle", "idle: expected a module that the model calls"),
     ],
 )
 def test_a_feature_that_can_not_be_learned_is_named(feature: str, says: str) -> None:
@@ -218,7 +218,7 @@ def test_a_folded_conv_is_refused_as_a_feature_before_training(batch_norm: str) 
     """The norms of an untrained model change nothing, so its Conv and its norm give the same."""
     schedule = ScheduleConfig(distill_features=["stem.0"], batch_norm=batch_norm)
     with pytest.raises(
-        ConfigError, match=r"stem.0: expected modules whose outputs the quantized graph computes"
+        ConfigError, match=r"stem.0: expected a module whose output the quantized graph computes"
     ):
         QATModule(Student().eval(), noise(2, 3, 12, 12), schedule)
     module = QATModule(Student().eval(), noise(2, 3, 12, 12), replace(schedule, distill_features=["stem.1"]))

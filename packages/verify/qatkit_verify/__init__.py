@@ -1,4 +1,4 @@
-"""The package of a machine that runs quantized files, with onnxruntime and numpy only; qatkit builds on it.
+"""Runs and checks quantized files with only onnxruntime and numpy; qatkit builds on this package.
 
 errors foreign stopping files untrusted dotted      errors in one line, other people's code, signals, files
 session feeds latency compare records hardware       a file in ONNX Runtime: inputs, outputs, speed
@@ -9,5 +9,5 @@ placement/                                           placement.json, and qatkit-
 
 import os
 
-# From 1.29 on, ONNX Runtime sends telemetry on sessions and models unless this is set before the import.
+# From 1.29 on, ONNX Runtime sends telemetry about sessions and models unless this is set before the import.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")

@@ -3,7 +3,7 @@
     outputs [N, classes] ── argmax ──> decision [N] ── labels ──> top-1, top-5, by class
 
 Ties (common if the output is quantized) go to the lower class index. `qatkit.tasks.classification` adds the
-loss. Names are also read without NumPy, so only the functions that compute import it.
+loss. The names must be readable without NumPy, so only the functions that compute import it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NAMES = TaskNames("classification", "image classification", (TOP1, TOP5), "top-1
 
 
 def names_of(report: Mapping[str, Any]) -> TaskNames:
-    """Returns the task of a report.json; reports that name none are classification.
+    """Returns the names of a report.json's task; a report without a task is one of classification.
 
     Raises:
         KeyError, TypeError: the report's record is not a task.
@@ -39,7 +39,7 @@ def classified(
     class_images: tuple[int, ...] = (),
     class_right: tuple[int, ...] = (),
 ) -> Scores:
-    """Returns the scores of a classifier; top-1 and top-5 in percent, top-5 None for fewer than 6 classes."""
+    """Returns a classifier's scores; top-1 and top-5 are in percent, and top-5 is None below 6 classes."""
     return Scores((TOP1.of(top1), TOP5.of(top5)), images, class_images, class_right)
 
 
@@ -71,7 +71,7 @@ class Counted:
     """A counter of correct answers, updated batch by batch.
 
     Attributes:
-        images: number of images seen so far.
+        images: the number of images seen so far.
     """
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class Counted:
         self.images, self._classes = self.images + len(truth), outputs.shape[1]
 
     def result(self) -> Scores:
-        """Returns the scores of at least one image."""
+        """Returns the scores; at least one image must have been added."""
         images, right = (
             tuple(one[label] for label in range(self._classes)) for one in (self._of_class, self._right)
         )

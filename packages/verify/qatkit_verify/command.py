@@ -3,8 +3,8 @@
     qatkit-verify BUNDLE
     qatkit-verify A.onnx B.onnx
 
-Exit status: 0 if every check passed, 1 if one falls short, and 2 if the file cannot be judged (damaged,
-another format, not installed).
+Exit status: 0 if every check passed, 1 if one falls short, and 2 if the file cannot be judged (it is
+damaged or has another format, or a package is missing).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main(typed: Sequence[str] | None = None) -> int:
         if given.paths[0].suffix == ".onnx":
             raise ConfigError("paths", given.paths[0], "a bundle, or two ONNX files; this is only one")
         return _bundle(given)
-    except (ValueError, OSError) as error:  # refused values, and files that are not what their names say
+    except (ValueError, OSError) as error:  # rejected values, and files that are not what their names say
         print(f"error: {first_line(error)}", file=sys.stderr)
         return 2
 

@@ -1,8 +1,8 @@
-"""Compares two ways of computing the same outputs over all batches: their distance, and equal decisions.
+"""Compares computations of the same outputs over all batches: their distance, and their equal decisions.
 
 Every output is compared over all its values, floats in steps of their own scale; the worst output is
-reported. Agreement is that of the first float output with a class axis, and of every integer output; the
-lowest counts:
+reported. Agreement is computed for the first float output with a class axis and for every integer output, and
+the lowest one counts:
 
     [N, classes], [N, classes, H, W]   share of equal argmax along axis 1, per image or per position
     [N, T, classes]                    along the last axis
@@ -10,10 +10,10 @@ lowest counts:
     integers                           share of equal values
     none of these ([N])                share of values less than a step apart
 
-A task with another rule gives it for the first output: what an output decides, or when two outputs are alike.
+A task may define another rule for the first output: what it decides, or when two outputs are alike.
 
-If two decisions differ, and the reference puts both answers within half a step of each other, it is a tie:
-rounding to whole steps would not keep the decision either. `Comparison.ties` is the share of ties.
+Different decisions are a tie if the reference puts both answers within half a step of each other: rounding
+to whole steps would not keep the decision either. `Comparison.ties` is the share of ties.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Alike:
     """A rule for outputs that decide nothing by themselves, such as embeddings.
 
     Attributes:
-        rule: whether two outputs are alike, row by row: of two [N, ...] booleans [N].
+        rule: returns whether two outputs [N, ...] are alike, row by row, as booleans [N].
     """
 
     rule: Callable[[Array, Array], Array]
@@ -44,7 +44,7 @@ class Alike:
 
 @dataclass
 class _Distance:
-    """A running distance of one way from the reference, in one output."""
+    """The distance of another computation from the reference in one output, updated batch by batch."""
 
     largest: float = 0.0
     total: float = 0.0
@@ -72,22 +72,22 @@ class _Distance:
                 differs = (decided != answers).reshape(len(reference), -1).any(1)
                 self.lost.append(
                     apart[differs]
-                )  # the distance of the answers is unknown, but not that of the outputs
+                )  # the task's rule gives no distance between answers, so that of the outputs is used
             elif reference.dtype.kind == "f":
                 self.lost.append(_lost(reference, decided, answers))
 
 
 class Output:
-    """An output of the reference, and how far the others are from it.
+    """An output of the reference, and the distances of other computations from it.
 
     Args:
-        others: number of other ways.
-        decide: for a task with a rule of its own, what a batch of the output decides, or when two outputs are
-            alike; None: by its class axis.
+        others: the number of other computations.
+        decide: the task's own rule: a function that returns what a batch of the output decides, or a rule
+            for when two outputs are alike. None: the class axis decides.
 
     Attributes:
-        floats: whether it holds floats.
-        low, high: its range in the reference.
+        floats: whether the output consists of floats.
+        low, high: the smallest and the largest value in the reference.
     """
 
     def __init__(self, others: int, decide: Decide | Alike | None = None) -> None:
@@ -97,7 +97,7 @@ class Output:
         self._distances = [_Distance() for _ in range(others)]
 
     def add(self, reference: Array, others: Sequence[Array]) -> None:
-        """Adds one batch of the output."""
+        """Adds one batch of the output: the reference's values, and those of each other computation."""
         self.floats = reference.dtype.kind == "f"
         if reference.size:
             self.low, self.high = min(self.low, reference.min()), max(self.high, reference.max())
@@ -122,7 +122,7 @@ class Output:
         return self._decided > 0
 
     def comparisons(self, step: float) -> list[Comparison]:
-        """Returns one comparison for each of the others; `step` is the size of a step of this output."""
+        """Returns one comparison per other computation; `step` is the size of a step of this output."""
         found = []
         for one in self._distances:
             mean = one.total / max(1, self._count)
@@ -138,7 +138,7 @@ def _within(differences: Sequence[Array], step: float) -> float:
 
 
 def _lost(reference: Array, decided: Array, answers: Array | None) -> Array:
-    """Returns, where decisions differ, the reference's value of its answer minus that of the other one."""
+    """Returns, where decisions differ, the reference's value for its answer minus that for the other one."""
     assert answers is not None
     places = decided != answers
     if decided.dtype == bool:
@@ -149,7 +149,7 @@ def _lost(reference: Array, decided: Array, answers: Array | None) -> Array:
 
 
 def class_axis(axes: int) -> int:
-    """Returns the class axis of an output with this number of axes, after a sequence's positions."""
+    """Returns the class axis of an output: the last of three axes (a sequence), else axis 1."""
     return 2 if axes == 3 else 1
 
 
@@ -166,7 +166,10 @@ def _decisions(values: Array) -> Array | None:
 
 
 def deciding(outputs: Sequence[Output]) -> list[int]:
-    """Returns the outputs whose agreement counts: first float one with classes and integers, else the first."""
+    """Returns the indices of the outputs whose agreement counts.
+
+    They are the first float output with classes and all integer outputs; if there are none, the first output.
+    """
     floats = [i for i, one in enumerate(outputs) if one.floats and one.classes]
     integers = [i for i, one in enumerate(outputs) if not one.floats]
     return sorted(floats[:1] + integers) or [0]

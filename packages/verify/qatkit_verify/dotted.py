@@ -1,4 +1,4 @@
-"""Resolves dotted paths, by which the configuration names a component of the library or of the user."""
+"""Resolves dotted paths, which name components of the library or of the user in the configuration."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def resolve(path: str, key: str) -> Any:
     """Returns the object at a dotted path, `package.module.name`.
 
     Raises:
-        ConfigError: `path` (the value of `key`) is not a dotted path, its module cannot be imported or raises
-            something, or has no such name; the message lists near names.
+        ConfigError: `path` (the value of `key`) is not a dotted path, or its module cannot be imported, raises an
+            exception, or lacks the name; the message lists near names.
     """
     module_path, name = _parts(path, key)
     with calling(key, path):
         try:
             module = importlib.import_module(module_path)
         except ModuleNotFoundError as error:
-            if not f"{module_path}.".startswith(f"{error.name}."):  # it was found, and needs another module
+            if not f"{module_path}.".startswith(f"{error.name}."):  # a module that it imports is missing
                 raise
             reason = f"a dotted path that can be imported ({error}; is its folder on PYTHONPATH?)"
             raise ConfigError(key, path, reason) from error
@@ -36,13 +36,13 @@ def resolve(path: str, key: str) -> Any:
 
 
 def dotted_path(name: str, known: Mapping[str, str], key: str, kind: str) -> str:
-    """Returns the dotted path of a component that is named by a short name or by its path.
+    """Returns the dotted path of a component, given its short name or its path.
 
     Args:
         name: the value of `key`.
-        known: paths by short name.
+        known: the dotted paths by short name.
         key: the key of the configuration, for the message.
-        kind: kind of component, for the message ("Runtime").
+        kind: the kind of component, for the message ("Runtime").
 
     Raises:
         ConfigError: `name` is neither a short name nor a dotted path.
@@ -55,7 +55,7 @@ def dotted_path(name: str, known: Mapping[str, str], key: str, kind: str) -> str
 
 
 def check_path(path: str, key: str) -> None:
-    """Checks that `resolve` would find something, without importing our own modules: many import torch.
+    """Checks that `resolve` would find something, without importing our own modules, since many import torch.
 
     Raises:
         ConfigError: see `resolve`.

@@ -1,4 +1,4 @@
-"""Defines one exception for everything a user can fix, always one line, and recognises disk errors."""
+"""Defines the exception for everything a user can fix, with a message of one line, and finds disk errors."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import tempfile
 from collections.abc import Iterable
 from functools import partial
 
-_LONGEST = 300  # characters of a value in a message
+_LONGEST = 300  # maximum number of characters of a value in a message
 _LONGEST_REASON = 2000
 _LONGEST_CAUSE = 400
 
 
 class ConfigError(ValueError):
-    """A key or file whose value cannot be used: "key=value: expected ..." or "key=value: reason".
+    """Raised for a key or file whose value cannot be used: "key=value: expected ..." or "key=value: reason".
 
     Args:
         key: the key of the configuration, or a word for what was given ("bundle").
@@ -54,8 +54,8 @@ def printable(value: object, longest: int = _LONGEST) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """Returns a number with its noun: "1 image", "2 images"."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    """Returns a number with its noun: "1 image", "2,000 images"."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def near_matches(word: str, words: Iterable[str], n: int = 5) -> str:
@@ -106,7 +106,7 @@ _OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 
 def disk_error(error: BaseException | None) -> OSError | None:
-    """Returns the disk error in an exception's chain; libraries in other languages only report it as text."""
+    """Returns the disk error in an exception's chain, or None; some libraries report it only as text."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _OF_DISKS:
             return error

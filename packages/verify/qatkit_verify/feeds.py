@@ -1,7 +1,7 @@
-"""Handles the inputs and outputs of a file or a module, however many: batches by input name, and all outputs.
+"""Turns a batch in any of the following forms into the inputs of a file or a module, by name.
 
 array or tensor                             the one input of the file
-(images, labels)                            the same: the last one exceeds the file's inputs, so it is labels
+(images, labels)                            the same; the second entry must be labels, since there is one input
 (image, vector), [image, vector]            as many as the file has inputs, in their order
 {"ids": ids, "mask": mask}                  by name; other entries (labels) are ignored
 ({"left": a, "right": b}, c)                nested, in their order
@@ -27,10 +27,10 @@ _TYPES = {"float": np.float32, "double": np.float64, "float16": np.float16, "boo
 
 
 def by_name(names: Sequence[str], batch: Any) -> dict[str, Any]:
-    """Returns the tensors of a batch by input name, for the inputs `names`.
+    """Returns the tensors of a batch by name, for the inputs `names`.
 
     Raises:
-        ConfigError: a mapping lacks one of them, or the number of tensors differs.
+        ConfigError: a mapping lacks one of the inputs, or the number of tensors differs from theirs.
     """
     if isinstance(batch, Mapping) and set(names) <= set(batch):
         return {name: batch[name] for name in names}
@@ -46,7 +46,7 @@ def by_name(names: Sequence[str], batch: Any) -> dict[str, Any]:
 
 
 def _leaves(batch: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the leaves of nested lists, tuples and mappings by the names on their paths; skips None."""
+    """Yields the leaves of nested lists, tuples and mappings with their paths, joined by "_"; skips None."""
     if isinstance(batch, (Mapping, tuple, list)):
         parts = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
         for name, part in parts:
@@ -76,7 +76,7 @@ def rows(batch: Any) -> int:
 
 
 def feeds(session: ort.InferenceSession, batch: Any, ends: IntegerIO | None = None) -> dict[str, Array]:
-    """Returns a batch as arrays of the file's types; for integer ends, the pixels of the images."""
+    """Returns a batch by input name, as arrays of the file's types; with `ends`, as uint8 pixels."""
     found = by_name(input_names(session), batch)
     if ends is not None:
         return {name: ends.pixels(np.ascontiguousarray(v, np.float32)) for name, v in found.items()}
@@ -86,7 +86,7 @@ def feeds(session: ort.InferenceSession, batch: Any, ends: IntegerIO | None = No
 
 
 def numpy_type(kind: str) -> Any:
-    """Returns NumPy's type for "tensor(float)", or its name."""
+    """Returns NumPy's type, or its name, for ONNX Runtime's name of a type, such as "tensor(float)"."""
     name = kind.removeprefix("tensor(").removesuffix(")")
     return _TYPES.get(name, name)
 
@@ -98,8 +98,7 @@ def noise_feeds(
 
     Args:
         session: a session of the file.
-        given: the shape of a single input, or a whole batch by name; None: the declared shapes, `batch` at a
-            time.
+        given: the shape of a single input, or a whole batch by name; None: the shapes that the file declares.
         seed: the seed of the random numbers.
         batch: the size of a dynamic first axis.
 

@@ -1,4 +1,4 @@
-"""Writes files in the only permitted way: under a temporary name in the same folder, then renamed.
+"""Writes files in the only permitted way: under a temporary name in the same folder, which is then renamed.
 
     with whole(path) as temporary:      # .NAME.PROCESS.RANDOM.part, in the folder of `path`
         ...                             # write `temporary`, check it, load it
@@ -23,13 +23,15 @@ from qatkit_verify.errors import disk_error
 
 PART = ".part"
 _BLOCK = 1 << 16  # bytes
-_NAME = 50  # characters, of up to four bytes each: a name of 255 bytes leaves no room for the rest
+_NAME = (
+    50  # characters of the name that are kept, of up to four bytes each: file names have at most 255 bytes
+)
 _PART = re.compile(rf"\..*\.(\d+)\.[0-9a-f]{{8}}{re.escape(PART)}")
 
 
 @contextmanager
 def whole(path: str | Path) -> Iterator[Path]:
-    """Yields a temporary path that replaces `path` when the block ends, and is removed when it fails.
+    """Yields a temporary file's path; the file replaces `path` when the block ends, or is removed if it fails.
 
     The new file has the permissions that a plain `open` for writing would leave: those of the previous file,
     or those that the process gives new files.
@@ -69,7 +71,7 @@ def not_writable(folder: Path) -> str:
     try:
         existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
         if os.path.lexists(folder) and not folder.exists():
-            raise OSError(0, "a link to nowhere")
+            raise OSError(0, "a broken symbolic link")
         tempfile.TemporaryDirectory(dir=existing).cleanup()
     except OSError as error:
         return error.strerror or str(error)
@@ -77,7 +79,10 @@ def not_writable(folder: Path) -> str:
 
 
 def no_room(path: Path) -> OSError | None:
-    """Returns the disk error of a discarded file that cannot grow: some libraries do not report it."""
+    """Returns the disk error if a file, which is no longer needed, cannot grow; else None.
+
+    It is for libraries that do not report such an error.
+    """
     try:
         with path.open("ab") as stream:
             stream.write(bytes(_BLOCK))
@@ -88,13 +93,13 @@ def no_room(path: Path) -> OSError | None:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Writes a UTF-8 text file, whole or not at all."""
+    """Writes a UTF-8 text file, completely or not at all."""
     with whole(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def cache_folder() -> Path:
-    """Returns the folder for things that can be regenerated when they are lost; it may not exist.
+    """Returns the folder for files that can be regenerated if they are lost; it may not exist.
 
     Raises:
         RuntimeError: the user's home folder is unknown.
@@ -108,7 +113,7 @@ def unfinished(target: Path) -> Path:
 
 
 def clear_parts(folder: Path) -> None:
-    """Removes what killed processes left half-written in `folder`; files of running processes stay."""
+    """Removes incomplete files of killed processes from `folder`; files of running processes stay."""
     for path in folder.glob(f".*{PART}"):
         named = _PART.fullmatch(path.name)
         if named and not lives(int(named[1])):

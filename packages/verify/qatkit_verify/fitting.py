@@ -1,7 +1,7 @@
 """Fits pictures of any size to the height and width of a model's input.
 
     crop       scaled with fixed aspect ratio until it just covers `resize`; then the centre is cropped
-    resize     scaled straight to the input's size; the aspect ratio changes
+    resize     scaled to the input's size; the aspect ratio may change
     letterbox  scaled with fixed aspect ratio until it just fits into the input; the rest has one fill value
 
 All sizes and positions are integers, so that training, `qatkit_verify.preprocess` and preprocess.mjs agree in
@@ -28,7 +28,7 @@ Sides = tuple[int, int]
 
 
 def sides(size: int | Sequence[int]) -> Sides:
-    """Returns (height, width) of a size as it is written."""
+    """Returns (height, width) of a size that is given as one number or as both."""
     height, width = (size, size) if isinstance(size, int) else size
     return height, width
 
@@ -67,9 +67,9 @@ class Fitting:
 
     Attributes:
         scaled: (height, width) to which the whole picture is scaled.
-        start: (top, left) of the part of it that is kept.
-        kept: (height, width) of that part.
-        place: (top, left) of that part in the model's input; the rest is filled.
+        start: (top, left) of the part of the scaled picture that is kept.
+        kept: (height, width) of the kept part.
+        place: (top, left) of the kept part in the model's input; the rest is filled.
     """
 
     scaled: Sides
@@ -121,5 +121,5 @@ def crop_start(size: int, crop: int) -> int:
 
 
 def is_whole(height: int, width: int, size: Sides) -> bool:
-    """Returns whether an image is resized in 8 bits: no side grows or becomes one pixel (ATen errs there)."""
+    """Returns whether an image is resized in 8 bits: no side grows, or becomes one pixel, where ATen errs."""
     return height >= size[0] and width >= size[1] and min(size) > 1

@@ -6,8 +6,8 @@
     error: data.source=mypkg.data.load: it raised (ValueError: no such split; mypkg/data.py:12)
 
 `calling` is used where the called code is known. A model's forward, an observer or a check is called from
-deep within, so the whole job runs under `boundary`, which finds in the traceback whose code was running. An
-exception of our own code that no other code called is a defect and is not converted.
+deep within, so the whole job runs under `boundary`, which finds in the traceback whose code was running. If
+only our own code was running, the exception is a defect and is not converted.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LIBRARIES = {
     "numpy",
     *sys.stdlib_module_names,
 }
-_LONGEST = 300  # characters of a message
+_LONGEST = 300  # maximum number of characters of a message
 _JOBS = ("qatkit.jobs.", "qatkit.run.")  # where the job begins, after the script that starts it
 
 Called = tuple[str, str]  # a key of the configuration, and the dotted path that is its value
@@ -53,7 +53,7 @@ class _Frame(NamedTuple):
 
 @contextmanager
 def calling(key: str, path: object, called: object = None) -> Iterator[None]:
-    """Turns exceptions raised within into a ConfigError.
+    """Turns an exception that is raised within the block into a ConfigError.
 
     Args:
         key: the key of the configuration that named the code.
@@ -75,10 +75,10 @@ def calling(key: str, path: object, called: object = None) -> Iterator[None]:
 
 @contextmanager
 def boundary(paths: Sequence[Called]) -> Iterator[None]:
-    """Does the same for a whole job, for exceptions raised while other people's code was running.
+    """Turns an exception of a whole job into a ConfigError if other people's code was running.
 
     Args:
-        paths: the settings that name code.
+        paths: the keys and values of the settings that name code.
     """
     try:
         yield
@@ -104,11 +104,11 @@ def boundary(paths: Sequence[Called]) -> Iterator[None]:
 def described(error: BaseException, packages: Sequence[str] = ()) -> str:
     """Returns an exception's type, message and innermost place in code that is neither ours nor a library's.
 
-    If there is none, it is the innermost place that is not ours.
+    If there is no such place, the innermost one that is not ours is used.
 
     Args:
         error: the exception.
-        packages: packages of the user, wherever they are installed.
+        packages: names of packages that count as the user's even if they are installed with the libraries.
     """
     text = _in_a_line(error)
     if isinstance(error, SyntaxError) and error.filename:
@@ -129,20 +129,20 @@ def _in_a_line(error: BaseException) -> str:
 
 
 def check_call(key: str, path: str, called: Callable[..., Any], *args: str, **kwargs: Any) -> None:
-    """Raises ConfigError if an object cannot be called with such arguments.
+    """Raises ConfigError if an object cannot be called with the given arguments.
 
     Args:
-        key: the key of the configuration that named it.
+        key: the key of the configuration that named the object.
         path: the value of `key`.
         called: the object.
-        args: names of positional arguments, as in the message.
-        kwargs: keyword arguments.
+        args: the names of the positional arguments, for the message.
+        kwargs: the keyword arguments.
     """
     if not callable(called):
         raise ConfigError(key, path, f"a function or class, not {type(called).__name__}")
     try:
         signature = inspect.signature(called)
-    except (TypeError, ValueError):  # a builtin
+    except (TypeError, ValueError):  # a builtin without a signature
         return
     try:
         signature.bind(*args, **kwargs)
@@ -178,7 +178,7 @@ def _is_theirs(frame: _Frame, packages: Sequence[str]) -> bool:
 
 
 def _named(theirs: Sequence[_Frame], paths: Sequence[Called]) -> Called:
-    """Returns the setting that named the code, by the module of the outermost match, else by package."""
+    """Returns the setting whose module, or else whose package, is that of the outermost matching frame."""
     modules = [(_module(path), key, path) for key, path in paths]
     for frame in theirs:
         for module, key, path in modules:
@@ -192,9 +192,9 @@ def _named(theirs: Sequence[_Frame], paths: Sequence[Called]) -> Called:
 
 
 def _not_callable_so(error: BaseException, paths: Sequence[Called]) -> Called | None:
-    """Returns the setting whose class has a method with other arguments than it is called with.
+    """Returns the setting whose code was called with arguments that it does not accept, else None.
 
-    None of its code has run yet.
+    Such code has not run yet, so it has no frame in the traceback.
     """
     told = re.match(r"([A-Za-z_]\w*)(\.\w+)*\(\) (takes|missing|got) ", str(error))
     if not isinstance(error, TypeError) or told is None:

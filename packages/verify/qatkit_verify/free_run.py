@@ -40,9 +40,9 @@ class FreeRun:
 
     Args:
         session: a session of the file.
-        states: for each state input, the output that feeds it in the next step.
-        fixed: inputs that are the same in every step.
-        outputs: names of the outputs in the file's order; None: as in the file.
+        states: the output that feeds each state input in the next step, by input name.
+        fixed: the inputs that are the same in every step, by name.
+        outputs: the names to use for the outputs, in the file's order; None: the file's own names.
 
     Attributes:
         state: the state of the next step, by input name.

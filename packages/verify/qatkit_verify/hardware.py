@@ -1,4 +1,4 @@
-"""Describes this machine and what is installed on it, as in every report."""
+"""Describes this machine and the packages installed on it, for reports."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def installed_versions() -> dict[str, str]:
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            continue  # run from a checkout, or without an extra
+            continue  # not installed: the code runs from a checkout, or an extra is missing
     return versions
 
 
 def this_hardware(threads: int) -> Hardware:
-    """Returns the CPU of this machine; `threads` is what the measurements used."""
+    """Returns a description of this machine; `threads` is the number of threads of the measurements."""
     fields = _cpuinfo()
     flags = fields.get("flags", fields.get("Features", "")).split()
     name = fields.get("model name") or platform.processor() or platform.machine()

@@ -1,5 +1,6 @@
-"""Checks the installed ONNX Runtime: whether it can be imported, and whether its version was ever tested; and
-the commands that install what is missing.
+"""Checks whether the installed ONNX Runtime can be imported and whether its version was ever tested.
+
+It also provides the commands that install missing packages.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ def in_checkout() -> bool:
 
 
 def install_extra(extra: str, package: str = "qatkit") -> str:
-    """Returns the command that installs an extra and keeps those that are installed."""
+    """Returns the command that installs an extra and keeps the installed extras."""
     return f"uv sync --inexact --extra {extra}" if in_checkout() else f"pip install '{package}[{extra}]'"
 
 
 def untested(version: str) -> str:
-    """Returns how an ONNX Runtime version compares with the tested ones; "" within their range."""
+    """Returns how an ONNX Runtime version differs from the tested ones; "" within their range."""
     oldest, newest, own = (version_numbers(one)[:2] for one in (OLDEST, NEWEST, version))
     if oldest <= own <= newest:
         return ""
@@ -48,9 +49,9 @@ def check_onnxruntime() -> None:
     """Checks that ONNX Runtime can be imported; call it before importing a module that runs a file.
 
     Raises:
-        ConfigError: it cannot be imported; says what to install.
+        ConfigError: ONNX Runtime cannot be imported; the message says what to install.
     """
-    said = io.StringIO()  # a page of NumPy's output if the two are incompatible
+    said = io.StringIO()  # NumPy prints a page of text if the two are incompatible
     try:
         with contextlib.redirect_stderr(said):
             import onnxruntime  # noqa: F401

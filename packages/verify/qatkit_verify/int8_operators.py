@@ -1,9 +1,9 @@
 """Finds the operators of a file that can exceed 16 bits on a processor that adds two products in 16 bits.
 
-The file is the graph that ONNX Runtime made of it. There, an operator that runs in int8 has its weights next
-to it, whether the file asked for it by QDQ, as a QLinear operator, or dynamically. An operator whose weights
-rule it out never exceeds 16 bits, for any inputs. This concerns uint8 x int8 on x86 without VNNI, and int8 x
-int8 on ARM without the dot product (`qatkit_verify.pairs`).
+The graph that ONNX Runtime makes of the file is searched. In it, an operator that runs in int8 reads its
+weights directly, whether the file asked for int8 by Q/DQ pairs, by a QLinear operator, or dynamically. Some
+weights rule out that 16 bits are exceeded, whatever the inputs are. This concerns uint8 x int8 on x86 without
+VNNI, and int8 x int8 on ARM without the dot product (`qatkit_verify.pairs`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PRECISE = "session.x64quantprecision"
 
 @dataclass(frozen=True)
 class Places:
-    """Input positions of an operator: activation zero point (None: float), weights, weight zero points."""
+    """Input positions of an operator: activation zero point (None: float), weights, and their zero points."""
 
     x_zero: int | None
     weights: tuple[int, ...]
@@ -54,9 +54,9 @@ class Int8Operator:
     Attributes:
         name: the name of the node, or of its output if it has none.
         op_type: the type of ONNX Runtime's operator.
-        channels: number of channels of its weights.
-        saturating: number of channels that exceed 16 bits for some input: 0 is a proof; None if the weights
-            are computed.
+        channels: the number of channels of its weights.
+        saturating: the number of channels that exceed 16 bits for some input; 0 proves that there are none.
+            None: the weights are computed, so the number is unknown.
     """
 
     name: str
@@ -72,7 +72,7 @@ def int8_operators(
 
     Args:
         path: an ONNX file.
-        options: session config entries of the backend.
+        options: the backend's session config entries.
         signed: whether to return the int8 x int8 operators instead.
 
     Raises:
@@ -97,7 +97,7 @@ def _operators(
     folder: Path,
     signed: bool,
 ) -> Iterator[Int8Operator]:
-    """Yields the operators of a graph; `tensors` and `makers` are those of the enclosing graphs."""
+    """Yields the operators of a graph; the mappings are the outer graphs' constants and producers."""
     tensors = {**tensors, **graph.tensors}
     makers = {**makers, **{name: node for node in graph.nodes for name in node.outputs if name}}
     beyond = overflowing_on_arm if signed else overflowing_channels
@@ -123,7 +123,7 @@ def _is_signed(node: Node, tensors: Mapping[str, Tensor]) -> bool:
 def _rows(
     node: Node, tensors: Mapping[str, Tensor], makers: Mapping[str, Node], folder: Path
 ) -> list[NDArray[np.int8]] | None:
-    """Returns the int8 weights in kernel order; empty without int8 weights, None if computed."""
+    """Returns the int8 weights in kernel order; [] if there are none, None if they are computed."""
     places, found = PLACES[node.op_type], []
     for place, zero in zip(places.weights, places.weight_zeros, strict=True):
         weight = tensors.get(_input(node, place))
@@ -141,7 +141,7 @@ def _rows(
 def _may_be_int8(
     node: Node, place: int, zero: int, tensors: Mapping[str, Tensor], makers: Mapping[str, Node]
 ) -> bool:
-    """Judges from its zero point, or its QuantizeLinear, whether a computed operand may be int8."""
+    """Returns whether a computed operand may be int8, judged by its zero point or its QuantizeLinear."""
     known = tensors.get(_input(node, zero))
     if known is not None:
         return known.type == INT8
@@ -153,7 +153,7 @@ def _may_be_int8(
 
 
 def _depthwise(node: Node, shape: tuple[int, ...]) -> bool:
-    """Returns whether it is a depthwise convolution, which multiplies in 32 bits."""
+    """Returns whether a node is a depthwise convolution, which multiplies in 32 bits."""
     count = node.ints.get("group", 1)
     return node.op_type == "QLinearConv" and count > 1 and shape[0] == count and shape[1] == 1
 

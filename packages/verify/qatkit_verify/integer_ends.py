@@ -1,8 +1,8 @@
-"""Converts the two ends of a file that takes uint8 images and gives quantized outputs, from its metadata.
+"""Converts the inputs and outputs of a file that takes uint8 images and gives quantized outputs.
 
 Data and verification keep using normalised float images and float outputs; this module converts them to the
-file's integers and back. A pixel that preprocessing left between two levels (an enlarged image) is rounded to
-the nearest.
+file's integers and back, as the file's metadata says. A pixel that preprocessing left between two levels (in
+an enlarged image) is rounded to the nearest level.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ WEIGHT = 127  # the weight of every channel in the convolution that normalises
 
 
 def bias_steps(mean: Sequence[float]) -> NDArray[np.float64]:
-    """Returns the int32 bias -mean/std of that convolution, in steps of 1/(127·255·std)."""
+    """Returns the int32 bias -mean/std of the convolution that normalises, in steps of 1/(127·255·std)."""
     return np.asarray(np.rint(-np.asarray(mean, np.float64) * (WEIGHT * 255)))
 
 
 @dataclass(frozen=True)
 class IntegerIO:
-    """The meaning of the integers.
+    """The meaning of the integers at the two ends of a file.
 
     Attributes:
-        mean, std: normalisation that the file applies, per channel, to pixels in 0..1.
-        dtype: type of the outputs, "uint8" or "int8".
-        scale, zero_point: a logit is (q - zero_point) * scale.
+        mean, std: the normalisation, per channel, that the file applies to pixels in 0..1.
+        dtype: the type of the outputs, "uint8" or "int8".
+        scale, zero_point: the quantization of the outputs: a logit is (q - zero_point) * scale.
     """
 
     mean: tuple[float, ...]
@@ -41,7 +41,7 @@ class IntegerIO:
     zero_point: int
 
     def to_metadata(self) -> dict[str, str]:
-        """Returns the entry of an ONNX file's metadata."""
+        """Returns the entry for the metadata of an ONNX file."""
         return {METADATA_KEY: json.dumps(asdict(self))}
 
     @classmethod
@@ -59,7 +59,7 @@ class IntegerIO:
         return found
 
     def normalised(self, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """Normalises pixels like the file does, in whole steps of 1/(127·255·std)."""
+        """Normalises pixels as the file does, in whole steps of 1/(127·255·std)."""
         steps = WEIGHT * pixels.astype(np.float64) + bias_steps(self.mean).reshape(-1, 1, 1)
         scale = np.asarray(self.std).reshape(-1, 1, 1) * (WEIGHT * 255)
         return np.asarray(steps / scale, np.float32)

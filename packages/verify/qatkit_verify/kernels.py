@@ -60,7 +60,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Executed:
-    """A node that ran, with the precision that it computed in and its multiply-accumulates for one image."""
+    """A node that ran, with its precision and its multiply-accumulates for one image."""
 
     name: str
     op: str
@@ -81,8 +81,8 @@ def executed(
 
     Args:
         path: an ONNX file.
-        options: session config entries of the backend.
-        threads: intra-op threads.
+        options: the backend's session config entries.
+        threads: the number of intra-op threads.
         given: a batch by input name, for files with dynamic shapes; None: noise.
         images: number of images in the batch.
 
@@ -110,9 +110,9 @@ def profiled(
     runs: int = RUNS,
     quantile: float = 0.5,
 ) -> dict[str, Kernel]:
-    """Profiles an optimized graph as it is; returns kernels by node name, with that quantile of their times.
+    """Profiles an optimized graph without further optimization, and returns its kernels by node name.
 
-    The inputs are noise unless `given` is a batch.
+    The time of a kernel is the given quantile over the runs. The inputs are noise unless `given` is a batch.
     """
     prefix = saved.with_name("profile")
     session = open_session(
@@ -148,7 +148,7 @@ def conv_macs(op_type: str, kernel: Kernel, weight: Sequence[int] | None) -> int
 def matmul_macs(kernel: Kernel, *, transposed: bool = False) -> int:
     """Returns the multiply-accumulates of a matrix product for the profiled batch.
 
-    `transposed` says that the first operand is transposed.
+    `transposed` tells whether the first operand is transposed.
     """
     if not kernel.output_shapes or not kernel.input_shapes:
         return 0
@@ -172,7 +172,7 @@ def events(file: Path) -> Any:
 
 
 def kernels(found: Sequence[Mapping[str, Any]], quantile: float) -> dict[str, Kernel]:
-    """Returns the kernels by node name, each with that quantile of its times; the first run is dropped."""
+    """Returns the kernels by node name, with the given quantile of their times; drops the first run."""
     reports: dict[str, list[Mapping[str, Any]]] = {}
     for event in found:
         if event.get("cat") == "Node" and event["name"].endswith(_SUFFIX):

@@ -9,7 +9,7 @@ Two things that would spoil such a measurement are handled:
   Runtime's default, stays. (Figures: docs/decisions/0015-small-measurements.md.)
 - The previous file's run evicts this file's weights from the caches, so each timed run follows an untimed one
   of the same file: the steady state of a server. With many small files in turn, one untimed run is not enough
-  (mobilenet_v2 in float at 64x64, in turns with seven others, one thread: 0.60 ms after one, 0.40 after
+  (mobilenet_v2 in float at 64x64, in alternation with seven others, one thread: 0.60 ms after one, 0.40 after
   eight, 0.39 alone).
 """
 
@@ -52,15 +52,15 @@ def latency(
     """Times `files` in alternation.
 
     Args:
-        files: ONNX files by name; ratios are taken against the first.
+        files: ONNX files by name; ratios are relative to the first.
         input_shape: (C, H, W) of one image; the input is noise from `seed`, standard normal or pixels. For
             files with other inputs, a batch by input name, or None for noise with the shapes that the files
             declare.
-        batch: images per run.
-        threads: intra-op threads.
-        runs: number of timed rounds.
+        batch: the number of images per run.
+        threads: the number of intra-op threads.
+        runs: the number of timed rounds.
         seed: the seed of the noise.
-        options: session config entries of the backend, for every file.
+        options: the backend's session config entries, for every file.
 
     Returns:
         `Latency` by name, in the order of `files`.
@@ -83,7 +83,7 @@ def run_times(
     seed: int = 0,
     options: Mapping[str, str] | None = None,
 ) -> dict[str, NDArray[np.float64]]:
-    """Returns the milliseconds of every run, [runs] by file, timed as in `latency`.
+    """Returns the time of every run in milliseconds, [runs] by file, measured as in `latency`.
 
     Args:
         files, input_shape, batch, threads, runs, seed, options: see `latency`.
@@ -135,7 +135,7 @@ def quickest(
     sessions: int = 1,
     options: Mapping[str, str] | None = None,
 ) -> dict[str, list[float]]:
-    """Returns the milliseconds of each file's fastest run in each of its sessions, all files in turns.
+    """Returns the time in milliseconds of each file's fastest run in each session; files take turns.
 
     Other work on the machine can only lengthen a run, so the fastest runs are compared. The place of a
     session's weights in memory matters too (7 % between two sessions of one ResNet-18), so a file is opened
@@ -143,8 +143,8 @@ def quickest(
 
     Args:
         files, input_shape, batch, threads, options: see `latency`.
-        runs: runs per session.
-        sessions: sessions per file.
+        runs: the number of runs per session.
+        sessions: the number of sessions per file.
     """
     found = [
         one.ms
@@ -160,7 +160,7 @@ class Session:
     """A session in which each file was opened again.
 
     Attributes:
-        ms: by file, milliseconds of its fastest run.
+        ms: the time of each file's fastest run in milliseconds, by file.
         waited: the time that the threads waited for a core, relative to the time that they ran.
     """
 
@@ -195,7 +195,7 @@ def every_session(
 def rounds(
     calls: Sequence[Callable[[], object]], runs: int, untimed: int = 1, warmup: int = WARMUP
 ) -> NDArray[np.float64]:
-    """Returns milliseconds [runs, calls] of functions in turns, each after `untimed` calls of itself."""
+    """Times functions in turns, each after `untimed` calls of itself; returns milliseconds [runs, calls]."""
     times = np.zeros((warmup + runs, len(calls)))
     collecting = gc.isenabled()
     gc.disable()
@@ -216,14 +216,14 @@ def rounds(
 def from_times(
     reference: NDArray[np.float64], times: NDArray[np.float64], batch: int, threads: int
 ) -> Latency:
-    """Summarizes one file's milliseconds [runs] against those of the first file in the same rounds."""
+    """Summarizes a file's times [runs] in milliseconds, relative to the first file's in the same rounds."""
     p10, median, p90 = (float(value) for value in np.percentile(times, (10, 50, 90)))
     low, ratio, high = (float(value) for value in np.percentile(reference / times, (10, 50, 90)))
     return Latency(median, p10, p90, ratio, low, high, batch, threads, len(times))
 
 
 class Waiting:
-    """The time that the threads of this process were ready to run without a core, as counted by the kernel.
+    """The time in which threads of this process were ready to run but had no core, as counted by the kernel.
 
     It counts from construction; threads that begin or end in between are left out.
 

@@ -1,4 +1,4 @@
-"""Reads npz files from others: arrays of numbers by name, or an error with a reason."""
+"""Reads npz files from untrusted sources."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from qatkit_verify.feeds import Array
 
 
 def read_npz(path: Path) -> dict[str, Array]:
-    """Returns the arrays of a file, without anything that would run code.
+    """Returns the arrays of a file by name. Pickled objects, which could run code, are rejected.
 
     Raises:
-        OSError, ValueError: the file cannot be read, or is not an npz file.
+        OSError, ValueError: the file cannot be read, is not an npz file, or contains pickled objects.
     """
     try:
         stored = np.load(path, allow_pickle=False)

@@ -1,8 +1,8 @@
-"""Reads versions, nodes and constants of an ONNX file from its bytes, without the onnx package.
+"""Reads the versions, nodes and constants of an ONNX file from its bytes, without the onnx package.
 
 A file is a protobuf message: fields of (number, kind, value). A value is a number or bytes, and bytes may be
 a message again (https://protobuf.dev/programming-guides/encoding, onnx/onnx.proto). Values are read only for
-int8 tensors, the weights of operators that multiply in 8 bits; those of all others are skipped.
+int8 tensors, which are the weights of operators that multiply in 8 bits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NODE = {1: "input", 2: "output", 3: "name", 4: "op_type", 5: "attribute", 7: "d
 _TENSOR = {1: "dims", 2: "type", 5: "integers", 8: "name", 9: "raw", 13: "external"}
 _PAIR = {1: "first", 2: "second"}
 _ATTRIBUTE = {1: "name", 3: "i", 6: "graph", 11: "graph"}
-INT8 = 3  # of TensorProto.DataType
+INT8 = 3  # as in TensorProto.DataType
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Tensor:
         """Returns the values of an int8 tensor.
 
         Args:
-            folder: the folder of the file, in which large tensors may have files of their own.
+            folder: the folder of the ONNX file, which may contain further files with large tensors.
 
         Raises:
             ValueError: the tensor has another type, or the values are missing.
@@ -74,7 +74,7 @@ class Tensor:
         else:
             raw = bytes(self._raw) or bytes(one & 0xFF for one in self._integers)
         if len(raw) != size:
-            raise ValueError(f"{len(raw)} values for a tensor of {size}")
+            raise ValueError(f"the tensor has {len(raw)} values instead of {size}")
         return np.frombuffer(raw, np.int8).reshape(self.shape)
 
 
@@ -89,7 +89,7 @@ def _beside(folder: Path, external: Mapping[str, str], size: int) -> bytes:
 
 @dataclass(frozen=True)
 class Graph:
-    """A graph: nodes in their order, and the initializers by name."""
+    """A graph: its nodes in their order, and its initializers by name."""
 
     nodes: tuple[Node, ...]
     tensors: Mapping[str, Tensor]
@@ -101,7 +101,7 @@ class OnnxFile:
 
     Attributes:
         ir_version: the version of the format.
-        opsets: versions by domain; "" is ONNX's own.
+        opsets: the opset versions by domain; "" is ONNX's own domain.
         graph: the outermost graph.
     """
 
@@ -252,7 +252,7 @@ def _packed(message: Buffer) -> Iterator[int]:
 
 def _text(value: int | Buffer | bytes) -> str:
     if isinstance(value, int):
-        raise ValueError("a number in place of a text")
+        raise ValueError("a number in place of a string")
     return bytes(value).decode()
 
 

@@ -2,8 +2,8 @@
 
 On x86 processors without VNNI, two neighbouring uint8 x int8 products are added in 16 bits and clipped
 (vpmaddubsw). An activation is at most 255. A pair can therefore only overflow if 255 times the sum of its
-positive, or of its negative, weights exceeds 16 bits: two weights of the same sign whose absolute sum is 129
-or more.
+positive, or of its negative, weights exceeds 16 bits. This takes two weights of the same sign whose absolute
+sum is 129 or more.
 
 On ARM processors without the dot product, two int8 x int8 products are added in 16 bits (smull, smlal), and
 only the sum of two products -128 * -128 exceeds them.

@@ -26,11 +26,11 @@ class FileParity:
 
     Attributes:
         a, b: the paths of the files.
-        max_abs_diff, mean_abs_diff: maximum and mean absolute difference over all values.
-        cosine: cosine of all values as one vector.
-        same_top1: share of images whose first output has its largest value at the same position.
-        images: number of rows of the inputs.
-        abs_tol, mean_tol: bounds on the first two; None: not checked.
+        max_abs_diff, mean_abs_diff: the maximum and the mean absolute difference over all values.
+        cosine: the cosine similarity of all values as one vector.
+        same_top1: the share of images whose first output has its largest value at the same position.
+        images: the number of rows of the inputs.
+        abs_tol, mean_tol: the bounds on max_abs_diff and mean_abs_diff; None: not checked.
         passed: whether both bounds are met.
     """
 
@@ -60,12 +60,12 @@ def file_parity(
     Args:
         a, b: files with the same number of inputs and outputs, of the same shapes.
         inputs: an npz file with arrays by the names of A's inputs; None: noise.
-        abs_tol, mean_tol: bounds on the largest and the mean absolute difference.
-        threads: threads of ONNX Runtime.
+        abs_tol, mean_tol: bounds on the largest and the mean absolute difference; None: no bound.
+        threads: the number of threads of ONNX Runtime.
 
     Raises:
-        ConfigError: a file does not load, inputs do not fit, or outputs have other shapes or hold NaN or
-            infinity.
+        ConfigError: a file does not load, the inputs do not fit a file, or the outputs differ in shape or contain
+            NaN or infinity.
     """
     first, second = (open_session(path, threads=threads) for path in (a, b))
     given = (

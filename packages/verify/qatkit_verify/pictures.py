@@ -2,8 +2,8 @@
 
     path ── stat: a regular file? ── open, without waiting ── header: size, mode ── pixels ── grey or RGB, 8 bits
 
-A name may lead to anything: a pipe, on which reading waits for ever, an endless device, a kilobyte that
-unpacks to gigabytes. So only regular files are opened, and nothing larger than `MOST_PIXELS` is unpacked.
+A name may lead to anything: a pipe that blocks its reader, an endless device, or a kilobyte that unpacks
+to gigabytes. So only regular files are opened, and nothing larger than `MOST_PIXELS` is unpacked.
 Pillow is an extra of this package (`qatkit-verify[pictures]`) and is imported only when a picture is opened.
 """
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 MOST_PIXELS = 89_478_485  # a quarter of a gigabyte in RGB, where Pillow warns of a decompression bomb
-MOST_UNEVEN = 200  # ratio of the sides: the shorter one is scaled to a few hundred pixels
+MOST_UNEVEN = 200  # maximum ratio of the sides, since the shorter one is scaled to a few hundred pixels
 _NO_WAITING = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # each exists only on some systems
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
@@ -52,10 +52,14 @@ _EXTENSIONS = (
 
 
 def open_picture(path: Path, *, upright: bool) -> NDArray[np.uint8]:
-    """Returns uint8 [H, W, 1] or [H, W, 3] of a picture file, opened as in training (`Preprocess.upright`).
+    """Returns the pixels of a picture file as uint8 [H, W, 1] or [H, W, 3], read as in training.
+
+    Args:
+        path: the file.
+        upright: whether to rotate the picture as its EXIF data say (`Preprocess.upright`).
 
     Raises:
-        ConfigError: the file cannot be read as a picture, or Pillow is missing; names the file.
+        ConfigError: the file cannot be read as a picture, or Pillow is missing; the message names the file.
     """
     found = np.array(read_picture(str(path), "pictures", upright=upright))
     return found[..., None] if found.ndim == 2 else found
@@ -71,9 +75,9 @@ def picture_files(folder: Path) -> list[Path]:
 
 
 def read_picture(path: str, key: str, *, upright: bool = False) -> Image.Image:
-    """Returns the image at `path`, grey or RGB; of several frames the first.
+    """Returns the image at `path` in grey or RGB; the first frame if it has several.
 
-    Transparent parts have the colour that the file gives them. 16-bit pixels are reduced to their upper 8
+    Transparent pixels have the colour that the file stores for them. 16-bit pixels are reduced to their upper 8
     bits.
 
     Args:
@@ -82,7 +86,7 @@ def read_picture(path: str, key: str, *, upright: bool = False) -> Image.Image:
         upright: whether to rotate the image as its EXIF data say.
 
     Raises:
-        ConfigError: the file cannot be read as an image, or Pillow is missing; names the file.
+        ConfigError: the file cannot be read as an image, or Pillow is missing; the message names the file.
     """
     try:
         from PIL import Image, ImageOps
@@ -103,7 +107,7 @@ def open_regular_file(path: str) -> Iterator[io.BufferedReader]:
 
     Raises:
         OSError: the file does not exist or cannot be read.
-        ValueError: the path leads to something else, on which it does not wait.
+        ValueError: the path leads to something else; a pipe is rejected without waiting for it.
     """
     with open(os.open(path, os.O_RDONLY | _NO_WAITING), "rb") as stream:
         check_kind(os.fstat(stream.fileno()).st_mode)
@@ -111,13 +115,13 @@ def open_regular_file(path: str) -> Iterator[io.BufferedReader]:
 
 
 def check_kind(mode: int) -> None:
-    """Raises ValueError, naming what is there, unless it is a regular file."""
+    """Raises ValueError unless `mode` is that of a regular file; the message says what it is."""
     if not stat.S_ISREG(mode):
         raise ValueError(next((name for is_one, name in _KINDS if is_one(mode)), "not a regular file"))
 
 
 def check_size(width: int, height: int) -> None:
-    """Raises ValueError for an image that a machine's memory could not hold unpacked or resized."""
+    """Raises ValueError for an image that is too large for a machine's memory once unpacked or resized."""
     if min(width, height) < 1:
         raise ValueError("no pixels")
     if width * height > MOST_PIXELS:
@@ -127,7 +131,7 @@ def check_size(width: int, height: int) -> None:
 
 
 def reason(error: Exception) -> str:
-    """Returns in words why a file is not an image."""
+    """Returns a clause that says why a file is not an image."""
     if type(error).__name__ == "UnidentifiedImageError":
         return "Pillow does not know its format"
     if isinstance(error, OSError) and error.strerror:
@@ -161,7 +165,7 @@ def as_eight_bits(image: Image.Image) -> Image.Image:
         return Image.fromarray((values >> 8).astype(np.uint8))
     if image.mode == "F":
         raise ValueError("float pixels of unknown range")
-    if image.mode in ("P", "PA"):  # through its colours, since a palette may hold transparency too
+    if image.mode in ("P", "PA"):  # to the palette's colours first: it may contain transparency
         image = image.convert("RGBA")
     return image.convert("L" if image.mode in ("1", "LA", "La") else "RGB")
 
@@ -172,12 +176,12 @@ def is_litter(name: str) -> bool:
 
 
 def is_image_name(name: str) -> bool:
-    """Returns whether torchvision takes a file for an image, by its extension."""
+    """Returns whether a file name has an extension that torchvision accepts for images."""
     return name.lower().endswith(_EXTENSIONS)
 
 
 def class_folders(folder: Path) -> list[str]:
-    """Returns the names of the folders in `folder`, sorted, as torchvision numbers classes."""
+    """Returns the names of the folders in `folder`, sorted, in the order in which torchvision numbers classes."""
     return sorted(name for name in os.listdir(folder) if not is_litter(name) and (folder / name).is_dir())
 
 

@@ -51,7 +51,7 @@ INTERPOLATIONS = ("nearest", "bilinear", "bicubic")
 # Weights of red, green and blue in grey, in parts of GREY_UNIT: ITU-R BT.601, with torchvision's digits.
 GREY, GREY_UNIT = (2989, 5870, 1140), 10_000
 
-_MOST_BITS = 22  # for the steps of a weight
+_MOST_BITS = 22  # maximum p for weights in whole steps of 2^-p
 _MOST_SIDE = 2**16
 
 Pixels = NDArray[np.uint8]
@@ -61,13 +61,13 @@ _Axis = Callable[[NDArray[Any], "Taps", int, int], NDArray[Any]]
 
 @dataclass(frozen=True)
 class Taps:
-    """The values [out, K] that each value of a resized axis reads, and their weights, 0 for missing ones."""
+    """The indices [out, K] that each value of a resized axis reads, and their weights (0 if missing)."""
 
     index: NDArray[np.int64]
     weight: NDArray[np.float64]
 
     def cut(self, start: int, length: int) -> Taps:
-        """Returns the taps of `length` values from `start` on."""
+        """Returns the taps of `length` values of the resized axis, from `start` on."""
         return Taps(self.index[start : start + length], self.weight[start : start + length])
 
     @property
@@ -76,7 +76,7 @@ class Taps:
         return self.weight.astype(np.float32)
 
     def in_steps(self) -> tuple[NDArray[np.int32], int]:
-        """Returns the weights [out, K] in whole steps of 2^-p that fit 16 bits, and p; not for a cut axis."""
+        """Returns the weights [out, K] in steps of 2^-p that fit 16 bits, and p; call it before `cut`."""
         most = float(self.weight.max())
         bits = next((p for p in range(_MOST_BITS) if int(0.5 + most * 2 ** (p + 1)) >= 2**15), _MOST_BITS)
         scaled = self.weight * 2.0**bits
@@ -95,7 +95,7 @@ def _cubic(x: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.where(x < 1.0, near, np.where(x < 2.0, far, 0.0))
 
 
-# Filters as functions of the distance in pixels, and their reach.
+# Filters as functions of the distance in pixels, and the distance beyond which they are 0.
 _FILTERS: dict[str, tuple[Callable[[NDArray[np.float64]], NDArray[np.float64]], float]] = {
     "bilinear": (_triangle, 1.0),
     "bicubic": (_cubic, 2.0),
@@ -128,21 +128,21 @@ def unit_scale(values: Sequence[float], pixels: str) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Preprocess:
-    """The preparation of an image that preprocess.json describes.
+    """The preprocessing of an image, as preprocess.json describes it.
 
     Args:
         image_size: height and width of the model's input, in pixels: one number, or both.
         resize: for fit "crop", the size that an image covers before the centre crop: its shorter side, or
-            both.
-        mean, std: per channel (1 or 3) of the input, for pixels in `pixels`.
+            both sides.
+        mean, std: the normalisation per channel (1 or 3) of the input, for pixels in `pixels`.
         interpolation: one of `INTERPOLATIONS`.
-        dtype: type of the input, "float32" or "uint8" (raw pixels; the file normalises).
-        upright: whether a picture file is rotated as its EXIF data say when it is opened, before all this.
+        dtype: the type of the input, "float32" or "uint8" (raw pixels; the file normalises).
+        upright: whether a picture file is rotated as its EXIF data say when it is opened.
         fit: one of `FITS`.
         pad_value, align: for fit "letterbox": the fill value in 0..255, and one of `ALIGNMENTS`.
-        order: order of the channels, one of `ORDERS`.
-        layout: axes of the input, one of `LAYOUTS`.
-        pixels: one of `PIXELS`.
+        order: the order of the channels, one of `ORDERS`.
+        layout: the order of the axes of the input, one of `LAYOUTS`.
+        pixels: the range of pixels to which mean and std refer, one of `PIXELS`.
     """
 
     image_size: int | tuple[int, int]
@@ -210,13 +210,13 @@ class Preprocess:
         """
         fitted = self._fitted(_of_channels(image, self.channels))
         normalised = self._normalised(fitted[..., ::-1] if self.order == "bgr" else fitted)
-        if self.dtype == "uint8":  # by verification's way back, which starts from normalised images
+        if self.dtype == "uint8":  # undo the normalisation exactly as verification does
             mean, std = (unit_scale(one, self.pixels) for one in (self.mean, self.std))
             return IntegerIO(mean, std, "uint8", 1.0, 0).pixels(normalised)
         return np.ascontiguousarray(normalised.transpose(0, 2, 3, 1)) if self.layout == "nhwc" else normalised
 
     def _fitted(self, image: Pixels) -> Floats:
-        """Returns [H, W, C] with the input's height and width, 0..255, from an image of any size."""
+        """Fits an image of any size to the input: [height, width, C] in 0..255."""
         size = sides(self.image_size)
         picture = (image.shape[0], image.shape[1])
         how = fitting(self.fit, picture, size, sides(self.resize), self.align)
@@ -251,7 +251,7 @@ def _one_of(*allowed: str) -> tuple[str, Callable[[Any], bool]]:
     return " | ".join(allowed), lambda value: isinstance(value, str) and value in allowed
 
 
-_SIDE = f"a whole number of pixels, 1 to {_MOST_SIDE}, or [height, width]"
+_SIDE = f"an integer from 1 to {_MOST_SIDE}, or [height, width]"
 # For each key of preprocess.json: the allowed values in words, and their test.
 _ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "image_size": (_SIDE, _is_side),
@@ -278,7 +278,7 @@ _LATER = frozenset({"upright", "fit", "pad_value", "align", "channel_order", "la
 
 
 def _of_channels(image: NDArray[Any], channels: int) -> Pixels:
-    """Returns uint8 [H, W, channels]: grey is repeated, and colour is turned grey where needed."""
+    """Returns uint8 [H, W, channels]: grey is repeated, and colour is converted to grey where needed."""
     pixels = image[..., None] if image.ndim == 2 else image
     if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] not in (1, 3) or 0 in pixels.shape:
         raise ConfigError(
@@ -293,7 +293,7 @@ def _of_channels(image: NDArray[Any], channels: int) -> Pixels:
 
 
 def _resized(image: Pixels, how: Fitting, interpolation: str) -> Floats:
-    """Returns float32 [H, W, C], 0..255: the part of a resized image that is kept."""
+    """Returns the part of a resized image that is kept, float32 [H, W, C] in 0..255."""
     height, width = image.shape[:2]
     (top, left), (rows, columns) = how.start, how.kept
     if how.scaled == (height, width):

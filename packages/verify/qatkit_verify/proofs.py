@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qatkit_verify.table import counted
+from qatkit_verify.errors import counted
 
 
 def never_on_x86(operators: str) -> str:

@@ -1,4 +1,4 @@
-"""Records of everything that is measured of a file, as plain dataclasses.
+"""Records of everything that is measured on a file, as plain dataclasses.
 
 Units are in the names; agreement is a share 0..1.
 """
@@ -13,12 +13,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Metric:
-    """A figure that says how well a task is done.
+    """A figure that measures how well a task is done.
 
     Attributes:
-        name: the name for people: "MAE".
+        name: the name in reports: "MAE".
         value: the value in `unit`; None if it was not measured.
-        unit: "%", "degrees"; "" for a plain number.
+        unit: the unit: "%", "degrees"; "" for a plain number.
         higher_is_better: whether larger values are better.
     """
 
@@ -34,7 +34,7 @@ class Metric:
 
     @property
     def title(self) -> str:
-        """The head of a column: "MAE degrees"."""
+        """The heading of a column: "MAE degrees"."""
         return f"{self.name} {self.unit}".rstrip()
 
     @property
@@ -61,7 +61,7 @@ class Metric:
         return before - now if self.higher_is_better else now - before
 
     def change(self, lost: float) -> float:
-        """Returns the change of the value for a loss: -1.5 points of a share, +1.5 of an error."""
+        """Returns the change of the value for a loss: a loss of 1.5 is -1.5 for a share, 1.5 for an error."""
         return -lost if self.higher_is_better else lost
 
     def best(self, values: Iterable[float]) -> float:
@@ -79,7 +79,7 @@ class TaskNames:
         metrics: the metrics without values, in the order of the table; the first one decides.
         decision: the name of what is equal if two models agree.
         outputs: the name of a model's outputs.
-        compared: the name of what is equal if two ways to compute an output agree, unless it is the decision.
+        compared: the name of what is equal if two computations of an output agree; "" if it is the decision.
         samples: the name of a model's inputs, in the plural.
     """
 
@@ -93,7 +93,7 @@ class TaskNames:
 
     @property
     def alike(self) -> str:
-        """The quantity that is the same if two ways to compute an output agree."""
+        """The name of what is equal if two computations of an output agree."""
         return self.compared or self.decision
 
     @property
@@ -102,7 +102,7 @@ class TaskNames:
         return self.metrics[0]
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns plain containers; metrics have no values."""
+        """Returns plain containers, without the measured `value` of each metric."""
         record = dataclasses.asdict(self)
         for metric in record["metrics"]:
             del metric["value"]
@@ -130,11 +130,11 @@ class Scores:
 
     Attributes:
         metrics: the metrics in the order of `TaskNames.metrics`.
-        images: number of images on which they were measured.
-        class_images, class_right: number of images of each class in the order of the outputs, and how many of
-            them were classified correctly (for segmentation the pixels of union and intersection, for
-            detection the labelled boxes and their number times the average precision); empty for tasks
-            without classes.
+        images: the number of images on which they were measured.
+        class_images, class_right: the number of images of each class, in the order of the outputs, and how
+            many of them were classified correctly. For segmentation they count the pixels of union and of
+            intersection. For detection they are the number of labelled boxes, and that number times the
+            average precision. Both are empty for tasks without classes.
     """
 
     metrics: tuple[Metric, ...]
@@ -186,13 +186,11 @@ class Comparison:
     mean_abs: float
     max_steps: float  # max_abs / Parity.step
     mean_steps: float
-    ties: float = (
-        0.0  # share of images with another decision that was within half a step of the reference's own
-    )
+    ties: float = 0.0  # share of images whose decision differs by a tie (`qatkit_verify.compare`)
 
     @property
     def held(self) -> float:
-        """The share of images on which all decisions agree except for ties."""
+        """The share of images whose decisions agree, where ties count as agreement."""
         return self.agreement + self.ties
 
 

@@ -1,4 +1,4 @@
-"""Checks whether ONNX Runtime's sums of two uint8 x int8 products saturate here, as on x86 without VNNI."""
+"""Checks whether sums of two uint8 x int8 products saturate in ONNX Runtime here, as on x86 without VNNI."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ _PAIR = bytes.fromhex(
 
 @functools.cache
 def saturates_here() -> bool:
-    """Returns whether the sum of two products that exceeds 16 bits is clipped."""
+    """Returns whether this processor clips a sum of two products that exceeds 16 bits."""
     session = ort.InferenceSession(_PAIR, providers=["CPUExecutionProvider"])
     return int(session.run(None, {"x": np.array([[255, 255]], np.uint8)})[0].item()) != 2 * 255 * 127

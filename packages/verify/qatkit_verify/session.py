@@ -1,4 +1,4 @@
-"""Opens ONNX Runtime sessions with explicit settings: threads, optimization level, config entries.
+"""Opens ONNX Runtime sessions with explicit settings: threads, optimization level and config entries.
 
 A session opened here prints nothing, runs on the CPU, and fails with one line that names the file. Its config
 entries are those of `SESSION_OPTIONS` and the backend's, whatever the version's own defaults are.
@@ -36,16 +36,16 @@ UNSET_OPTIONS: Mapping[str, str] = MappingProxyType({ACCURACY_LEVEL: "4"})
 
 
 def session_options(options: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Returns the config entries of a session: `options` (a backend's) over `SESSION_OPTIONS`.
+    """Returns the config entries of a session: `SESSION_OPTIONS`, updated with a backend's `options`.
 
-    Figures are valid only under these, so reports, bundles and the programs of a page state all of them.
+    Figures are valid only under these entries, so reports, bundles and the programs of a page state all of them.
     """
     return {**SESSION_OPTIONS, **(options or {})}
 
 
 _LOADING = re.compile(r"\[ONNXRuntimeError\] : \d+ : \w+ : Load model from .*? failed:")
 _DEFAULTS = {"arena": True}
-_LIBRARIES: dict[str, None] = {}  # of custom operators, in the order in which they were named
+_LIBRARIES: dict[str, None] = {}  # libraries of custom operators, in the order of `use_library` calls
 _BESIDE = "session.optimized_model_external_initializers_file_name"
 
 
@@ -64,16 +64,16 @@ def open_session(
 
     Args:
         path: an ONNX file.
-        threads: intra-op threads, at least 1.
+        threads: the number of intra-op threads, at least 1.
         optimize: True for ORT_ENABLE_ALL, False for ORT_DISABLE_ALL, or a level.
-        options: config entries of the backend ("session.qdqisint8allowed": "1"), over `SESSION_OPTIONS`.
-        optimized_path: where ONNX Runtime writes the graph that it really runs; its large weights go next to
-            it, since it would otherwise refer to those next to `path`.
-        profile_prefix: turns profiling on; the events are written to PREFIX_<time>.json.
-        arena: whether the session keeps the memory of a run for the next one, and more than the run took.
-            This is ONNX Runtime's default, and files are timed with it; None: as set by
+        options: the backend's config entries ("session.qdqisint8allowed": "1"), which override `SESSION_OPTIONS`.
+        optimized_path: the path to which ONNX Runtime writes the graph that it really runs. Large weights are
+            written next to it; otherwise the graph would refer to those next to `path`.
+        profile_prefix: the prefix of the file of a profile, PREFIX_<time>.json; None: no profiling.
+        arena: whether the session keeps the memory of a run, and more than the run needed, for the next one.
+            This is ONNX Runtime's default, and files are timed with it. None: as set by
             `keep_memory_of_runs`.
-        without: names of ONNX Runtime's optimizers that are disabled; unknown names have no effect.
+        without: names of ONNX Runtime's optimizers to disable; unknown names have no effect.
 
     Raises:
         ConfigError: the file is missing, or ONNX Runtime cannot load it (with its whole message).
@@ -83,7 +83,7 @@ def open_session(
     if threads < 1:
         raise ConfigError("verify.threads", threads, "at least 1 thread")
     settings = ort.SessionOptions()
-    settings.log_severity_level = 4  # nothing: errors are raised anyway, and the rest are warnings
+    settings.log_severity_level = 4  # logs nothing: errors are raised anyway, and the rest are warnings
     settings.intra_op_num_threads = threads
     settings.graph_optimization_level = _level(optimize)
     settings.enable_cpu_mem_arena = settings.enable_mem_pattern = (
@@ -103,21 +103,21 @@ def open_session(
         return ort.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"], **left_out)
     except Exception as error:  # ONNX Runtime's exceptions have no public common base
         full = None if optimized_path is None else no_room(Path(optimized_path))
-        if full is not None:  # it could not be saved
+        if full is not None:  # the optimized graph could not be written
             raise full from error
         reason = f"ONNX Runtime {ort.__version__} can't load it: {refusal(error)}"
         raise ConfigError("onnx file", path, reason=reason) from error
 
 
 def keep_memory_of_runs(kept: bool) -> None:
-    """Sets whether sessions opened from now on keep the memory of a run; for large inputs they should not."""
+    """Sets whether sessions opened from now on keep the memory of runs; for large inputs they should not."""
     _DEFAULTS["arena"] = kept
 
 
 def use_library(path: str | Path) -> None:
-    """Gives every session that is opened from now on in this process the custom operators of a library.
+    """Adds the custom operators of a library to every session that this process opens from now on.
 
-    A library whose operators a file does not use has no effect on it.
+    They have no effect on files that do not use them.
 
     Raises:
         ConfigError: the library is missing, or ONNX Runtime cannot load it.
@@ -134,7 +134,7 @@ def use_library(path: str | Path) -> None:
 
 
 def add_libraries(settings: ort.SessionOptions) -> None:
-    """Registers the libraries of `use_library` with the options of a session that is opened elsewhere."""
+    """Registers the libraries of `use_library` in the options of a session that other code opens."""
     for library in _LIBRARIES:
         settings.register_custom_ops_library(library)
 
@@ -181,7 +181,7 @@ def run_outputs(session: ort.InferenceSession, batch: Any) -> tuple[Array, ...]:
 
 
 def outputs_by(execute: Execute, session: ort.InferenceSession, batch: Any) -> tuple[Array, ...]:
-    """Returns all outputs that `execute` computes for a batch, for the file whose inputs `session` knows.
+    """Returns all outputs for a batch; `execute` runs the file, and `session` is a session of the same file.
 
     A fixed-batch file gets full batches: the last one is padded with zeros, and the outputs of its padding
     are dropped. A file with integer ends gets the pixels of the images, and its outputs are converted to
@@ -196,8 +196,7 @@ def outputs_by(execute: Execute, session: ort.InferenceSession, batch: Any) -> t
 def in_its_batches(run: Execute, given: Mapping[str, Array], size: int | None) -> tuple[Array, ...]:
     """Returns the outputs of `run` for `given`, `size` rows at a time if all inputs have equally many rows.
 
-    Several inputs of different lengths (a state [2, 1, 128] and a frame [1, 512]) are a single batch as they
-    are.
+    Inputs of different lengths (a state [2, 1, 128] and a frame [1, 512]) are run as a single batch.
     """
     lengths = {len(one) if one.ndim else 0 for one in given.values()}
     if size is None or (len(given) > 1 and (len(lengths) > 1 or lengths <= {0, size})):
@@ -208,7 +207,7 @@ def in_its_batches(run: Execute, given: Mapping[str, Array], size: int | None) -
 def in_full_batches(run: Execute, given: Mapping[str, Array], size: int) -> tuple[Array, ...]:
     """Returns the outputs of `run` for `given`, `size` rows at a time; the last rows are zero-padded.
 
-    An output without one row per image (a list of boxes, a number) is kept whole, and those of all runs are
+    An output without one row per image (a list of boxes, a number) is not cut. The outputs of all runs are
     concatenated.
     """
     rows = len(next(iter(given.values())))

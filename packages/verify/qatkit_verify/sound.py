@@ -3,9 +3,9 @@
     float [T] in -1..1 ── cut, or zero-padded ── int16 steps ── windows ── |DFT|^2 ── mel bands ── ln ── (DCT)
     ── (x - mean) / std ── float32 [1, 1, frames, bands]
 
-Training calls this very code. So that it gives the same in every bit on every CPU, with every version of
-NumPy and in JavaScript (`javascript/sound.mjs`), nothing depends on the order of a sum or on a mathematical
-library:
+Training calls this very code. The result is the same in every bit on every CPU, with every version of
+NumPy and in JavaScript (`javascript/sound.mjs`), since nothing depends on the order of a sum or on a
+mathematical library:
 
 - samples are whole steps of 2^-15 and the windowed cosines and sines whole steps of 2^-20, so each sum of the
   DFT is an integer below 2^53, which float64 holds exactly in any order of summation;
@@ -47,19 +47,20 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class SoundPreprocess:
-    """The preparation of a recording, as in preprocess.json and model.json.
+    """The preprocessing of a recording, as described in preprocess.json and model.json.
 
     Args:
-        rate: samples per second of the recordings.
-        samples: number of samples that are kept: longer recordings are cut off, shorter ones are padded with
-            zeros.
-        features: one of `FEATURES`; "waveform": the samples themselves, from which the model computes its
-            features.
-        window, hop: samples of a window, and from the start of one window to that of the next.
-        mels: number of bands from 0 to half of `rate`.
+        rate: the number of samples per second of the recordings.
+        samples: the number of samples that are kept: longer recordings are cut off, shorter ones are padded
+            with zeros.
+        features: one of `FEATURES`; "waveform" stands for the samples, from which the model computes its
+            own features.
+        window: the number of samples in a window.
+        hop: the number of samples from the start of one window to the start of the next.
+        mels: the number of bands from 0 to half of `rate`.
         coefficients: for "mfcc", the number of first coefficients of the DCT.
-        log_offset: added to a band's power before the logarithm.
-        mean, std: normalisation of the features; those of "waveform" are not normalised.
+        log_offset: the number that is added to a band's power before the logarithm.
+        mean, std: the normalisation of the features; "waveform" is not normalised.
     """
 
     rate: int
@@ -75,7 +76,7 @@ class SoundPreprocess:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SoundPreprocess:
-        """Reads a preparation from the output of `as_dict`; other keys are ignored.
+        """Reads the preprocessing from the output of `as_dict`; other keys are ignored.
 
         Raises:
             ConfigError: a value is missing or unknown to this version.
@@ -98,7 +99,7 @@ class SoundPreprocess:
         return made
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns plain values for JSON, without those that the features do not use."""
+        """Returns plain values for JSON, without the settings that the features do not use."""
         return {"features": self.features} | {key: asdict(self)[key] for key in _KEYS[self.features]}
 
     @property
@@ -108,7 +109,7 @@ class SoundPreprocess:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The axes of one recording as the model takes it: [samples], or [1, frames, bands]."""
+        """The shape of the model's input for one recording: [samples], or [1, frames, bands]."""
         if self.features == WAVEFORM:
             return (self.samples,)
         return (1, self.frames, self.mels if self.features == LOG_MEL else self.coefficients)
@@ -117,7 +118,7 @@ class SoundPreprocess:
         """Returns the input for one recording, [1, *shape].
 
         Args:
-            recording: samples [T] at `rate`, in -1..1; for integers in -32768..32767.
+            recording: the samples [T] at `rate`, floats in -1..1 or int16.
 
         Raises:
             ConfigError: the array is not such a recording.
@@ -135,7 +136,7 @@ class SoundPreprocess:
         return ((bands - self.mean) / self.std).astype(np.float32)[:, None]
 
     def _fitted(self, recording: NDArray[Any]) -> Doubles:
-        """Returns whole steps of 2^-15, [samples]."""
+        """Returns a recording, cut or zero-padded, in whole steps of 2^-15, [samples]."""
         found = np.asarray(recording)
         if found.ndim != 1 or not found.size or not (found.dtype.kind == "f" or found.dtype == np.int16):
             told = f"{found.dtype} {list(found.shape)}"
@@ -153,7 +154,7 @@ class SoundPreprocess:
         """Returns the power of each band, [N, frames, mels], of samples [N, samples]."""
         windows = np.lib.stride_tricks.sliding_window_view(steps, self.window, axis=1)[:, :: self.hop]
         transform, powers = waves(self.window), list[Doubles]()
-        for part in transform:  # integers, so the matrix product is exact
+        for part in transform:  # the values are integers, so the matrix product is exact
             found = (np.ascontiguousarray(windows) @ part) * (1 / (_STEPS * _WEIGHT_STEPS))
             powers.append(found * found)
         return _gathered(powers[0] + powers[1], *triangles(self.rate, self.window, self.mels))
@@ -192,14 +193,14 @@ def triangles(rate: int, window: int, mels: int) -> tuple[NDArray[np.int64], Dou
 
 @functools.lru_cache(4)
 def cosines(mels: int, coefficients: int) -> Doubles:
-    """Returns the orthonormal DCT-II, [mels, coefficients]."""
+    """Returns the matrix of the orthonormal DCT-II, [mels, coefficients]."""
     odd, order = 2 * np.arange(mels)[:, None] + 1, np.arange(coefficients)
     scale = np.where(order == 0, math.sqrt(1.0 / mels), math.sqrt(2.0 / mels))
     return cosine_of_turns(odd * order, 4 * mels) * scale
 
 
 def _gathered(power: Doubles, index: NDArray[np.int64], weight: Doubles) -> Doubles:
-    """Returns weighted sums of bins, tap by tap."""
+    """Returns the weighted sums of bins, added tap by tap."""
     total = power[..., index[:, 0]] * weight[:, 0]
     for tap in range(1, index.shape[1]):
         total += power[..., index[:, tap]] * weight[:, tap]
@@ -216,7 +217,7 @@ def _sums(values: Doubles, weight: Doubles) -> Doubles:
 
 def _whole(most: int, least: int = 1) -> tuple[str, Callable[[Any], bool]]:
     return (
-        f"a whole number from {least} to {most}",
+        f"an integer from {least} to {most}",
         lambda value: type(value) is int and least <= value <= most,
     )
 

@@ -3,7 +3,7 @@
     chunks of a WAV file ── integers / 2 ** (bits - 1), or floats as they are ──┐
     frames of a FLAC file (package soundfile) ──────────────────────────────────┴── mean of the channels ── [T]
 
-The first bytes tell the kind of file. Both ways give the same values for the same integers, bit for bit.
+The first bytes tell the kind of file. Both kinds give the same values for the same integers, bit for bit.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from qatkit_verify.pictures import open_regular_file
 
 SUFFIXES = (".wav", ".wave", ".flac")
 _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
-# Larger lengths are those of programs that write into a pipe and do not know the total length.
+# Programs that write into a pipe do not know the total length, and store this length or a larger one.
 _UNKNOWN = 0x7FFFF000
-_BLOCK = 2**20  # samples of a FLAC file that are decoded at a time
+_BLOCK = 2**20  # number of samples of a FLAC file that are decoded at a time
 
 Samples = NDArray[np.float32]
 
@@ -31,8 +31,8 @@ class Sound(NamedTuple):
     """The samples of a file.
 
     Attributes:
-        rate: samples per second.
-        samples: [T], of one channel.
+        rate: the number of samples per second.
+        samples: the samples of one channel, [T].
     """
 
     rate: int
@@ -51,7 +51,7 @@ def read_sound(path: str) -> Sound:
 
     Raises:
         OSError: the file does not exist or cannot be opened.
-        ValueError: it has no readable samples; the message says why, as the end of a sentence.
+        ValueError: it has no readable samples; the message is a clause that says why.
         ImportError: it is a FLAC file, and the package soundfile is missing.
     """
     with open_regular_file(path) as stream:
@@ -129,7 +129,7 @@ def _format(raw: bytes) -> _Format:
 
 
 def _values(raw: bytes, form: _Format) -> Samples:
-    """Returns the samples [T, channels] in [-1, 1]; narrower integers are in the upper bits."""
+    """Returns the samples [T, channels] in [-1, 1]; integers of fewer bits are in the upper bits."""
     raw = raw[: len(raw) // (form.channels * form.width) * form.channels * form.width]
     found: NDArray[Any]
     if form.kind == _FLOAT:

@@ -1,4 +1,4 @@
-"""Names and limits of the features of recordings, for code without NumPy."""
+"""The names and limits of the features of recordings, for code that runs without NumPy."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@
 
 Only the command line handles signals (`served`): a library must not take an application's signals, nor those
 for which a cluster's launcher has handlers already. Safe points check `wanted`, so that a signal is not lost
-if someone swallowed its exception. Files are whole or absent at any moment (`qatkit_verify.files`), so
-stopping anywhere is safe. Only training waits, since its current step can be kept. This module needs no
+if other code caught its exception. Files are complete or absent at any moment (`qatkit_verify.files`), so
+stopping anywhere is safe. Only training waits, since its current step can be kept. This module does not need
 torch.
 """
 
@@ -26,11 +26,11 @@ SIGNALS = tuple(
 
 
 class Stopped(SystemExit):
-    """A signal ends the run; the exit status is 128 plus its number, as in a shell.
+    """Raised when a signal ends the run; the exit status is 128 plus the signal's number, as in a shell.
 
     Attributes:
-        where: how far the run had come, for people; "" if that is unknown.
-        again: what the same command would do, for people; "" by default.
+        where: a description of how far the run had come; "" if that is unknown.
+        again: a description of what the same command would do next time; "" by default.
     """
 
     def __init__(self, number: int, where: str = "") -> None:
@@ -39,7 +39,7 @@ class Stopped(SystemExit):
 
 
 class _State:
-    """The state of this process, since signals are sent to processes."""
+    """The state of this process; there is only one, since signals are sent to processes."""
 
     server: int | None = None  # the process whose command line handles signals
     wanted: int | None = None  # the signal that is being handled
@@ -48,7 +48,7 @@ class _State:
 
 @contextmanager
 def served() -> Iterator[None]:
-    """Makes a signal within the block end the run at its next safe point, unless it has a handler already.
+    """Makes a signal within the block end the run at its next safe point, unless it already has a handler.
 
     After a signal the handlers stay until the process ends.
     """
@@ -65,13 +65,13 @@ def served() -> Iterator[None]:
 
 
 def _is_free(number: int) -> bool:
-    in_main = threading.current_thread() is threading.main_thread()  # only there can handlers be set
+    in_main = threading.current_thread() is threading.main_thread()  # handlers can only be set there
     return in_main and signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)
 
 
 def _serve(number: int, _: FrameType | None) -> None:
     if _State.server != os.getpid():
-        return  # a process that was forked from the one that decides
+        return  # this process was forked from the one that handles signals
     if _State.wanted is not None:
         if number == signal.SIGINT:
             os._exit(128 + number)
@@ -92,7 +92,7 @@ def wanted() -> int | None:
 
 
 def check(where: str = "") -> None:
-    """Marks a safe point: raises Stopped if a signal asks for it."""
+    """Marks a safe point: raises Stopped if a signal asks the run to end."""
     if _State.wanted is not None:
         raise Stopped(_State.wanted, where)
 
@@ -100,8 +100,7 @@ def check(where: str = "") -> None:
 def wait(waits: bool) -> None:
     """Sets whether signals wait for `check` from now on.
 
-    Lightning puts a handler of its own in front of ours, which ends training without a checkpoint, so ours is
-    restored.
+    Lightning replaces our handler by its own, which ends training without a checkpoint. So ours is restored.
     """
     _State.waits = waits and serving()
     if _State.waits:
@@ -118,10 +117,10 @@ def waits() -> bool:
 
 @contextmanager
 def heard(tell: Callable[[int], None]) -> Iterator[None]:
-    """Makes a thread call `tell` with each of SIGNALS within the block, wherever the program is.
+    """Makes a thread call `tell` with each of SIGNALS that arrives within the block.
 
-    Python calls handlers only between its own instructions. A process that waits for others in a library's
-    code, for ever if they are gone, would handle none. Nothing happens where signals are not handled.
+    Python calls handlers only between its own instructions. A process that waits in a library's code for
+    other processes, which may be gone, would handle no signal. Nothing happens where signals are not handled.
     """
     if not serving() or threading.current_thread() is not threading.main_thread():
         yield
@@ -143,18 +142,18 @@ def heard(tell: Callable[[int], None]) -> Iterator[None]:
 
 def _tell_of_each(signals: socket.socket, tell: Callable[[int], None]) -> None:
     while number := signals.recv(1):
-        if number[0] in SIGNALS:  # others have handlers too: torch's of SIGCHLD, once processes load images
+        if number[0] in SIGNALS:  # others have handlers too: torch handles SIGCHLD if processes load images
             tell(number[0])
 
 
 def leave_to_parent(_: int = 0) -> None:
     """Leaves signals to the parent in an image-loading process.
 
-    A terminal and a cluster signal all processes, and the parent decides.
+    A terminal or a cluster sends signals to all processes, and the parent decides what to do.
 
     The first SIGTERM is ignored; a second one is from the parent, which wants the process to end.
     """
-    signal.set_wakeup_fd(-1)  # its signals are not its parent's
+    signal.set_wakeup_fd(-1)  # signals to this process must not reach the parent's thread
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(signal.SIGTERM, signal.SIG_DFL))

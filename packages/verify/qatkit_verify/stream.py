@@ -1,4 +1,4 @@
-"""Describes a file that takes its input in chunks: its metadata, and its path."""
+"""Describes a file that takes its input in chunks: its metadata and its path."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from qatkit_verify.errors import ConfigError
 if TYPE_CHECKING:
     import onnxruntime as ort
 
-METADATA_KEY = "qatkit.stream"  # in the metadata of the file
+METADATA_KEY = "qatkit.stream"  # the key in the metadata of the file
 KEY = "export.stream"
-LEAST_DB = 30.0  # a step of an 8-bit output, which rounding may cause, is 40 dB or more below its range
+LEAST_DB = 30.0  # minimum SQNR; a step of an 8-bit output, which rounding may cause, is 40 dB or more below its range
 
 
 @dataclass(frozen=True)
 class Stream:
-    """The way in which the chunks of a file follow each other.
+    """A description of how a file processes chunks one after another.
 
     Attributes:
-        axis: the axis of the input along which it is cut.
-        states: for each state input, the output that feeds it in the next chunk; zeros before the first
-            chunk.
+        axis: the axis along which the input is cut.
+        states: the output that feeds each state input in the next chunk, by input name. States are zero
+            before the first chunk.
     """
 
     axis: int
@@ -86,5 +86,5 @@ def stream_of(session: ort.InferenceSession) -> Stream:
 
 
 def stream_file(path: Path) -> Path:
-    """Returns the path of the file that takes chunks, next to the whole one: model.int8.stream.onnx."""
+    """Returns the path of the file that takes chunks, next to the whole file `path`: model.int8.stream.onnx."""
     return path.with_suffix(f".stream{path.suffix}")

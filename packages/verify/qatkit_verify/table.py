@@ -1,13 +1,8 @@
-"""Formats columns of text, and counts."""
+"""Formats columns of text, and numbers with nouns."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-
-def counted(count: int, noun: str) -> str:
-    """Returns a number with its noun: "1 image", "2,000 images"."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def drawn(rows: Sequence[Sequence[str]], *, figures: bool = False) -> list[str]:

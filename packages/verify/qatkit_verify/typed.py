@@ -6,7 +6,7 @@ import argparse
 
 
 def count(text: str) -> int:
-    """Parses an integer from 1 on, as argparse's `type`.
+    """Parses an integer of at least 1, for argparse's `type`.
 
     Raises:
         argparse.ArgumentTypeError: the text is not such an integer, or is 2**20 or larger.

@@ -1,8 +1,8 @@
-"""Reads text, JSON and YAML that others wrote without harm, or rejects it with a reason.
+"""Safely reads text, JSON and YAML that others wrote, or rejects it with a reason.
 
 A file of a few bytes can exhaust a machine's memory (YAML's aliases multiply), Python's stack (10,000
 brackets) or its time (a pipe that nobody writes to). These are bounded here before a parser builds anything.
-Everything raises `ValueError` (or `OSError`), whose message is the reason.
+All functions raise `ValueError` (or `OSError`), whose message is the reason.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-_BYTES = 64 * 2**20  # maximum of a text; the largest report of a run has less than 1 MB
+_BYTES = 64 * 2**20  # maximum size of a text in bytes; the largest report of a run has less than 1 MB
 _DEPTH = 64
-_NODES = 1_000_000  # with every alias expanded
+_NODES = 1_000_000  # maximum number of YAML nodes, with every alias expanded
 
 
 def read_text(path: Path) -> str:
@@ -34,7 +34,7 @@ def read_json(path: Path) -> Any:
     """Returns the contents of a JSON file.
 
     Raises:
-        OSError, ValueError: see `read_text`, or the text is not JSON.
+        OSError, ValueError: as in `read_text`, or the text is not JSON.
     """
     try:
         return json.loads(read_text(path))
@@ -46,8 +46,8 @@ def read_yaml(path: Path) -> str:
     """Returns the text of a YAML file that is harmless to load; whether it is YAML is left to the loader.
 
     Raises:
-        OSError, ValueError: see `read_text`, or the text is nested deeply, or its aliases multiply or contain
-            themselves.
+        OSError, ValueError: as in `read_text`, or the text is nested too deeply, or its aliases multiply or
+            contain themselves.
     """
     import yaml  # the files of a bundle are also read without YAML
 
@@ -74,5 +74,5 @@ def read_yaml(path: Path) -> str:
                     f"more than {_DEPTH} levels deep, or more than {_NODES:,} values with its aliases"
                 )
     except yaml.YAMLError:
-        pass  # the loader reports where
+        pass  # the loader will report the place of the error
     return text

@@ -57,4 +57,4 @@ class LearnedRounding(BlockAlgorithm):
         "weight of the term that pushes roundings to up or down, relative to the initial error",
         Range(0),
     )
-    warm: float = setting(0.2, "share of the steps before this term is used", Range(0, 1))
+    warm: float = setting(0.2, "share of the steps before the term of `strength` is used", Range(0, 1))

@@ -101,6 +101,6 @@ def rounded(algorithm: object, operators: dict[str, QATOperator]) -> int:
     if not count:
         name = type(algorithm).__name__
         warnings.warn(
-            f"{name} found no better rounding than to the nearest and changed nothing", stacklevel=3
+            f"{name} found nothing better than rounding to nearest and changed nothing", stacklevel=3
         )
     return count

@@ -83,7 +83,7 @@ class BlockWalk:
         fisher: bool = False,
         targets: bool = True,
     ) -> None:
-        """Applies `learner` to the blocks, all of the graph in order.
+        """Applies `learner` to all blocks of the graph, in order.
 
         Args:
             blocks: the blocks of the graph.

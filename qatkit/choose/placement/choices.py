@@ -31,9 +31,9 @@ class Choices:
     """The operators of one graph that can be int8 or float, with the cheapest choice between the two.
 
     Args:
-        graph: after `qatkit.graph.prepare.ready_to_place`, before quantizers are inserted, with its SiLUs whole.
+        graph: the graph after `qatkit.graph.prepare.ready_to_place`, before quantizers are inserted; SiLUs are whole.
         backend: gives the placement rules.
-        layouts: of the same graph.
+        layouts: the layouts of the same graph.
         forced: sites that are float in any case.
 
     Attributes:
@@ -61,7 +61,7 @@ class Choices:
         """Returns the cheapest placement by the time of operators and borders.
 
         Args:
-            costs: of this graph.
+            costs: the costs of this graph.
             borders: factor by which the time of borders is multiplied.
         """
         times = {

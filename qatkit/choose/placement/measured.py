@@ -57,8 +57,8 @@ def placed_before(run: Run, model: Captured, inputs: Inputs, module_type: type[Q
 
     Args:
         model: the float model.
-        inputs: of the model.
-        module_type: of the run.
+        inputs: the inputs of the model.
+        module_type: the type of the run's module.
 
     Raises:
         ConfigError: the file belongs to another model or another graph.
@@ -80,7 +80,7 @@ def placed_now(run: Run, model: Captured, inputs: Inputs, module: QATModule) -> 
     """Returns the run with its placement, which is measured now and stored in its folder where it has none.
 
     Args:
-        module: placed by the backend's table.
+        module: the module as placed by the backend's table.
     """
     if run.config.placement == FIXED:
         return run

@@ -2,7 +2,7 @@
 
     float, table, all SiLUs int8, every other operator float ── profile, clock ──> time of operators and borders
     ── cut ──> the cheapest placement by that ── export, profile, clock ──> corrected times ── cut ... until nothing new
-    all files in turns ──> the fastest, if it is so in each session of a quiet machine; else the table
+    all files in alternation ──> the fastest, if it is so in each session of a quiet machine; else the table
 
 The ranges are placeholders, since the latency of a file does not depend on the values of its weights.
 """
@@ -48,7 +48,7 @@ _GAIN = 0.995  # relative to the fastest file that can be chosen: a file predict
 _BORDERS = (1.0, 1.5, 0.67)  # factors on the time of borders, which vary the cheapest placement
 _SESSIONS, _RUNS = 3, 40  # of each file at the end; a session's weights lie elsewhere in memory
 _LOOK = 25  # runs of each file, while it is searched
-# Time limits for all files in turns, in seconds: for a look during the search, and for a session at the end.
+# Time limits for all files in alternation, in seconds: for a look during the search, and for a session at the end.
 # On a slow machine there are fewer runs of each file, of which the fastest counts.
 _LOOK_SECONDS, _SESSION_SECONDS, _LEAST_RUNS = 8.0, 20.0, 5
 _SEARCH_SECONDS = 120.0  # after which no further file is made
@@ -103,11 +103,11 @@ class Tournament:
     """Finds the fastest placement of one model.
 
     Args:
-        config: of the run, without a placement.
+        config: the configuration of the run, without a placement.
         model: the float model.
-        inputs: of the model.
-        module: placed by the backend's table.
-        folder: for the files, for as long as they are needed.
+        inputs: the inputs of the model.
+        module: the module as placed by the backend's table.
+        folder: a folder for temporary files.
     """
 
     def __init__(
@@ -228,7 +228,7 @@ class Tournament:
         self.files[name] = _File(name, sites, path, predicted)
 
     def _profile(self) -> None:
-        """Times all files in turns, and profiles the new ones."""
+        """Times all files in alternation, and profiles the new ones."""
         looks = [*self._sessions(1, _LOOK, _LOOK_SECONDS)]
         times = {name: min(seen) for name, seen in summed_up(looks, 1).ms.items()}
         for name, file in self.files.items():
@@ -254,7 +254,7 @@ class Tournament:
         return precision_costs.Costs([*ends, *others], self.layouts.operators, self.layouts.sites)
 
     def _sessions(self, sessions: int, runs: int, seconds: float) -> Iterator[Session]:
-        """Times all files in turns, in sessions of at most about this many seconds."""
+        """Times all files in alternation, in sessions of at most about this many seconds."""
         asked, paths = self.config.verify, {name: file.path for name, file in self.files.items()}
         known = [profile.ms for profile in self._profiles.values()]
         if known:  # each run follows an untimed one

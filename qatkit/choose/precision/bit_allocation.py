@@ -99,7 +99,7 @@ def allotted(losses: Sequence[Mapping[str, float]], sizes: Sequence[int], averag
     is the least sum of losses for the bits used.
 
     Args:
-        losses: of each weight, by the names in `BITS`.
+        losses: the losses of each weight, by the names in `BITS`.
         sizes: number of values of each weight.
         average: bits per weight, at most.
     """

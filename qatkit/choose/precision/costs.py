@@ -59,7 +59,7 @@ class Costs:
     Args:
         files: int8, float, and at least one file of a mixture.
         operators: sites of those that can be either, in graph order.
-        sites: of all nodes, in graph order.
+        sites: the sites of all nodes, in graph order.
     """
 
     def __init__(self, files: Sequence[Measured], operators: Sequence[str], sites: Sequence[str]) -> None:

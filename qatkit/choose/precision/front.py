@@ -46,7 +46,7 @@ def predicted_front(operators: Sequence[str], cost: Cost, ranking: Sequence[str]
     Float itself beats none: quantization also aims at smaller weights, and float's time is not a choice.
 
     Args:
-        operators: in graph order.
+        operators: the operators, in graph order.
         cost: gives the loss and time of a set.
         ranking: the operators, the most sensitive first.
     """
@@ -73,7 +73,7 @@ def not_beaten_but_by(floats: Floats, choices: Sequence[Choice]) -> list[Choice]
 
 
 def runs(operators: Sequence[str]) -> list[Floats]:
-    """Returns the steps: runs of neighbours, and the operators below one module."""
+    """Returns the sets of operators that one step may change: runs of neighbours, and all operators of a module."""
     count = len(operators)
     found = {frozenset(operators[i : i + n]) for n in _LENGTHS for i in range(count - n + 1)}
     for one in operators:

@@ -52,13 +52,13 @@ class Layouts:
     """The layouts of one graph, by set of float operators.
 
     Args:
-        graph: after `qatkit.graph.prepare.ready_to_place`, before quantizers are inserted.
+        graph: the graph after `qatkit.graph.prepare.ready_to_place`, before quantizers are inserted.
         backend: gives the placement rules.
         forced: sites that are float in any case.
 
     Attributes:
         operators: sites of the Convs and Linears that can be int8 or float, in graph order.
-        sites: of all nodes.
+        sites: the sites of all nodes.
     """
 
     def __init__(self, graph: fx.Graph, backend: Backend, forced: Collection[str] = ()) -> None:
@@ -153,8 +153,8 @@ class Losses:
     """The loss of a set as the sum of the estimates for each weight and tensor that it leaves quantized.
 
     Args:
-        layouts: of the graph.
-        estimated: for the graph with everything quantized, at the same sites.
+        layouts: the layouts of the graph.
+        estimated: estimates for the graph with everything quantized, at the same sites.
     """
 
     def __init__(self, layouts: Layouts, estimated: Iterable[SensitivityRow]) -> None:

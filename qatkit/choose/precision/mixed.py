@@ -5,7 +5,7 @@
     placement ──> the rest of both where some operators are float            ┘  front ── thinned ──> half of the files,
                                                                                 whose times correct the predicted ones,
                                                                                 and the other half: judged on unseen
-                                                                                images, and timed in turns
+                                                                                images, and timed in alternation
 
 The stage of precision=auto. It comes after the algorithms: their corrections stay in the operators that stay
 int8, and are removed from those that become float. The choice is part of the checkpoint: a resumed run, and

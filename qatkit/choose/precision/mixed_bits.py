@@ -1,7 +1,7 @@
 """Mixed bits: more of them for the weights that the outputs depend on most, fewer for the others.
 
 The loss of each weight with each number of bits is estimated (`qatkit.analysis.estimate`): how far the
-outputs are from float's with only this weight rounded to the nearest. Losses add up, so the best choice for
+outputs are from float's with only this weight rounded to nearest. Losses add up, so the best choice for
 an average number of bits is a knapsack with one choice per weight (`qatkit.choose.precision.bit_allocation`).
 Algorithms that round come afterwards. They gain more on some weights than on others, which the estimate does
 not know (decision 58).
@@ -32,8 +32,10 @@ class MixedBits(Algorithm):
     stage: ClassVar[str] = OBSERVED
     weights_alone: ClassVar[bool] = True
     changes_weights: ClassVar[bool] = False
-    bits: float = setting(4.5, "average per weight of Conv and Linear, scales not counted", Range(2, 8))
-    images: int = setting(16, "of the calibration images, on which losses are estimated", COUNT)
+    bits: float = setting(
+        4.5, "average number of bits per weight of Conv and Linear, not counting scales", Range(2, 8)
+    )
+    images: int = setting(16, "number of calibration images on which losses are estimated", COUNT)
 
     def __call__(self, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:
         """Chooses the bits; `changed` counts the operators whose number of bits differs from the backend's.

@@ -1,7 +1,7 @@
-"""Modules with some operators in float, made from one that has all of them in int8.
+"""Makes modules with some operators in float from one that has all of them in int8.
 
-The algorithms' changes stay, by name, in the operators that stay int8. An operator that becomes float is the
-float model's. Tensors that only the mixture quantizes are calibrated.
+Operators that stay int8 keep the changes of the algorithms; they are matched by name. Operators that become float
+are copied from the float model. Tensors that only the mixture quantizes are calibrated.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Builder:
         return module
 
     def write(self, floats: Sequence[str], path: Path, *, calibrate: bool = True) -> Path:
-        """Writes the same module as a file."""
+        """Writes the module with these sites in float as an ONNX file, and returns its path."""
         graph = self.module(floats, calibrate=calibrate).convert().graph
         write_file(graph, self.config, self.data.inputs, path)
         return path

@@ -67,8 +67,8 @@ class Search:
     """Finds the front of one module.
 
     Args:
-        builder: of the module.
-        folder: for the files, for as long as they are needed.
+        builder: the builder of the module.
+        folder: a folder for temporary files.
     """
 
     def __init__(self, builder: Builder, folder: Path) -> None:
@@ -254,7 +254,7 @@ class Search:
         return self.data.image_batches(self.seen[:count], self.config.calibration.batch_size)
 
     def clock(self, files: dict[str, Path]) -> dict[str, float]:
-        """Returns the milliseconds of each file: the fastest of its runs, with all files in turns."""
+        """Returns the milliseconds of each file: the fastest of its runs, with all files in alternation."""
         asked = self.config.verify
         given = self.data.inputs.timed_by(asked.latency_batch)
         times = quickest(files, given, batch=asked.latency_batch, threads=asked.threads,
@@ -319,8 +319,8 @@ def drift(share: float, times: dict[str, float], before: dict[str, float]) -> fl
     """Returns the factor by which a file has become slower, judging by both ends: the machine's speed drifts.
 
     Args:
-        share: of the operators' time that is float.
-        times, before: of the ends, now and then.
+        share: the share of the operators' time that is float.
+        times, before: the latencies of the int8 and the float file, now and at the time of the measurement.
     """
     return (1 - share) * times[INT8] / before[INT8] + share * times[FLOAT] / before[FLOAT]
 

@@ -37,7 +37,7 @@ def simulated_losses(
 
     Args:
         graph_module: prepared, with everything in int8 and its ranges set.
-        layouts: of its graph.
+        layouts: the layouts of its graph.
         sets: any number.
         batches: (inputs, labels); the labels are not read.
         progress: whether a bar is shown.

@@ -1,8 +1,8 @@
 """The configuration's schema: one dataclass per group, each setting with its default, its meaning and its limits.
 
-A typo or a wrong type in YAML or on the command line fails against these dataclasses, and the error names the
-key. They are plain dataclasses: only `compose` and the command line know Hydra and OmegaConf, which fill
-them, and the library is called with the filled ones. Rules that join several settings are in `rules`.
+YAML files and command lines are checked against these dataclasses, and an error for a typo or a wrong type
+names the key. They are plain dataclasses. Hydra and OmegaConf fill them, and only `compose` and the command
+line import these two; the library receives filled dataclasses. Rules for several settings are in `rules`.
 """
 
 from __future__ import annotations

@@ -10,9 +10,10 @@ from qatkit.config.fields import PLACE, Choices, Range, Words, setting
 
 @dataclass
 class CleanConfig:
-    """Changes to an ONNX file that keep its function, which ONNX Runtime verifies; before another mode, only if set.
+    """Changes to an ONNX file that preserve its function, which ONNX Runtime verifies.
 
-    Two settings change the function, `approximate` and `drop_pairs`. The size of the change is printed.
+    Before another mode, only the changes that are set are made. The settings `approximate` and `drop_pairs`
+    change the function; the size of the change is printed.
     """
 
     fix_shapes: Any = setting(

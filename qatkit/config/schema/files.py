@@ -7,7 +7,7 @@ from typing import Any
 
 from qatkit.config.fields import AXES, COUNT, FRACTION, PLACE, POSITIVE, Choices, Range, setting
 
-# How a file is quantized: by simulation and training, or by ONNX Runtime's tools (qatkit.export.ort_modes).
+# Modes of quantization: by simulation and training, or by ONNX Runtime's tools (qatkit.export.ort_modes).
 MODES = Choices(("dynamic", "static", "float16", "weight_only"))
 CLEAN, SUMMARY, ENCODINGS = "clean", "summary", "encodings"
 FILE_MODES = Choices((*MODES.values, CLEAN, SUMMARY, ENCODINGS))  # modes for a given ONNX file
@@ -144,12 +144,12 @@ class ExportConfig:
 
     @property
     def seals_bundle(self) -> bool:
-        """Returns whether the bundle is encrypted: `encrypt_bundle`, or what null means."""
+        """Returns whether the bundle is encrypted: `encrypt_bundle`, or its default if it is null."""
         asked = self.encrypt_bundle
         return self.encrypt is not None and self.publish is None if asked is None else asked
 
     def kept(self) -> ExportConfig:
-        """Returns settings for the same file without a bundle or anything else that is given to others."""
+        """Returns settings for the same file without a bundle and other deliverables."""
         return replace(
             self, bundle=False, demo=False, sign=None, publish=None, version=None, encrypt_bundle=None
         )
@@ -285,7 +285,7 @@ class VerifyConfig:
     )
     checks: list[str] = setting(
         lambda: [
-            "qatkit.verify.checks.latency.LatencyCheck",  # first, before data loading leaves a worker behind
+            "qatkit.verify.checks.latency.LatencyCheck",  # first, since data loading leaves a worker behind
             "qatkit.verify.checks.runtimes.RuntimesCheck",
             "qatkit.verify.checks.accuracy.AccuracyCheck",
             "qatkit.verify.checks.fidelity.FidelityCheck",
@@ -309,7 +309,7 @@ class VerifyConfig:
 
 @dataclass
 class AnalysisConfig:
-    """The analyses that explain the figures: weights or activations, sensitive layers, and tensors that diverge."""
+    """The analyses that explain the figures: errors of weights and activations, sensitive layers, diverging tensors."""
 
     isolation: bool = setting(
         False,

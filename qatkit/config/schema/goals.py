@@ -1,4 +1,4 @@
-"""The groups `target`, `precision`, `rescue` and `search`: what the file must reach, and how it is searched for."""
+"""The groups `target`, `precision`, `rescue` and `search`: targets for the file, and the searches that reach them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TargetConfig:
 
 @dataclass
 class PrecisionConfig:
-    """The choice of the operators that stay float, to reach the accuracy or the speed that `target` asks for."""
+    """The choice of the operators that stay float, to reach the accuracy or the speed-up of `target`."""
 
     search: str = setting(
         "none",
@@ -55,7 +55,7 @@ class PrecisionConfig:
 
 @dataclass
 class RescueConfig:
-    """The ladder back to float's accuracy, climbed rung by rung until the target is met."""
+    """The rescue: a sequence of stronger methods (rungs), tried in order until the accuracy target is met."""
 
     climb: bool = setting(
         False, "start with naive PTQ, then improve one thing on each rung (qatkit.jobs.rungs)"
@@ -66,7 +66,7 @@ class RescueConfig:
 
 @dataclass
 class SearchConfig:
-    """A study of many runs, whose settings Optuna proposes; all workers of one command share it."""
+    """A study of many runs with settings that Optuna proposes; all workers of a command share the study."""
 
     trials: int = setting(
         0, "total number of runs, all different, over all workers; 0: no search", Range(0, 100_000)

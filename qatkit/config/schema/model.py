@@ -1,4 +1,4 @@
-"""The groups `model` and `data`: the float model, and where its images come from and how they are prepared."""
+"""The groups `model` and `data`: the float model, and the source and preprocessing of its images."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from qatkit.config.sizes import SIZE
 from qatkit_verify.fitting import ALIGNMENTS, FITS, LAYOUTS, ORDERS, PIXELS
 from qatkit_verify.sound_limits import LARGEST_MELS, LEAST_OFFSET, LOG_MEL, MFCC
 
-WAVE_AXES, WAVE_SCALES = ("nt", "n1t", "nt1", "t"), ("unit", "int16")  # of sound
-# Sources that have settings of their own.
+WAVE_AXES, WAVE_SCALES = ("nt", "n1t", "nt1", "t"), ("unit", "int16")  # axes and value ranges of sound
+# Sources with their own settings.
 AUDIO, DRAWN, TEXT = "qatkit.data.audio.audio", "qatkit.data.drawn.drawn", "qatkit.data.text.text"
 PAIRS, LABELLED = "qatkit.data.sentence_pairs.sentence_pairs", "qatkit.data.labelled_text.labelled_text"
 MAPS = "qatkit.data.label_pictures.label_pictures"
 VOC_BOXES, COCO_BOXES = "qatkit.data.boxed_pictures.voc_boxes", "qatkit.data.boxed_pictures.coco_boxes"
 DIGITS_SPOKEN = "qatkit.data.spoken_digits.spoken_digits"
 COMMANDS, TONES = "qatkit.data.speech_commands.speech_commands", "qatkit.data.tones.tones"
-RECORDINGS = (DIGITS_SPOKEN, COMMANDS, TONES)  # sources of recordings with a label each
+RECORDINGS = (DIGITS_SPOKEN, COMMANDS, TONES)  # sources of labelled recordings
 PICTURE_AUGMENTATIONS = ("flip", "crop_flip", "resized_crop", "scale_flip")
 SOUND_AUGMENTATIONS = ("shift", "shift_gain", "shift_gain_noise")
 TEXTS = (TEXT, PAIRS, LABELLED)  # sources that read texts with a tokenizer
@@ -64,14 +64,14 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    """The source of the images and how they are prepared.
+    """The source of the images and their preprocessing.
 
     Preprocessing settings (image_size to pixels) that are null come from the weights' own transforms, or from
     the model.json next to an ONNX file. Without either, the default in parentheses is used.
     """
 
     source: str = setting("qatkit.data.digits", "dotted path of the function that returns the datasets")
-    root: str | None = setting(None, "folder of the images, for sources that read one", PLACE)
+    root: str | None = setting(None, "folder of the data, for sources that read one", PLACE)
     image_size: Any | None = setting(
         None, "size of the model's input in pixels: one number for a square, or [height, width]", SIZE
     )

@@ -11,7 +11,7 @@ from qatkit.quant.spec import ACTIVATIONS, BIAS_TYPES, FORMAT_NAMES, SCALE_TYPES
 
 @dataclass
 class OverrideConfig:
-    """The changes of one override pattern, where null keeps the backend's choice.
+    """The changes of one override; null keeps the backend's choice.
 
     Exactly one form is allowed: float, int8, or at least one of the other settings.
     """
@@ -53,8 +53,8 @@ class OverrideConfig:
     )
     weight_axis: int | None = setting(
         None,
-        "axis of the weight as stored in the file, along which each index has its own scale: that of "
-        "the output channels",
+        "axis of the output channels in the weight as stored in the file; each index along it has its "
+        "own scale",
     )
     # Any: OmegaConf does not merge mappings of a dataclass with a union in it.
     reduce_range: Any = setting(
@@ -119,7 +119,7 @@ class BackendConfig:
         "128 (or 32768) for unsigned ones, and 0 if a ReLU ends the range at zero; null: the "
         "backend's choice",
     )
-    # Any: a text or a mapping.
+    # Any: a string or a mapping.
     weight_granularity: Any = setting(
         None,
         "granularity of the weight scales: one per tensor, per output channel, or "
@@ -173,7 +173,7 @@ class BackendConfig:
     only: list[Any] = setting(
         list, "selectors of the only operators to quantize, in the form of backend.exclude; []: all"
     )
-    # Any: a mapping with the key "from", which no dataclass can have.
+    # Any: a mapping with the key "from", which cannot be the field of a dataclass.
     subgraphs: dict[str, Any] = setting(
         dict,
         "name: {from: [...], to: [...]} for subgraph/NAME: every operator on a path between, both "
@@ -207,7 +207,7 @@ class WeightsConfig:
 
 @dataclass
 class QuantizerConfig:
-    """The fake quantize classes, which decide how scales and roundings are found."""
+    """The fake quantize classes, which decide how scales and rounding are found."""
 
     activation: str = setting(
         "qatkit.quant.fake_quantize.FakeQuantize", "dotted path of a qatkit.quant.fake_quantize.FakeQuantize"

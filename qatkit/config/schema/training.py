@@ -1,4 +1,4 @@
-"""The groups `schedule` and `trainer`: how the model is trained, and on which devices."""
+"""The groups `schedule` and `trainer`: how and on which devices the model is trained."""
 
 from __future__ import annotations
 

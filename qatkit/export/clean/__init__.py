@@ -7,9 +7,9 @@
     layout.py      puts channels first or last in inputs and outputs
     unshare.py     copies an initializer for each reader
     shapes.py      infers types and shapes of all tensors
-    names.py       gives names of plain characters
+    names.py       gives nodes and tensors names of plain characters
 
-`run.py` calls these services. `drawn.py` makes inputs, on which `proof.py` compares the file with the original.
-`store.py` writes it, with external data if it is large. Each service returns lines that say what it changed; an empty
-list means that it changed nothing.
+`run.py` calls these services. `drawn.py` provides inputs, and `proof.py` compares the file with the original on them.
+`store.py` writes the file, with external data if it is large. Each service returns lines that say what it changed; an
+empty list means that it changed nothing.
 """

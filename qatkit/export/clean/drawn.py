@@ -1,4 +1,4 @@
-"""Inputs for comparing a file with its cleaned form: given in a file, or random with sizes that the model accepts."""
+"""Provides inputs on which a file and its cleaned form are compared: from a file, or random ones."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from qatkit_verify.errors import ConfigError, one_line
 
 Feeds = dict[str, NDArray[Any]]
 KEY = "clean.inputs"
-_SIZES = (32, 64, 16, 128, 224, 512, 8, 2, 1)  # of open axes other than the first
-_HIGHEST = (3, 1)  # below which integers are drawn; 1: all are 0
+_SIZES = (32, 64, 16, 128, 224, 512, 8, 2, 1)  # sizes that are tried for open axes other than the first
+_HIGHEST = (3, 1)  # upper bounds of random integers, exclusive; with 1 all are 0
 
 
 class Port(NamedTuple):
@@ -33,7 +33,7 @@ def ports(model: ir.Model) -> list[Port]:
     """Returns the inputs of a model.
 
     Raises:
-        ConfigError: an input is not a tensor of numbers of known rank.
+        ConfigError: an input is not a tensor of numbers, or its rank is unknown.
     """
     found = []
     for value in model.graph.inputs:
@@ -47,7 +47,7 @@ def ports(model: ir.Model) -> list[Port]:
 
 
 def drawn(session: ort.InferenceSession, wanted: Sequence[Port]) -> list[Feeds]:
-    """Returns two sets of random inputs that a model accepts; the second has a batch of two if the first axis is open.
+    """Returns two sets of random inputs that a model accepts; the second has two samples if the first axis is open.
 
     Raises:
         ConfigError: the model accepts none of the sizes that are tried.
@@ -112,7 +112,7 @@ def given(path: Path, wanted: Sequence[Port]) -> Feeds:
     """Returns the inputs in an .npz file.
 
     Raises:
-        ConfigError: the file cannot be read, lacks an input, or holds an input of another type or shape.
+        ConfigError: the file cannot be read, lacks an input, or has an input of another type or shape.
     """
     try:
         with np.load(path) as held:

@@ -1,4 +1,4 @@
-"""Fixes the sizes of open axes of a file's inputs, by the name of the size or by the number of the axis."""
+"""Fixes sizes of open axes in a file's inputs, which are chosen by the name of a size or the number of an axis."""
 
 from __future__ import annotations
 
@@ -19,9 +19,16 @@ Place = tuple[str, int]  # an input and one of its axes
 def fix_shapes(model: ir.Model, asked: Mapping[str, Any]) -> list[str]:
     """Fixes sizes in the inputs, and everywhere else where the file uses the same name for a size.
 
+    Args:
+        model: the model, changed in place.
+        asked: numbers by the name of a size, or sizes by the name of an input ({input: {2: 224}}).
+
+    Returns:
+        Lines that say which sizes were fixed.
+
     Raises:
-        ConfigError: a name is neither a size nor an input, an input lacks the axis, or the file already has a
-            different size there.
+        ConfigError: a name is neither a size nor an input, an input lacks the axis, the file already has a different
+            size there, or one size gets two values.
     """
     if not isinstance(asked, Mapping):
         raise ConfigError(KEY, asked, "sizes by name ({batch: 1}) or by input ({input: {2: 224}})")

@@ -47,10 +47,10 @@ def fold(model: ir.Model, folder: Path, *, exact: bool, threads: int) -> tuple[i
     """Returns the folded model, whose large weights may be stored in `folder`, and lines about what was removed.
 
     Args:
-        model: of any opset.
-        folder: a temporary folder that exists as long as the model is used.
+        model: a model of any opset.
+        folder: a temporary folder, which must exist as long as the returned model is used.
         exact: whether to leave out all passes that change rounding.
-        threads: number of ONNX Runtime's threads.
+        threads: the number of ONNX Runtime's threads.
 
     Raises:
         ConfigError: ONNX Runtime cannot load the model.
@@ -102,7 +102,7 @@ def _kinds(model: ir.Model) -> Counter[str]:
 
 
 def _lines(before: Counter[str], after: Counter[str]) -> list[str]:
-    """Returns lines about the numbers of nodes and initializers, and the types of node whose number changed."""
+    """Returns lines about changed numbers of nodes and initializers, in total and by type of node."""
     totals = [(one.total() - one[""], one[""]) for one in (before, after)]
     changed = {kind: after[kind] - before[kind] for kind in sorted({*before, *after}) if kind}
     kinds = ", ".join(f"{kind} {count:+}" for kind, count in changed.items() if count)

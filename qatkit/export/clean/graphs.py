@@ -1,4 +1,4 @@
-"""Walks over a model's graphs at any depth."""
+"""Iterates over a model's graphs at any depth, and over their nodes and values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def graphs(graph: ir.Graph) -> Iterator[ir.Graph]:
 
 
 def values(graph: ir.Graph) -> Iterator[ir.Value]:
-    """Yields the inputs, initializers and results of one graph."""
+    """Yields the inputs, the initializers and the outputs of all nodes of one graph."""
     yield from graph.inputs
     for value in graph.initializers.values():
         if not value.is_graph_input():
@@ -39,5 +39,5 @@ def taken_names(model: ir.Model) -> set[str | None]:
 
 
 def size_name(size: int | ir.SymbolicDim) -> str | None:
-    """Returns the name of an open size; None for a number, or a placeholder that exporters write for any size."""
+    """Returns the name of an open size; None for a number, or for a placeholder that exporters write for any size."""
     return None if isinstance(size, int) or size.value in (None, "", "?") else size.value

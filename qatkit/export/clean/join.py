@@ -19,7 +19,7 @@ def join(model: ir.Model, *, exact: bool) -> None:
     """Folds a constant factor before a Conv into its weights, and a vector added after a ConvTranspose into its bias.
 
     Args:
-        model: changed in place.
+        model: the model, changed in place.
         exact: whether to fold only factors that are powers of two, and no sums.
     """
     for graph in graphs(model.graph):
@@ -42,7 +42,7 @@ def _passes(node: ir.Node) -> bool:
 
 
 def _drop(graph: ir.Graph, node: ir.Node) -> None:
-    """Removes a node and connects its readers to its first input; a node that makes an output of the file stays."""
+    """Removes a node and connects its readers to its first input, unless it computes an output of the file."""
     source, made = node.inputs[0], node.outputs[0]
     if source is not None and not made.is_graph_output():
         made.replace_all_uses_with(source)
@@ -50,7 +50,7 @@ def _drop(graph: ir.Graph, node: ir.Node) -> None:
 
 
 def _constant_beside(node: ir.Node) -> tuple[ir.Value | None, NDArray[np.floating] | None]:
-    """Returns the computed and the constant operand of a binary node; None each if it has no such operands."""
+    """Returns the computed and the constant operand of a binary node; (None, None) if it does not have one of each."""
     for index in (0, 1):
         held = constant(operand(node, index))
         other = operand(node, 1 - index)

@@ -15,12 +15,19 @@ LAYOUTS = ("nchw", "nhwc")
 
 
 def permutation(layout: str, rank: int) -> tuple[int, ...]:
-    """Returns the axes of the old tensor in the order of the new tensor, which has layout `layout`."""
+    """Returns the axes of the old tensor in the order in which the new layout has them."""
     return (0, *range(2, rank), 1) if layout == "nhwc" else (0, rank - 1, *range(1, rank - 1))
 
 
 def change_layout(model: ir.Model, asked: Mapping[str, str]) -> list[str]:
-    """Transposes inputs and outputs.
+    """Gives inputs and outputs another layout.
+
+    Args:
+        model: the model, changed in place.
+        asked: the new layouts, by the names of inputs and outputs.
+
+    Returns:
+        A line for each changed input or output.
 
     Raises:
         ConfigError: a name is neither an input nor an output, a layout is unknown, or a tensor has fewer than 3 axes.

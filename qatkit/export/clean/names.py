@@ -1,4 +1,4 @@
-"""Makes names that any other tool accepts: unique, of plain characters."""
+"""Gives nodes and tensors names that any tool accepts: unique, and of plain characters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def safe_names(model: ir.Model, *, ends: bool) -> list[str]:
     """Gives nodes and tensors safe names.
 
     Args:
-        model: changed in place.
+        model: the model, changed in place.
         ends: whether to rename inputs and outputs as well.
     """
     kept = {value.name for value in (*model.graph.inputs, *model.graph.outputs)}
@@ -56,7 +56,7 @@ def _rename_nodes(model: ir.Model) -> int:
 
 
 def _free(name: str, present: set[str | None]) -> str:
-    """Returns a safe name that is not in `present`, and adds it there."""
+    """Returns a safe form of a name that is not yet in `present`, and adds it to `present`."""
     plain = _OTHERS.sub("_", name) or "_"
     free, number = plain, 1
     while free in present:

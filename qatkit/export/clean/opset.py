@@ -1,4 +1,7 @@
-"""Converts to another opset: upwards, and down to 18, by onnx's converter; down to 13 to 17 by our own rules."""
+"""Converts a model to another opset.
+
+onnx's converter raises the opset, or lowers it to 18 or higher. Our own rules lower it to 13 to 17.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,15 @@ _RULES_FROM, _RULES_TO = 18, 13  # the opsets between which our own rules lower 
 _CONVERTERS_OWN = (
     "Resize",
     "Upsample",
-)  # their older forms place pixels differently, which the converter ignores
+)  # older forms of these place pixels differently, which the converter ignores
 
 
 def to_opset(path: Path, model: ir.Model, opset: int) -> tuple[ir.Model, list[str]]:
-    """Returns the model at an opset.
+    """Returns the model at another opset, with lines that say what was changed.
 
     Args:
-        path: the file, for messages.
-        model: of any opset.
+        path: the path of the file, for messages.
+        model: a model of any opset.
         opset: the requested opset.
 
     Raises:

@@ -20,9 +20,9 @@ from qatkit_verify.session import open_session
 
 EQUAL = float("inf")
 ROUNDED = (
-    80.0  # dB, where operators were joined or replaced: float32 rounding is 140 dB, and networks amplify it
+    80.0  # dB, if operators were joined or replaced: float32 rounding is at 140 dB, and networks amplify it
 )
-OF_HALVES = 30.0  # dB, from float16 to float32: float16 rounding is 70 dB
+OF_HALVES = 30.0  # dB, for a conversion from float16 to float32: float16 rounding is at 70 dB
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Proof:
     drawn: bool
 
     def lines(self) -> list[str]:
-        """Returns the result in words."""
+        """Returns the result as lines of text."""
         source = "random" if self.drawn else "given"
         sets = "; ".join(", ".join(f"{name} {shape}" for name, shape in one.items()) for one in self.inputs)
         worst = min(self.outputs.values(), default=EQUAL)
@@ -76,7 +76,7 @@ def prove(
         names: the names of inputs and outputs in `after`, by their former names.
         bound: the signal-to-noise ratio in dB that every output must reach; infinite if all values must be equal.
         inputs: an .npz file; None for random inputs.
-        threads: number of ONNX Runtime's threads.
+        threads: the number of ONNX Runtime's threads.
 
     Raises:
         ConfigError: an output is below the bound, or a file does not run.

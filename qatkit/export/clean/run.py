@@ -57,7 +57,7 @@ class Cleaned:
 
     Attributes:
         files: the files in a temporary folder, the model first.
-        rows: the services with their changes.
+        rows: the changes, each with its service.
         proof: the comparison with the original, before operators were replaced by approximations.
         error: the comparison with the approximations; None if none were requested.
     """
@@ -75,13 +75,13 @@ def clean(source: Path, model: ir.Model, asked: Asked, target: Path, threads: in
 
     Args:
         source: the file, with its external data next to it.
-        model: the model as it was read.
+        model: the model in the file `source`.
         asked: the requested services.
         target: the path of the cleaned file, in a temporary folder.
-        threads: number of ONNX Runtime's threads.
+        threads: the number of ONNX Runtime's threads.
 
     Raises:
-        ConfigError: a service does not fit the file, or the result does not compute the same outputs.
+        ConfigError: a service cannot be applied to the file, or the result does not compute the same outputs.
     """
     beside = _has_external(model)
     count = sum(1 for _ in nodes(model))
@@ -125,7 +125,7 @@ def _prepared(
     """Changes types, opset and sizes.
 
     Returns:
-        The model, its inputs (with the sizes that were fixed, and the types of the original), and the changes.
+        The model, its inputs (with fixed sizes, and with the types of the original file), and the changes.
     """
     rows: list[Row] = [("float32", line) for line in (to_float32(model) if asked.float32 else ())]
     if asked.opset is not None:

@@ -13,11 +13,11 @@ from onnx_ir.passes import common
 from qatkit.export.clean.graphs import graphs
 from qatkit.export.quiet import quiet
 
-_IN_MEMORY = 1 << 30  # bytes; symbolic inference copies all weights
+_IN_MEMORY = 1 << 30  # largest number of bytes for symbolic inference, which copies all weights
 
 
 def fill_shapes(model: ir.Model) -> list[str]:
-    """Infers types and shapes by onnx, then what is missing by ONNX Runtime's symbolic inference."""
+    """Infers types and shapes by onnx, and those that are still missing by ONNX Runtime's symbolic inference."""
     before = _known(model)
     for graph in graphs(model.graph):
         for node in graph:
@@ -33,12 +33,12 @@ def fill_shapes(model: ir.Model) -> list[str]:
 
 def infer(model: ir.Model) -> None:
     """Infers types and shapes where onnx can."""
-    with contextlib.suppress(Exception), quiet():  # of operators that onnx does not know
+    with contextlib.suppress(Exception), quiet():  # errors about operators that onnx does not know
         common.ShapeInferencePass(check_type=False, strict_mode=False)(model)
 
 
 def _fill_symbolic(model: ir.Model) -> None:
-    """Gives tensors without shapes those that symbolic inference finds."""
+    """Gives tensors without shapes the shapes that symbolic inference finds."""
     try:
         from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
 
@@ -46,7 +46,7 @@ def _fill_symbolic(model: ir.Model) -> None:
             path = Path(folder) / "model.onnx"
             ir.save(model, path)
             found = SymbolicShapeInference.infer_shapes(onnx.load(str(path)), auto_merge=True)
-    except Exception:  # it knows fewer operators than onnx, and sympy may not be installed
+    except Exception:  # symbolic inference knows fewer operators than onnx, and needs sympy
         return
     told = {info.name: info for info in found.graph.value_info}
     for node in model.graph:

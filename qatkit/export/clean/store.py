@@ -13,20 +13,20 @@ from qatkit_verify.session import open_session
 
 LARGE = (
     1 << 30
-)  # bytes of weights from which they are stored next to the file; a protobuf message holds less than 2^31
-# Packed weights are a copy, and kernels with packed weights add in another order than kernels with computed weights.
+)  # bytes from which weights are stored next to the file; a protobuf message has less than 2^31 bytes
+# Packed weights are a copy, and kernels with packed weights sum in another order than kernels with computed weights.
 UNPACKED = {"session.disable_prepacking": "1"}
-OLDEST_IR = 4  # before it, initializers are also inputs
+OLDEST_IR = 4  # in older versions, initializers are inputs as well
 
 
 def weight_bytes(model: ir.Model) -> int:
-    """Returns the bytes of all initializers."""
+    """Returns the total size of all initializers in bytes."""
     held = (value.const_value for graph in graphs(model.graph) for value in graph.initializers.values())
     return sum(tensor.nbytes for tensor in held if tensor is not None)
 
 
 def store(model: ir.Model, path: Path, *, beside: bool = False) -> list[Path]:
-    """Writes a model; weights that go into a second file are written one at a time.
+    """Writes a model to a file, with large weights in a second file, which are written one at a time.
 
     Args:
         model: the model; its weights may be in other files.
@@ -50,7 +50,7 @@ def check(path: Path, source: Path) -> None:
     """Checks that onnx's checker and ONNX Runtime accept a file.
 
     Raises:
-        ConfigError: ONNX Runtime refuses it, or the checker does although it accepts the source.
+        ConfigError: ONNX Runtime refuses the file, or the checker refuses it although it accepts `source`.
     """
     open_session(path, threads=1, options=UNPACKED)
     try:

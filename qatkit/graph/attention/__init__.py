@@ -1,1 +1,1 @@
-"""Opens attention into operators that can be quantized, and defines the modules that replace it."""
+"""Rewrites attention as operators that can be quantized, and defines the modules that replace it."""

@@ -1,5 +1,6 @@
-"""nn.MultiheadAttention written out, for the calls that `self_attention` has no twin for: cross attention, masks,
-weights that are read, keys and values of other widths.
+"""Writes out nn.MultiheadAttention for calls without a twin in `self_attention`.
+
+These are cross attention, masks, attention weights that are read, and keys and values of other widths.
 
     q, k, v = Linear(query), Linear(key), Linear(value)   each with its rows of the joint weight
     w = softmax(q·kᵀ / sqrt(E/heads) + mask)              [N, heads, T, S]
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 
-def multi_head_attention(  # noqa: PLR0913, PLR0917  those of the module's forward
+def multi_head_attention(  # noqa: PLR0913, PLR0917  the arguments of the module's forward
     module: nn.MultiheadAttention,
     query: Tensor,
     key: Tensor,
@@ -26,7 +27,7 @@ def multi_head_attention(  # noqa: PLR0913, PLR0917  those of the module's forwa
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the outputs of `module` for the same arguments."""
+    """Computes the forward of `module`, which has the same arguments and results."""
     alone = query.ndim == 2
     if alone:
         query, key, value = (t.unsqueeze(0 if module.batch_first else 1) for t in (query, key, value))
@@ -76,7 +77,13 @@ def _projections(
 
 
 def _mask(mask: Tensor | None, like: Tensor, extra: int) -> Tensor | None:
-    """Returns a mask as floats to add to the scores; given as [T, S] or [N·heads, T, S], as booleans or floats."""
+    """Returns a mask as floats to add to the scores, [T, S] or [N, heads, T, S].
+
+    Args:
+        mask: [T, S] or [N·heads, T, S], booleans or floats, or None.
+        like: a tensor with the type of the scores and the heads as its second axis.
+        extra: number of keys that are appended; they are never masked.
+    """
     if mask is None:
         return None
     mask = _as_float(mask, like)
@@ -85,7 +92,7 @@ def _mask(mask: Tensor | None, like: Tensor, extra: int) -> Tensor | None:
 
 
 def _padding(mask: Tensor | None, like: Tensor, extra: int) -> Tensor | None:
-    """Returns a padding mask [N, S] as floats to add, [N, 1, 1, S]."""
+    """Returns a padding mask [N, S] as floats to add to the scores, [N, 1, 1, S + extra]."""
     if mask is None:
         return None
     mask = _as_float(mask, like)

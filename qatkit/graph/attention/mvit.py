@@ -2,9 +2,9 @@
 
     score[q, k] += q·R_t[t_q, t_k] + q·R_h[h_q, h_k] + q·R_w[w_q, w_k]
 
-for the patches q and k of a clip at (t, h, w), not for the class token. torchvision's `_add_rel_pos` writes the
-sum into a slice of the scores, which in ONNX is a ScatterND over all of them; here it is padded with zeros and
-added. The tables R depend only on parameters: they are computed once, at `convert`.
+This applies to the patches q and k of a clip at (t, h, w), but not to the class token. torchvision's `_add_rel_pos`
+writes the sum into a slice of the scores, which in ONNX is a ScatterND over all scores. Here the terms are padded with
+zeros and added to the scores. The tables R depend only on parameters, so `convert` computes them once.
 
 Source: Li et al., "MViTv2: Improved Multiscale Vision Transformers", 2022, section 4.1.
 """
@@ -19,10 +19,10 @@ Size = tuple[int, int, int]
 
 
 class RelativePositions(nn.Module):
-    """`_add_rel_pos` for one size of clip; equal to it to 1e-5.
+    """A twin of `_add_rel_pos` for one size of clip; equal to it to 1e-5.
 
     Args:
-        queries, keys: frames, rows and columns of the patches.
+        queries, keys: the numbers of frames, rows and columns of the patches.
     """
 
     def __init__(self, queries: Size, keys: Size) -> None:
@@ -41,8 +41,8 @@ class RelativePositions(nn.Module):
         """
         (t, h, w), (keys_t, keys_h, keys_w) = self.queries, self.keys
         patches = q[:, :, 1:].unflatten(2, (t, h, w))
-        # A MatMul per position along one axis, which must be third from the end: […, positions, others,
-        # width].
+        # There is one MatMul per position along an axis, which must be the third from the end:
+        # […, positions, others, width].
         by_t = torch.matmul(patches.transpose(2, 3), self._table(table_t, "t")).transpose(2, 3)
         by_h = torch.matmul(patches, self._table(table_h, "h"))
         by_w = torch.matmul(patches.transpose(3, 4), self._table(table_w, "w")).transpose(3, 4)
@@ -52,17 +52,20 @@ class RelativePositions(nn.Module):
         return scores + F.pad(total.flatten(3), (1, 0, 1, 0))
 
     def _table(self, table: Tensor, axis: str) -> Tensor:
-        """Returns the row of the table for the distance of every query and key, [queries, width, keys]."""
+        """Returns the rows of the table for the distances between queries and keys, [queries, width, keys]."""
         index: Tensor = getattr(self, f"distance_{axis}")
         return resized(table, self.queries["thw".index(axis)], self.keys["thw".index(axis)])[index].mT
 
 
 def distances(queries: int, keys: int) -> Tensor:
-    """Returns the distances along one axis in steps of the finer side, the smallest 0: [queries, keys]."""
+    """Returns the distances between queries and keys along one axis, [queries, keys].
+
+    They are in steps of the finer side, and the smallest is 0.
+    """
     q_step, k_step = max(keys / queries, 1.0), max(queries / keys, 1.0)
     return (torch.arange(queries)[:, None] * q_step - (torch.arange(keys) + (1.0 - keys)) * k_step).long()
 
 
 def resized(table: Tensor, queries: int, keys: int) -> Tensor:
-    """Interpolates a table that was made for another size: [2·max(queries, keys) - 1, width]."""
+    """Interpolates a table [distances, width] to the size [2·max(queries, keys) - 1, width]."""
     return F.interpolate(table.T.unsqueeze(0), size=2 * max(queries, keys) - 1, mode="linear").squeeze(0).T

@@ -1,4 +1,4 @@
-"""Rules of `qatkit.graph.stub` for attention: its Linears, its MatMuls and Softmax as nodes of the graph."""
+"""Rules of `qatkit.graph.stub` that turn attention into Linears, MatMuls and Softmax as nodes of the graph."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from qatkit.graph.node_arguments import arguments, has_free_axes, known, paramet
 from qatkit.graph.nodes import is_float_tensor, known_type, module_of, site
 from qatkit.graph.trace import name_sites
 
-_HIDDEN = -1e30  # far below any score, and finite: a row of them has a softmax
+_HIDDEN = -1e30  # far below any score, but finite, so that the softmax of a row of them is defined
 _SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
 def open_attention(node: fx.Node) -> str | None:
-    """Replaces nn.MultiheadAttention of a tensor with itself by `self_attention.SelfAttention`.
+    """Replaces self-attention by nn.MultiheadAttention with `self_attention.SelfAttention`.
 
-    Other calls are written out as the graph is recorded (`qatkit.graph.capture`).
+    Other calls are written out when the graph is recorded (`qatkit.graph.capture`).
     """
     module = cast(nn.MultiheadAttention, module_of(node))
     for user in list(node.users):
@@ -36,13 +36,14 @@ def open_attention(node: fx.Node) -> str | None:
 
 
 def open_dot_product(node: fx.Node) -> str | None:
-    """Opens softmax(q·kᵀ·scale + mask)·v for q, k, v [..., tokens, width]; heads may share keys, masks may be
-    causal.
+    """Rewrites softmax(q·kᵀ·scale + mask)·v for q, k, v [..., tokens, width].
+
+    Heads may share keys and values, and the mask may be causal.
     """
     given = dict(zip(_SDPA, node.args, strict=False)) | node.kwargs
     shape, keys = shape_of(given["query"]), shape_of(given["key"])
     computed = any(isinstance(given.get(name), fx.Node) for name in ("dropout_p", "scale"))
-    # A graph is captured in inference mode, and remembers the dropout rate of training.
+    # A graph is captured in inference mode; its meta has the dropout rate of training.
     rate = cast(float, node.meta.get("dropout", given.get("dropout_p", 0.0)))
     if shape is None or keys is None or computed:
         reason = (
@@ -66,7 +67,7 @@ def open_dot_product(node: fx.Node) -> str | None:
         elif hidden is not None:
             steps["mask"] = y = graph.call_method("masked_fill", (y, hidden, _HIDDEN))
         steps["softmax"] = y = graph.call_function(torch.softmax, (y, -1))
-        if hidden is not None:  # the output of a query that may attend to nothing is zero
+        if hidden is not None:  # a query that may attend to no key has the output zero
             steps["seen"] = y = graph.call_method("masked_fill", (y, hidden, 0.0))
         if rate:
             cast(fx.GraphModule, graph.owning_module).add_submodule(path, nn.Dropout(rate))
@@ -80,7 +81,11 @@ def open_dot_product(node: fx.Node) -> str | None:
 
 
 def _mask(node: fx.Node, given: Mapping[str, Any], size: tuple[int, int]) -> tuple[Any, fx.Node | None]:
-    """Floats to add to the scores: a causal mask, or the one that is given; of booleans, instead, what is not seen."""
+    """Returns (mask, hidden), of which at most one is not None.
+
+    `mask` is floats to add to the scores. `hidden` is true where a query may not attend to a key; it is returned
+    if the given mask is boolean.
+    """
     graph, mask = node.graph, given.get("attn_mask")
     if given.get("is_causal"):
         name, owner = f"{site(node)}_causal_mask".replace(".", "_"), cast(fx.GraphModule, graph.owning_module)
@@ -102,8 +107,9 @@ def _mask(node: fx.Node, given: Mapping[str, Any], size: tuple[int, int]) -> tup
 
 
 def _for_every_head(node: fx.Node, query: tuple[int, ...]) -> fx.Node:
-    """Repeats keys or values for the heads that share them: [..., few, tokens, width] → [..., heads, tokens,
-    width].
+    """Repeats keys or values for the heads that share them.
+
+    The shape changes from [..., few, tokens, width] to [..., heads, tokens, width].
     """
     shape, graph = cast("tuple[int, ...]", shape_of(node)), node.graph
     apart = graph.call_method("unsqueeze", (node, -3))
@@ -117,8 +123,9 @@ def _for_every_head(node: fx.Node, query: tuple[int, ...]) -> fx.Node:
 
 
 def open_window_attention(node: fx.Node) -> str | None:
-    """Replaces torchvision's function for Swin (2-D, V1 and V2, and 3-D) by a module of
-    `qatkit.graph.attention.swin`.
+    """Replaces torchvision's function for Swin's attention by a module of `qatkit.graph.attention.swin`.
+
+    It supports V1 and V2 on images, and Swin on clips.
     """
     given = {"logit_scale": None} | arguments(node, cast(Callable[..., Any], node.target))
     shape = shape_of(given["input"])
@@ -141,13 +148,15 @@ def open_window_attention(node: fx.Node) -> str | None:
         given["dropout"],
     )
     bias = given["relative_position_bias"]
-    bias.args = tuple(known(a) for a in bias.args)  # on clips its window comes from the size of the input
+    bias.args = tuple(
+        known(a) for a in bias.args
+    )  # on clips, its window is computed from the size of the input
     _inline(node, twin, path, [given["input"], bias] + [given["logit_scale"]] * (kind is not WindowAttention))
     return None
 
 
 def open_relative_positions(node: fx.Node) -> str | None:
-    """Replaces MViT's relative positions by `multiscale.RelativePositions`."""
+    """Replaces MViT's relative positions by `qatkit.graph.attention.mvit.RelativePositions`."""
     given = {k: known(v) for k, v in arguments(node, cast(Callable[..., Any], node.target)).items()}
     sizes = [tuple(known(size) for size in given[key]) for key in ("q_thw", "k_thw")]
     tables = [given[f"rel_pos_{axis}"] for axis in "thw"]
@@ -164,7 +173,7 @@ def open_relative_positions(node: fx.Node) -> str | None:
 
 
 def open_shortcut(node: fx.Node) -> str | None:
-    """Opens x + shortcut, with zero for the class token if the shortcut leaves it out."""
+    """Rewrites x + shortcut as an Add; zero is added to a class token that the shortcut leaves out."""
     x, shortcut, with_class = node.args
     graph, name = node.graph, site(node)
     with graph.inserting_before(node):
@@ -190,22 +199,26 @@ def _linear(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
 
 
 class _Tracer(fx.Tracer):
-    """A tracer whose leaves are torch.nn's modules and subclasses that differ from them only in the constructor."""
+    """A tracer whose leaves are torch.nn's modules and subclasses of them with the same forward."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return known_type(m) is not None or super().is_leaf_module(m, module_qualified_name)
 
 
 def _inline(node: fx.Node, module: nn.Module, path: str = "", inputs: Sequence[Any] = ()) -> fx.Node:
-    """Replaces a call of a leaf by the traced body of `module`, whose submodules are put at the leaf's path.
+    """Replaces a call of a leaf by the traced body of `module` and returns the node of the result.
 
-    For a function, `path` is the path to put them at, next to what is there, and `inputs` are `module`'s arguments.
+    Args:
+        node: the call of a module, which `module` replaces, or of a function.
+        module: the module to trace.
+        path: for a function, the path of the module to which `module`'s children and buffers are added.
+        inputs: for a function, the arguments for `module`.
     """
     owner = node.graph.owning_module
     assert owner is not None
     path, inputs = path or str(node.target), inputs or node.args
     tracer = _Tracer()
-    tracer.proxy_buffer_attributes = True  # what a twin computes from its buffers is part of the graph
+    tracer.proxy_buffer_attributes = True  # computations on buffers of a twin are part of the graph
     body = tracer.trace(module)
     name_sites(body, f"{path}.")
     placeholders = [n for n in body.nodes if n.op == "placeholder"]

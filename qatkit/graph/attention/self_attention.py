@@ -1,12 +1,12 @@
-"""A twin of attention that hides its arithmetic, built of operators that can be quantized.
+"""A twin of nn.MultiheadAttention for self-attention, built of operators that can be quantized.
 
     qkv = Linear(x)                       [N, T, 3·E]
     q, k, v                               [N, heads, T, E/heads] each
     y = softmax(q·kᵀ / sqrt(E/heads))·v   [N, heads, T, E/heads]
     out = Linear(y)                       [N, T, E]
 
-`nn.MultiheadAttention` is one leaf to torch.fx, so its two Linears and two MatMuls would all stay in floating
-point. Swin's windows are in `qatkit.graph.attention.swin`.
+`nn.MultiheadAttention` is a leaf in torch.fx, so its two Linears and two MatMuls would all stay in floating point.
+`qatkit.graph.attention.swin` has the twins for Swin's windows.
 Source: Vaswani et al., "Attention is all you need", 2017, section 3.2.
 """
 
@@ -23,7 +23,7 @@ _ATTENTION_ARGUMENTS = (
 
 
 class SelfAttention(nn.Module):
-    """Self-attention with the weights of an `nn.MultiheadAttention`; equal to it to 1e-5."""
+    """A twin of `nn.MultiheadAttention` for self-attention, with the same parameters; equal to it to 1e-5."""
 
     def __init__(self, original: nn.MultiheadAttention) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class SelfAttention(nn.Module):
         self.qkv.weight = original.in_proj_weight
         if biased:
             self.qkv.bias = original.in_proj_bias
-        # MultiheadAttention's own subclass of Linear is plain in all but its type.
+        # MultiheadAttention has its own subclass of Linear, which differs from Linear only in its type.
         self.out_proj = nn.Linear(
             original.embed_dim, original.embed_dim, bias=original.out_proj.bias is not None
         )
@@ -81,18 +81,18 @@ def unusual_call(node: fx.Node) -> str | None:
 def split_heads(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Splits qkv [N, T, 3·E] into q, k, v, each [1, N·heads, T, E/heads].
 
-    All three are transposed together before they are separated into three blocks of memory: a Split of every row
-    and three Transposes take longer (docs/decisions/0028-file-level-costs.md).
+    All three are transposed together before they are separated into three blocks of memory. A Split of every row and
+    three Transposes would take longer (docs/decisions/0028-file-level-costs.md).
     """
     parts = qkv.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).flatten(1, 2).chunk(3)
     return parts[0], parts[1], parts[2]
 
 
 def similarity(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
-    """Returns q·kᵀ, times `scale`: [1, N·heads, T, T].
+    """Returns q·kᵀ times `scale`, [1, N·heads, T, T].
 
-    ONNX Runtime's matrix product absorbs its direct neighbours: a Transpose of the keys only (not one that another
-    Transpose was merged into) and a number to multiply with.
+    ONNX Runtime's matrix product absorbs two direct neighbours: a multiplication with a number, and a Transpose that
+    applies only to the keys (unless it was merged with another Transpose).
     """
     scores: Tensor = torch.matmul(q, k.transpose(-2, -1))
     return scores if scale is None else scores * scale

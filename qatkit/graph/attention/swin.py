@@ -1,12 +1,12 @@
-"""Twins of Swin's window attention, on feature maps and on clips, built of operators that can be quantized.
+"""Twins of Swin's window attention, for feature maps and clips, built of operators that can be quantized.
 
     order     [N, *map, C] → [N·windows, tokens, C]       pad, and one Gather for the shift and the cut
     attend    q·kᵀ / sqrt(C/heads) + bias (+ mask)        [N·windows, heads, tokens, tokens]
     back      [N·windows, tokens, C] → [N, *map, C]       one Gather
 
-torchvision's `shifted_window_attention` and `shifted_window_attention_3d` are functions that torch.fx takes as
-one node, so their two Linears and two MatMuls would all stay in floating point. The twins are built for one
-size of map (mask and padding depend on it) and any number of axes.
+torchvision's `shifted_window_attention` and `shifted_window_attention_3d` are functions that are one node in torch.fx,
+so their two Linears and two MatMuls would all stay in floating point. A twin is built for one size of the map, since
+mask and padding depend on it, and supports any number of axes.
 Sources: Liu et al., "Swin Transformer", 2021; "Swin Transformer V2", 2022 (cosine attention); "Video Swin
 Transformer", 2022.
 """
@@ -29,8 +29,9 @@ class Windows:
     """The partition of a map [N, *size, C] into windows.
 
     Attributes:
-        size: of the map: rows and columns, or frames, rows and columns.
-        window, shift: along the same axes; a shift is 0 where a window covers the whole map.
+        size: the size of the map: rows and columns, or frames, rows and columns.
+        window, shift: the size of a window and its shift along these axes; a shift is 0 where one window covers the
+            whole map.
     """
 
     size: tuple[int, ...]
@@ -53,7 +54,7 @@ class Windows:
 
     @property
     def padding(self) -> tuple[int, ...]:
-        """The padding in the order of `F.pad`: the last axis, the channels, first."""
+        """The padding in the order of `F.pad`, with the last axis (the channels) first."""
         missing = [p - s for p, s in zip(self.padded, self.size, strict=True)]
         return (0, 0, *(end for m in reversed(missing) for end in (0, m)))
 
@@ -69,17 +70,23 @@ class Windows:
         return apart.reshape(self.count, self.tokens)
 
     def order(self) -> Tensor:
-        """Returns the source token of each place, as row-major indices into the padded map: [windows · tokens]."""
+        """Returns the token for each place in the windows, as row-major indices into the padded map.
+
+        The shape is [windows · tokens].
+        """
         grid = torch.arange(math.prod(self.padded)).reshape(self.padded)
         return self.cut(grid.roll([-s for s in self.shift], tuple(range(grid.ndim)))).reshape(-1)
 
     def back(self) -> Tensor:
-        """Returns the place of each token of the map, in row-major order: [prod(size)]."""
+        """Returns the place in the windows of each token of the map, in row-major order, [prod(size)]."""
         places = torch.argsort(self.order()).reshape(self.padded)
         return places[tuple(slice(n) for n in self.size)].reshape(-1)
 
     def regions(self) -> Tensor:
-        """Returns numbers that differ between tokens that only the shift has brought together: [windows, tokens]."""
+        """Returns the number of each token's region, [windows, tokens].
+
+        Tokens of one window are in different regions if only the shift has brought them together.
+        """
         spans = [
             (slice(0, -w), slice(-w, -s), slice(-s, None)) if s else (slice(None),)
             for w, s in zip(self.window, self.shift, strict=True)
@@ -91,13 +98,13 @@ class Windows:
 
 
 class WindowAttention(nn.Module):
-    """`shifted_window_attention` (Swin), 2-D or 3-D, for one size of map; equal to it to 1e-5.
+    """A twin of `shifted_window_attention` (Swin), 2-D or 3-D, for one size of the map; equal to it to 1e-5.
 
     Args:
-        qkv, proj: its two Linears.
-        heads: attention heads.
-        windows: the cut.
-        attention_dropout, dropout: rates.
+        qkv, proj: the two Linears of the attention.
+        heads: the number of attention heads.
+        windows: the partition of the map.
+        attention_dropout, dropout: dropout rates of the attention weights and of the output.
     """
 
     regions: Tensor
@@ -116,22 +123,29 @@ class WindowAttention(nn.Module):
         super().__init__()
         self.qkv, self.proj, self.heads, self.windows = qkv, proj, heads, windows
         self.attention_drop, self.drop = nn.Dropout(attention_dropout), nn.Dropout(dropout)
-        # One Gather each way, in 8 bits on the way in: a roll, a reshape and a Transpose are three passes more.
+        # One Gather in each direction (before the attention in 8 bits) saves a roll, a reshape and a Transpose.
         self.register_buffer("order", windows.order(), persistent=False)
         self.register_buffer("back", windows.back(), persistent=False)
         if any(windows.shift):
             self.register_buffer("regions", windows.regions(), persistent=False)
 
     def mask(self) -> Tensor:
-        """Returns -100 between tokens of different regions, else 0: [windows, 1, tokens, tokens].
+        """Returns the mask [windows, 1, tokens, tokens]: -100 between tokens of different regions, else 0.
 
-        It is computed in the graph, since on clips it is hundreds of times larger than its source.
+        It is computed in the graph, since on clips it is hundreds of times larger than the regions.
         """
         apart = self.regions.unsqueeze(1) != self.regions.unsqueeze(2)
         return (apart * -100.0).unsqueeze(1)
 
     def scores(self, q: Tensor, k: Tensor, *_: Tensor) -> Tensor:
-        """Returns the scores of q, k [1, windows·heads, tokens, width]: [windows, heads, tokens, tokens]."""
+        """Returns the scores of q and k.
+
+        Args:
+            q, k: [1, windows·heads, tokens, width].
+
+        Returns:
+            [windows, heads, tokens, tokens]
+        """
         return per_image(similarity(q, k, q_scale(self.qkv, self.heads)), self.heads)
 
     def attend(self, x: Tensor, bias: Tensor, *extra: Tensor) -> Tensor:
@@ -158,12 +172,12 @@ class WindowAttention(nn.Module):
 
 
 class CosineWindowAttention(WindowAttention):
-    """Swin V2: cosine similarity times a learned scale per head, and keys without a bias."""
+    """The window attention of Swin V2: cosine similarity times a learned scale per head, and keys without a bias."""
 
     def __init__(self, qkv: nn.Linear, proj: nn.Linear, heads: int, windows: Windows, *drops: float) -> None:
         super().__init__(qkv, proj, heads, windows, *drops)
         if qkv.bias is not None:
-            # The original zeroes the keys' part on every call; here it is zero and gets no gradient.
+            # The original sets the keys' bias to zero on every call. Here it is zero and gets no gradient.
             third = qkv.bias.numel() // 3
             keep = torch.ones_like(qkv.bias.detach())
             keep[third : 2 * third] = 0.0
@@ -172,7 +186,7 @@ class CosineWindowAttention(WindowAttention):
             qkv.bias.register_hook(lambda grad: grad * keep.to(grad.device))
 
     def scores(self, q: Tensor, k: Tensor, *extra: Tensor) -> Tensor:
-        """Returns the scores; `extra` holds the log of the scale [heads, 1, 1]."""
+        """Returns the scores of q and k, as the base class; `extra` is the logarithm of the scale [heads, 1, 1]."""
         cosine = per_image(similarity(F.normalize(q, dim=-1), F.normalize(k, dim=-1)), self.heads)
         return cosine * torch.clamp(extra[0], max=math.log(100.0)).exp()
 
@@ -181,5 +195,5 @@ class CosineWindowAttention(WindowAttention):
 
 
 def q_scale(qkv: nn.Linear, heads: int) -> float:
-    """Returns 1 / sqrt(width of a head)."""
+    """Returns the factor of the scores, 1 / sqrt(width of a head)."""
     return float((qkv.in_features // heads) ** -0.5)

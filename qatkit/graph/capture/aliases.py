@@ -1,13 +1,14 @@
 """Follows views and in-place changes: which node holds the current values of a tensor object.
 
-A view knows its parent and the nodes that made it. An in-place change bumps the version that all views of the memory
-share, and is passed on
+A view knows its parent and the nodes that made it. An in-place change raises the version that all views of the memory
+share, and is passed on:
 
-    up:    the parent becomes the old parent with the changed part in its place (a Cat of the values before it, the
-           part, and the values after it; a reshape or permute back), and so on to the memory's owner;
-    down:  any other view, when it is next read, is computed again from its parent.
+    up     The parent becomes the old parent with the changed part in its place (a Cat of the values before it, the
+           part, and the values after it; a reshape or permute back), and so on up to the memory's owner.
+    down   Any other view is computed again from its parent when it is next read.
 
-So `x[:, 1:] += y`, `q, k = x.chunk(2, 1); q.mul_(s); f(x)` and writing into slices of a fresh tensor are functional.
+The graph is thus functional for `x[:, 1:] += y`, for `q, k = x.chunk(2, 1); q.mul_(s); f(x)` and for writes into
+slices of a new tensor.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ class Value:
     """The graph's record of one tensor object.
 
     Attributes:
-        node: holds its values as of `version`.
-        version: the tensor's, when `node` was right.
+        node: the node that holds the values of `version`.
+        version: the version of the tensor at which `node` holds its values.
         parent: the tensor that this one is a view of.
-        chain: the nodes from the parent's to this one's: a view, or a split and a getitem.
+        chain: the nodes that make this tensor from its parent: a view, or a split and a getitem.
     """
 
     node: fx.Node
@@ -43,9 +44,9 @@ class Aliases:
     """The nodes of all living tensors.
 
     Args:
-        emit: adds a node: (op, target, args, kwargs) → node.
-        first: makes the node of a tensor that was never seen (a parameter, a constant).
-        refuse: raises for a reason.
+        emit: a function that adds a node: (op, target, args, kwargs) → node.
+        first: a function that makes the node of a tensor that was never seen (a parameter, a constant).
+        refuse: a function that returns the error for a reason.
     """
 
     def __init__(
@@ -80,13 +81,13 @@ class Aliases:
         return self.emit(step.op, step.target, args, kwargs)
 
     def bind(self, tensor: Tensor, chain: tuple[fx.Node, ...], sources: Sequence[Tensor]) -> None:
-        """Binds a new tensor to the last node of `chain`; it is a view of the one of `sources` whose memory
-        it shares.
+        """Binds a new tensor to the last node of `chain`.
+
+        If it shares memory with a tensor in `sources`, it is a view of that tensor.
         """
         parent = next((s for s in sources if s is not tensor and shares_memory(s, tensor)), None)
         if parent is None or self.values[parent].node is not chain[0].args[0]:
-            # Not a view, or not one of the first argument: a change of it is then rejected where it would be
-            # read.
+            # Not a view of the first argument. If it is changed, reading it later is rejected.
             self.values[tensor] = Value(chain[-1], tensor._version)
         else:
             self.values[tensor] = Value(chain[-1], tensor._version, parent, chain)
@@ -100,8 +101,9 @@ class Aliases:
             self.changed(value.parent, self._put(above.node, value, node))
 
     def moved(self, tensor: Tensor, node: fx.Node) -> None:
-        """Records that `tensor` was moved to other memory and holds the output of `node`; its views stay
-        where they were.
+        """Records that `tensor` was moved to other memory and holds the output of `node`.
+
+        Its views stay in the old memory.
         """
         own: Value = self.values[tensor]
         children = [view for view, value in self.values.items() if value.parent is tensor]
@@ -144,8 +146,9 @@ class Aliases:
         raise self.refuse(f"a view made by {name} is changed in place, which can't be followed")
 
     def _on_diagonal(self, whole: fx.Node, parent: Tensor, view: fx.Node, part: fx.Node) -> fx.Node:
-        """Returns `whole` with `part` on a diagonal: where an eye is true, row i of a matrix gets the value
-        of its place.
+        """Returns `whole` with `part` on a diagonal of its matrices.
+
+        Where an identity matrix is true, row i gets value i of the part.
         """
         given: dict[str, Any] = dict(zip(("offset", "dim1", "dim2"), view.args[1:], strict=False))
         given |= view.kwargs
@@ -167,7 +170,7 @@ class Aliases:
         return self.emit("call_method", "permute", (new, *back), {}) if turned else new
 
     def _put_piece(self, whole: fx.Node, view: Value, part: fx.Node, name: str) -> fx.Node:
-        """Puts a piece of chunk, split or unbind back among the others."""
+        """Returns `whole` with `part` in the place of one piece of a chunk, split or unbind."""
         first, last = view.chain
         if (
             name not in ("chunk", "split", "unbind", "tensor_split", "split_with_sizes")
@@ -193,9 +196,15 @@ class Aliases:
         return self.emit("call_function", joined, (pieces, axis), {})
 
     def assign(self, whole: fx.Node, shape: Sequence[int], index: Any, part: Any) -> fx.Node:
-        """Returns `whole` [shape] after `whole[index] = part`; `part` is a node of the part's own shape, or a number.
+        """Returns the node of `whole` [shape] after `whole[index] = part`.
 
         Slices and integers become a Cat of the values before, the part and the values after, axis by axis.
+
+        Args:
+            whole: the node of the tensor before the assignment.
+            shape: the shape of `whole`.
+            index: the index; slices and integers are supported.
+            part: a node with the shape of the indexed part, or a number.
         """
         steps = _axes(index, len(shape))
         if steps is None:
@@ -216,7 +225,7 @@ class Aliases:
         else:
             start = step + size if step < 0 else step
             stop = start + 1
-            if isinstance(part, fx.Node):  # the integer's axis comes back; those before it have already
+            if isinstance(part, fx.Node):  # the integer's axis is inserted again, as earlier ones have been
                 part = self.emit("call_method", "unsqueeze", (part, axis), {})
         rest = [whole_slice] * (axis + 1) + steps[axis + 1 :]
         inner_shape = [*shape[:axis], max(stop - start, 0), *shape[axis + 1 :]]
@@ -230,7 +239,7 @@ class Aliases:
         return middle if len(pieces) == 1 else self.emit("call_function", torch.cat, (pieces, axis), {})
 
     def _strided(self, whole: fx.Node, shape: list[int], steps: list[Any], part: Any, axis: int) -> fx.Node:
-        """Assigns to every n-th element; supported only as the last index that is not a whole slice."""
+        """Assigns to every n-th element; only the last index that selects less than a whole axis may do this."""
         start, stop, stride = steps[axis].indices(shape[axis])
         index = (*[slice(None)] * axis, steps[axis])
         inner = self.emit("call_function", operator.getitem, (whole, index), {})
@@ -268,7 +277,7 @@ def _run(node: fx.Node, tensor: Tensor) -> Any:
 
 
 def _axes(index: Any, ndim: int) -> list[Any] | None:
-    """Returns one slice or integer per axis; None for an index of another kind."""
+    """Returns an index as one slice or integer per axis; None if it has other parts."""
     parts = list(index) if isinstance(index, tuple) else [index]
     if any(part is None or not (part is Ellipsis or isinstance(part, (int, slice))) for part in parts):
         return None
@@ -297,7 +306,7 @@ def _as_index(node: fx.Node, name: str) -> tuple[Any, ...]:
 
 
 def _way_back(node: fx.Node, ndim: int) -> list[int]:
-    """Returns the permutation that undoes an exchange of axes, found by trying it on a tensor with distinct sizes."""
+    """Returns the permutation that reverses an exchange of axes, found by a trial on a tensor with distinct sizes."""
     with torch._C.DisableTorchFunction():
         probe = torch.empty([i + 2 for i in range(ndim)], device="meta")
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: probe)

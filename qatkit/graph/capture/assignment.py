@@ -1,4 +1,4 @@
-"""Records `x[index] = value` as nodes of a new tensor: for slices, integers, lists, masks and index tensors."""
+"""Records `x[index] = value` as nodes that compute a new tensor, for slices, integers, lists, masks and tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MASKS = (torch.bool, torch.uint8)
 
 
 def assign(recorder: Recorder, whole: Tensor, index: Any, value: Any) -> None:
-    """Carries out the assignment, and records it."""
+    """Runs `whole[index] = value` and records it."""
     parts = tuple(_part(recorder, part) for part in (index if isinstance(index, tuple) else (index,)))
     old = recorder.aliases.node_of(whole)
     if any(True for _ in tensors_in(parts)):
@@ -33,7 +33,11 @@ def assign(recorder: Recorder, whole: Tensor, index: Any, value: Any) -> None:
 
 
 def places(recorder: Recorder, index: Any) -> Any:
-    """Returns an index for reading: a mask that is known now becomes the indices of its ones."""
+    """Returns an index for reading, in which masks are replaced by the indices where they are true.
+
+    Raises:
+        UntraceableError: a mask depends on the inputs.
+    """
     parts = index if isinstance(index, tuple) else (index,)
     parts = tuple(torch.as_tensor(part) if isinstance(part, np.ndarray) else part for part in parts)
     if not any(isinstance(part, Tensor) and part.dtype in _MASKS for part in parts):
@@ -54,12 +58,12 @@ def _places(recorder: Recorder, parts: Sequence[Any]) -> list[Any]:
 
 
 def spread(recorder: Recorder, node: Any, value: Any, over: Tensor) -> Any:
-    """Returns the node of `value` in the shape and type of `over`."""
+    """Returns the node of `value`, broadcast to the shape and converted to the type of `over`."""
     if not isinstance(value, Tensor):
         return recorder.emit("call_function", torch.full, (tuple(over.shape), node), {"dtype": over.dtype})
     if value.dtype != over.dtype:
         node = recorder.emit("call_method", "to", (node, over.dtype), {})
-    for _ in range(value.ndim - over.ndim):  # leading axes of one
+    for _ in range(value.ndim - over.ndim):  # leading axes of size one
         node = recorder.emit("call_method", "squeeze", (node, 0), {})
     if value.shape[max(value.ndim - over.ndim, 0) :] != over.shape:
         node = recorder.emit("call_method", "expand", (node, *over.shape), {})
@@ -79,7 +83,7 @@ def _part(recorder: Recorder, part: Any) -> Any:
 
 
 def _every_axis(parts: Sequence[Any], ndim: int) -> list[Any]:
-    """Adds slices for the axes that `parts` leave out."""
+    """Returns the parts of an index with a slice for each axis that they leave out."""
     taken = sum(
         part.ndim if isinstance(part, Tensor) and part.dtype in _MASKS else 1
         for part in parts
@@ -96,13 +100,13 @@ def _by_slices(
     with torch._C.DisableTorchFunction():
         part, place = whole[parts], whole[plain]
     new = spread(recorder, recorder.node_of(value), value, part)
-    if len(plain) < len(parts):  # new axes of an index that is assigned to are one long
+    if len(plain) < len(parts):  # a new axis in the index of an assignment has size one
         new = recorder.emit("call_method", "reshape", (new, *place.shape), {})
     return recorder.aliases.assign(old, whole.shape, plain, new)
 
 
 def _by_tensors(recorder: Recorder, old: fx.Node, whole: Tensor, parts: list[Any], value: Any) -> fx.Node:
-    """Takes the slices first; then the tensors choose along whole axes of the result."""
+    """Assigns by slices and index tensors: the slices are taken first, then the tensors index whole axes."""
     if None in [part for part in parts if not isinstance(part, Tensor)]:
         raise recorder.not_followed("an assignment to new axes and tensors of indices can't be followed")
     slices: list[Any] = []
@@ -135,7 +139,10 @@ def _where(
     behind: int,
     picked: fx.Node | None,
 ) -> fx.Node:
-    """Returns `value`, or the values in `picked`, where `mask` is true; the mask lacks the last `behind` axes."""
+    """Returns the node with `value`, or the values of `picked`, where `mask` is true, and the old values elsewhere.
+
+    The mask lacks the last `behind` axes of the tensor.
+    """
     condition = recorder.node_of(mask)
     for _ in range(behind):
         condition = recorder.emit("call_method", "unsqueeze", (condition, -1), {})
@@ -145,7 +152,7 @@ def _where(
             if value.dtype == whole.dtype
             else recorder.emit("call_method", "to", (picked, whole.dtype), {})
         )
-    elif isinstance(value, Tensor) and value.numel() > 1:  # a row for every place: `where` broadcasts it
+    elif isinstance(value, Tensor) and value.numel() > 1:  # one row for all places, which `where` broadcasts
         new = recorder.node_of(value)
         new = (
             new if value.dtype == whole.dtype else recorder.emit("call_method", "to", (new, whole.dtype), {})
@@ -165,7 +172,9 @@ def _index_put(recorder: Recorder, old: fx.Node, whole: Tensor, parts: list[Any]
         part = whole[tuple(parts)]
         count = torch.broadcast_tensors(*indices)[0].ndim
     new = spread(recorder, recorder.node_of(value), value, part)
-    first = axes[0] if axes[-1] - axes[0] == len(axes) - 1 else 0  # torch puts what was chosen in front, too
+    first = (
+        axes[0] if axes[-1] - axes[0] == len(axes) - 1 else 0
+    )  # torch moves the indexed axes to the front, too
     moved = list(range(first, first + count))
     order = moved + [i for i in range(part.ndim) if i not in moved]
     new = _permuted(recorder, new, order)

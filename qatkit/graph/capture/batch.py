@@ -1,9 +1,9 @@
 """Merges runs with different batch sizes into one graph for any size: differing numbers become functions of the size.
 
-Each run knows its sizes as plain numbers, 2·49 in one and 3·49 in the other. The graphs must have the same nodes; else
-the batch decides what is computed, which is rejected. A number that differs is written as `size · a + b`, in
-`reshape` and `view` as -1. Runs whose other axes differ too (`qatkit.graph.capture.free_axes`) are merged in the same
-way, with another function for numbers.
+Each run knows its sizes as plain numbers, 2·49 in one and 3·49 in the other. The graphs must have the same nodes. If
+they do not, the batch decides what is computed, which is rejected. A number that differs is written as
+`size · a + b`, and in `reshape` and `view` as -1. Runs whose other axes differ too
+(`qatkit.graph.capture.free_axes`) are merged in the same way, with another function that computes the numbers.
 
 A model that cuts the batch into halves (`x.chunk(2)`, `x[: len(x) // 2]`) is recorded with 2·2 and 3·2 images: its
 numbers are functions of half the size, and batches are multiples of two.
@@ -28,12 +28,14 @@ _HOW_MANY = "the size of the batch decides what is computed"
 def merge(
     one: Recording, other: Recording, sizes: tuple[int, int], axis: tuple[int, int], factor: int = 1
 ) -> bool:
-    """Makes the graph of `one` right for any batch size; returns whether it accepts only multiples of `factor`.
+    """Makes the graph of `one` correct for any batch size; returns whether it accepts only multiples of `factor`.
 
     Args:
-        sizes: of the batch in the two runs, divided by `factor`.
-        axis: which input has the batch, and along which of its axes.
-        factor: the size is a multiple of it.
+        one: the run whose graph is changed.
+        other: the run with the other batch size.
+        sizes: batch sizes of the two runs, divided by `factor`.
+        axis: index of an input with a batch axis, and this axis.
+        factor: a number that the batch sizes of both runs are multiples of.
 
     Raises:
         UntraceableError: a number can't be written as a function of the size.
@@ -49,16 +51,17 @@ Numbers = Callable[[fx.Node, tuple[int, ...]], "fx.Node | None"]
 
 
 def merge_with(one: Recording, others: Sequence[Recording], numbers: Numbers, reason: str) -> None:
-    """Makes the graph of `one` right for the sizes of all runs, and for those between.
+    """Makes the graph of `one` correct for the sizes of all runs, and for sizes between them.
 
     Args:
-        others: the same model's runs with inputs of other sizes.
-        numbers: takes a node with an argument that differs between the runs, and the argument's values; returns the
-            node that computes it, or None if there is none.
-        reason: why a difference that is no number is refused.
+        one: the run whose graph is changed.
+        others: runs of the same model with inputs of other sizes.
+        numbers: a function that takes a node with an argument that differs between the runs, and the argument's
+            values; it returns the node that computes the argument, or None.
+        reason: the reason in the error for any other difference.
 
     Raises:
-        UntraceableError: as `merge`.
+        UntraceableError: the runs make different calls, or a number that differs can't be computed.
     """
     _Merge(one, others, numbers, reason).run()
 
@@ -100,14 +103,14 @@ class _Merge:
         except UntraceableError:
             if len(self.others) == 1:
                 raise
-            return  # of another axis than the batch, whose pieces may have sizes that nothing computes
+            return  # along another axis than the batch, pieces may have sizes that no node computes
         starts = [0, *stops[:-1]]
         for piece in list(node.users):
             start, stop = starts[piece.args[1]], stops[piece.args[1]]  # type: ignore[index]
             piece.args = (node.args[0], (*[slice(None)] * axis, slice(start, stop)))
 
     def _turn(self, node: fx.Node, axis: int, first: tuple[int, int]) -> None:
-        """Writes `roll` by a fraction of the batch as a Cat of two slices."""
+        """Replaces a `roll` by a fraction of the batch by a Cat of two slices."""
         place, whole = self._number(node, *first), (slice(None),) * axis
         with self.one.graph.inserting_before(node):
             ends = [slice(place, None), slice(None, place)]
@@ -138,10 +141,10 @@ class _Merge:
                 )
 
     def _reshape(self, node: fx.Node, others: Sequence[fx.Node]) -> None:
-        """Writes one differing size as -1, whatever was given; the others are numbers, or nodes that compute them.
+        """Writes one size that differs as -1; the other sizes become numbers, or nodes that compute them.
 
-        A -1 for a size that is the same in all runs becomes a number: torch's exporter infers it from the shape of the
-        input, and infers a wrong one after a bidirectional LSTM.
+        A -1 for a size that is the same in all runs becomes a number. torch's exporter would infer it from the shape
+        of the input, which goes wrong after a bidirectional LSTM.
         """
         shapes = [node.meta["shape"], *(other.meta["shape"] for other in others)]
         if len(node.args) > 1 and isinstance(node.args[1], torch.dtype):
@@ -191,14 +194,14 @@ class _Merge:
 
 
 def _given_shape(node: fx.Node) -> dict[int, Any]:
-    """Returns the shape that a `view` or `reshape` asks for, by axis."""
+    """Returns the sizes in the arguments of a `view` or `reshape`, by axis."""
     given = node.args[1:] or tuple(node.kwargs.values())[:1]
     shape = given[0] if len(given) == 1 and isinstance(given[0], (tuple, list)) else given
     return dict(enumerate(shape))
 
 
 class _OfTheBatch:
-    """Numbers as functions of the size of the batch, or of a part of it."""
+    """The function that computes numbers from the batch size, or from a fraction of it."""
 
     def __init__(self, graph: fx.Graph, sizes: tuple[int, int], axis: tuple[int, int], factor: int) -> None:
         self.graph, self.sizes, self.axis, self.factor = graph, sizes, axis, factor
@@ -210,7 +213,7 @@ class _OfTheBatch:
         return None if rest else self._expression(slope, values[0] - slope * self.sizes[0])
 
     def _expression(self, slope: int, constant: int) -> fx.Node:
-        """Returns the node of `size · slope / factor + constant`, made once per graph, right after the inputs."""
+        """Returns the node of `size · slope / factor + constant`, which is made once, right after the inputs."""
         if (slope, constant) in self.expressions:
             return self.expressions[slope, constant]
         graph = self.graph

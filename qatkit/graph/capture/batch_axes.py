@@ -1,9 +1,9 @@
 """Finds the batch axis of each input: the one along which samples are independent.
 
 Usually that is the first axis. Sequences [T, N, F], states [layers, N, hidden] and the like have it elsewhere, and a
-run with another number of frames may work as well as one with another number of samples. So a model of sequences, or
-of several inputs, is run twice with a batch of two, of which only the last sample changes: the outputs of the other
-samples must not change.
+run with another number of frames may work as well as one with another number of samples. A model of sequences or of
+several inputs is therefore run twice with a small batch. Only the last sample differs between the two runs, so the
+outputs for the other samples must not change.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from torch import Tensor, nn
 from qatkit.graph.signature import batch_axes, batch_size, other_values, resized
 
 Axes = tuple[int | None, ...]
-_IMAGES = 4  # axes of a batch of images: the first is the batch
-_MOST = 12  # ways of choosing an axis of each input
+_IMAGES = 4  # number of axes of a batch of images, whose first axis is the batch
+_MOST = 12  # largest number of combinations of axes that are tried
 
 
 def independent_axes(
     model: nn.Module, tensors: Sequence[Tensor], run: Callable[[tuple[Tensor, ...]], Sequence[Tensor]]
 ) -> Axes | None:
-    """Returns the axes along which samples are independent; None for the usual ones, or where there are none.
+    """Returns the axis of each input along which samples are independent.
 
-    Another axis than the first of the first input is looked at only where a layer has its batch there
-    (`batch_first=False`): a model that mixes the samples of a batch may well treat other axes point by point.
+    Returns None if these are the usual axes, or if there are none. Later axes of the first input are tried only if a
+    layer of the model has `batch_first=False`. Otherwise a model that mixes the samples of a batch might be
+    mistaken: it may well treat the values along another axis independently.
 
     Args:
-        model: whose layers are looked at.
-        tensors: of the example.
-        run: returns the outputs of the model, in inference mode.
+        model: the model, whose layers are searched for `batch_first=False`.
+        tensors: the tensors of the example.
+        run: a function that returns the outputs of the model in inference mode.
     """
     usual = batch_axes(tensors)
     first = next((i for i, tensor in enumerate(tensors) if tensor.ndim), None)
@@ -49,8 +50,9 @@ def independent_axes(
 
 
 def _choices(tensors: Sequence[Tensor], first: int, most: int) -> Iterator[Axes]:
-    """Yields combinations of an axis of the first input (up to `most`) and one as long of every other input
-    that has any.
+    """Yields candidates for the batch axes, one axis or None per input.
+
+    For each of the first `most` axes of input `first`, every other input gets an axis of the same size, if it has one.
     """
     for axis in range(min(tensors[first].ndim, most)):
         size = tensors[first].shape[axis]
@@ -64,7 +66,7 @@ def _choices(tensors: Sequence[Tensor], first: int, most: int) -> Iterator[Axes]
 def _independent(
     tensors: Sequence[Tensor], axes: Axes, run: Callable[[tuple[Tensor, ...]], Sequence[Tensor]]
 ) -> bool:
-    count = 3 if batch_size(tensors, axes) == 2 else 2  # not the example's
+    count = 3 if batch_size(tensors, axes) == 2 else 2  # another batch size than the example's
     given = other_values(resized(tensors, count, axes), seed=1)
     changed = tuple(
         tensor if axis is None else _with_another_last(tensor, axis)

@@ -1,4 +1,4 @@
-"""Classifies a call under the recorder: its node in the graph, the values it reads, and the reasons for a refusal."""
+"""Classifies a recorded call: its node in the graph, the values that it reads, and why it may be rejected."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _REFLECTED: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 _HERE, _TORCH = str(Path(__file__).parent), str(Path(torch.__file__).parent)
 
-# Advice for a refusal.
+# Advice in the error for a line that can't be recorded.
 WITHOUT_VALUES = "write that line with torch functions of tensors (torch.where for a choice)"
 OUT_OF_PLACE = "use the variant that returns a new tensor"
 WHOLE_BATCH = "compute the whole batch at once, without branches and loops over its size"
@@ -66,7 +66,7 @@ Call = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
 
 
 def as_node(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """Returns op, target and arguments of the node for a call of a torch function or a method of Tensor."""
+    """Returns op, target, args and kwargs of the node for a call of a torch function or a Tensor method."""
     name = func.__name__
     if name in ("clamp", "clip"):
         args, kwargs = _bounds_of_one_type(args, kwargs)
@@ -82,8 +82,9 @@ def as_node(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 def _bounds_of_one_type(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments of `clamp(x, -1, 1.5)` with two floats: torch's exporter rejects an integer and a
-    float.
+    """Returns the arguments of a clamp with both bounds as floats if one is a float.
+
+    torch's exporter rejects an integer together with a float, as in `clamp(x, -1, 1.5)`.
     """
     given = [*args[1:], *kwargs.values()]
     if not any(type(bound) is float for bound in given):
@@ -96,13 +97,13 @@ def _bounds_of_one_type(
 
 
 def out_of_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-    """Returns the out-of-place call with the result of an in-place one; None if there is no such call."""
+    """Returns the out-of-place call that computes the result of an in-place call; None if there is none."""
     name = func.__name__
     if name in ("copy_", "fill_", "zero_", "set_", "resize_") or name in RANDOM:
         return None
     if kwargs.get("inplace"):
         return "call_function", func, args, {**kwargs, "inplace": False}
-    if name.startswith("__i") and name.endswith("__"):  # `x &= y`; `x += y` comes as add_
+    if name.startswith("__i") and name.endswith("__"):  # `x &= y`; `x += y` is recorded as add_
         plain = f"__{name[3:-2]}__"
     elif name.endswith("_") and not name.endswith("__"):
         plain = name[:-1]
@@ -116,7 +117,7 @@ def out_of_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
 
 def values_read(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns the arguments whose values Python continues with, or which determine the shape of the result."""
+    """Returns the arguments whose values Python code reads, or which determine the shape of the result."""
     if name in VALUE_READS or name in VALUE_SHAPES or (name == "where" and len(args) + len(kwargs) == 1):
         return args, kwargs
     if name in ("arange", "range", "linspace"):
@@ -135,13 +136,13 @@ def values_read(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 def _named(method: str) -> Callable[..., Any]:
     found: Callable[..., Any] = getattr(torch.Tensor, method)
-    if found.__name__ != method:  # a method that is another one's alias
+    if found.__name__ != method:  # the method is an alias of another one
         return _named(found.__name__)
     return found
 
 
 def where() -> tuple[str, int]:
-    """Returns file and line of the model's code that is running."""
+    """Returns the file and the line number of the model's code that is running."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         file = frame.f_code.co_filename
@@ -181,7 +182,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 class UntraceableError(Exception):
-    """An error for a model's line that can't be part of a graph: the line, the reason, and advice."""
+    """An error for a line of the model that can't be part of a graph, with the line, the reason and advice."""
 
     def __init__(self, reason: str, place: tuple[str, int], module: str, hint: str) -> None:
         super().__init__(reason)

@@ -1,4 +1,4 @@
-"""Rules that write arithmetic of complex numbers in real and imaginary parts: sums, products, powers, polar forms."""
+"""Rules that rewrite complex arithmetic on real and imaginary parts: sums, products, powers and polar forms."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from torch import fx
 
 from qatkit.graph.capture.complex_writer import Pair, PairWriter
 
-Found = Pair | fx.Node | None  # None: the node is of a form that the rule does not know
+Found = Pair | fx.Node | None  # None: the rule does not support this form of the call
 Rule = Callable[[PairWriter, fx.Node], Found]
 
-_POWERS = 8  # up to here a power is a product
+_POWERS = 8  # the largest exponent for which a power is written as products
 
 
 def operands(node: fx.Node, count: int) -> list[Any] | None:
-    """Returns the arguments of a call of `count` of them; None for one of another form."""
+    """Returns the arguments of a call with `count` arguments; None for a call of another form."""
     return list(node.args) if len(node.args) == count and not node.kwargs else None
 
 
 def turned(w: PairWriter, length: Any, angle: fx.Node) -> Pair:
-    """Returns a number with this absolute value and angle."""
+    """Returns the complex numbers with these absolute values and angles (in radians)."""
     return Pair(*(_times(w, length, w.call(turn, angle)) for turn in (torch.cos, torch.sin)))
 
 
 def length(w: PairWriter, z: Any) -> fx.Node:
-    """Returns the absolute value."""
+    """Returns the absolute value of `z`."""
     both = w.call(torch.stack, list(w.nodes(z)), -1)
     return w.call(torch.linalg.vector_norm, both, dim=-1)  # its gradient at 0 is 0
 
 
 def negative(w: PairWriter, part: Any) -> Any:
-    """Returns the negative of a part."""
+    """Returns a real or imaginary part with the opposite sign."""
     return w.call(operator.neg, part) if isinstance(part, fx.Node) else -part
 
 
 def _times(w: PairWriter, a: Any, b: Any) -> Any:
-    """Returns the product of parts; a number that is 0 or 1 needs no node."""
+    """Returns the product of two parts; no node is added where one of them is the number 0 or 1."""
     for one, other in ((a, b), (b, a)):
         if not isinstance(one, fx.Node) and one in (0, 1):
             return other if one == 1 else 0.0
@@ -49,7 +49,7 @@ def _times(w: PairWriter, a: Any, b: Any) -> Any:
 
 
 def _plus(w: PairWriter, a: Any, b: Any, function: Any = operator.add) -> Any:
-    """Returns the sum (or difference) of parts of one shape; 0 needs no node."""
+    """Returns the sum (or difference) of two parts of one shape; no node is added where one of them is 0."""
     if not isinstance(b, fx.Node) and b == 0:
         return a
     if not isinstance(a, fx.Node) and a == 0:
@@ -58,7 +58,7 @@ def _plus(w: PairWriter, a: Any, b: Any, function: Any = operator.add) -> Any:
 
 
 def sum_of(function: Any) -> Rule:
-    """Returns the rule of a sum or a difference, `operator.add` or `operator.sub`."""
+    """Returns the rule for a sum (`operator.add`) or a difference (`operator.sub`)."""
 
     def rule(w: PairWriter, node: fx.Node) -> Found:
         given = operands(node, 2)
@@ -66,11 +66,11 @@ def sum_of(function: Any) -> Rule:
             return None
         made = []
         for a, b in zip(*map(w.parts, given), strict=True):
-            other = (
-                given[0] if not isinstance(a, fx.Node) else given[1] if not isinstance(b, fx.Node) else None
-            )
-            if isinstance(other, fx.Node) and other.meta.get("shape") != node.meta.get("shape"):
-                # What is added has the larger shape, but no such part.
+            without = [one for one, part in zip(given, (a, b), strict=True) if not isinstance(part, fx.Node)]
+            having = [one for one, part in zip(given, (a, b), strict=True) if isinstance(part, fx.Node)]
+            other = without[0] if len(without) == 1 else None
+            if isinstance(other, fx.Node) and having[0].meta.get("shape") != node.meta.get("shape"):
+                # The part that exists is smaller than the result: zeros of the other operand's shape broadcast it.
                 zeros = w.call(torch.zeros_like, next(p for p in w.parts(other) if isinstance(p, fx.Node)))
                 whole = (part if isinstance(part, fx.Node) else zeros for part in (a, b))
                 made.append(w.call(function, *whole))
@@ -82,7 +82,7 @@ def sum_of(function: Any) -> Rule:
 
 
 def _product(w: PairWriter, given: Sequence[Any], call: Callable[[list[Any]], Any]) -> Pair:
-    """Returns a function that is linear in each operand: the sum over the parts of each, with i·i = -1."""
+    """Returns a function that is linear in each operand, as a sum over the operands' parts with i·i = -1."""
     turning = [place for place, one in enumerate(given) if w.is_complex(one)]
     sums: list[Any] = [0.0, 0.0]
     for choice in itertools.product((0, 1), repeat=len(turning)):
@@ -98,19 +98,19 @@ def _product(w: PairWriter, given: Sequence[Any], call: Callable[[list[Any]], An
 
 
 def multiplied(w: PairWriter, node: fx.Node) -> Found:
-    """Returns the product of each value with its counterpart."""
+    """Returns the elementwise product."""
     given = operands(node, 2)
     return None if given is None else _product(w, given, lambda parts: _times(w, *parts))
 
 
 def matrices(w: PairWriter, node: fx.Node) -> Found:
-    """Returns a product of matrices or vectors."""
+    """Returns the product of matrices or vectors."""
     given = operands(node, 2)
     return None if given is None else _product(w, given, lambda parts: w.like(node, tuple(parts), {}))
 
 
 def einsum(w: PairWriter, node: fx.Node) -> Found:
-    """Returns a sum of products, of any number of operands."""
+    """Returns the einsum of any number of operands."""
     equation, *given = node.args
     if len(given) == 1 and isinstance(given[0], (list, tuple)):
         given = list(given[0])
@@ -125,7 +125,7 @@ def _square(w: PairWriter, z: Any) -> Any:
 
 
 def divided(w: PairWriter, node: fx.Node) -> Found:
-    """Returns the quotient: the product with the divisor's conjugate, over its squared absolute value."""
+    """Returns the quotient: z · conj(divisor) / |divisor|²."""
     given = operands(node, 2)
     if given is None:
         return None
@@ -155,13 +155,13 @@ def inverse(w: PairWriter, node: fx.Node) -> Found:
 
 
 def sign(w: PairWriter, node: fx.Node) -> Found:
-    """Returns the number over its absolute value; 0 for 0."""
+    """Returns each number divided by its absolute value; 0 for 0."""
     size = w.call(torch.clamp, length(w, node.args[0]), min=torch.finfo(torch.float32).tiny)
     return _over(w, w.parts(node.args[0]), size)
 
 
 def exponential(w: PairWriter, node: fx.Node) -> Found:
-    """Returns the exponential: that of the real part, at the angle of the imaginary one."""
+    """Returns the exponential: its absolute value is exp(re), its angle is im."""
     re, im = w.parts(node.args[0])
     if not isinstance(im, fx.Node):
         return None
@@ -169,14 +169,16 @@ def exponential(w: PairWriter, node: fx.Node) -> Found:
 
 
 def logarithm(w: PairWriter, node: fx.Node) -> Found:
-    """Returns the natural logarithm: that of the absolute value, and the angle."""
+    """Returns the natural logarithm: its real part is log|z|, its imaginary part is the angle of z."""
     re, im = w.nodes(node.args[0])
     return Pair(w.call(torch.log, length(w, node.args[0])), w.call(torch.atan2, im, re))
 
 
 def power(w: PairWriter, node: fx.Node) -> Found:
-    """Returns a product for small whole exponents, otherwise the power of the absolute value, at a multiple of the
-    angle.
+    """Returns the power.
+
+    For small whole exponents it is a product. Otherwise the absolute value is raised to the exponent, and the angle
+    is multiplied by it.
     """
     given = operands(node, 2)
     if given is None or not isinstance(given[1], (int, float)):

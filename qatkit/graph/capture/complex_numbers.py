@@ -1,4 +1,4 @@
-"""Complex numbers as pairs of real ones: a quantizer has no scale for them, and a file no type.
+"""Replaces complex numbers by pairs of real ones, since quantizers have no scale and files no type for them.
 
     view_as_complex(x)      →  x[..., 0], x[..., 1]
     z · w                   →  re(z)·re(w) - im(z)·im(w), re(z)·im(w) + im(z)·re(w)
@@ -6,7 +6,7 @@
     z.abs()                 →  the norm of the parts, side by side
 
 A parameter or buffer of complex numbers becomes two, NAME_real and NAME_imag. An operator without a rule
-(`qatkit.graph.capture.complex_rules`), such as a Fourier transform, stays, and gets torch.complex(re, im).
+(`qatkit.graph.capture.complex_rules`), such as a Fourier transform, stays, and reads torch.complex(re, im).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def open_complex(graph_module: fx.GraphModule) -> None:
     """Rewrites, in place, the nodes that compute with complex numbers.
 
     Args:
-        graph_module: as recorded; the meta of its nodes says which of them are complex, and of which shape.
+        graph_module: the recorded graph; the meta of its nodes says which of them are complex, and their shapes.
     """
     writer = PairWriter(graph_module.graph)
     for node in list(graph_module.graph.nodes):
@@ -39,7 +39,7 @@ def open_complex(graph_module: fx.GraphModule) -> None:
 
 
 def _open(writer: PairWriter, node: fx.Node) -> None:
-    """Gives a complex node its pair, and one that reads complex numbers their parts."""
+    """Replaces a complex node by a pair of nodes; a node that only reads complex numbers gets their parts."""
     rule = rule_of(node)
     with node.graph.inserting_before(node):
         found = None if rule is None else rule(writer, node)
@@ -52,8 +52,9 @@ def _open(writer: PairWriter, node: fx.Node) -> None:
 
 
 def _leave(writer: PairWriter, node: fx.Node) -> None:
-    """Leaves the node, with complex arguments composed of their parts; the parts of a complex result are read
-    from it.
+    """Leaves a node as it is, and composes its complex arguments from their parts.
+
+    If its result is complex, the two parts are read from it.
     """
 
     def joined(one: fx.Node) -> fx.Node:

@@ -1,4 +1,4 @@
-"""torch's functions of complex numbers, written as functions of real and imaginary parts."""
+"""Rules that write torch's functions of complex numbers as functions of their real and imaginary parts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qatkit.graph.capture import complex_arithmetic as arithmetic
 from qatkit.graph.capture.complex_arithmetic import Found, Rule, length, negative, operands, turned
 from qatkit.graph.capture.complex_writer import Pair, PairWriter
 
-# Functions that apply to each part as they apply to real numbers.
+# Functions that act on each part in the same way as on real numbers.
 _BY_PART = (
     "T", "alias", "atleast_1d", "atleast_2d", "atleast_3d", "broadcast_to", "chunk", "clone", "contiguous", "cumsum",
     "detach", "diag", "diagonal", "diff", "expand", "expand_as", "flatten", "flip", "fliplr", "flipud", "gather",
@@ -29,7 +29,7 @@ _COMPLEX_METHODS = {"cfloat": torch.float32, "cdouble": torch.float64, "chalf": 
 
 
 def rule_of(node: fx.Node) -> Rule | None:
-    """Returns the rule that writes `node` in real numbers; None for a node without one."""
+    """Returns the rule that rewrites `node` with real numbers; None if there is none."""
     if node.op not in ("call_function", "call_method"):
         return None
     return _RULES.get(str(node.args[1]) if node.target is getattr else _name(node))
@@ -69,7 +69,7 @@ def _chosen(w: PairWriter, node: fx.Node) -> Found:
 
 
 def _typed(w: PairWriter, node: fx.Node) -> Found:
-    """Rewrites a change of type, of device, or of neither."""
+    """Rewrites a call that may change the type or the device."""
     kind = _COMPLEX_METHODS.get(_name(node))
     if kind is not None:
         return Pair(*(_method(w, "to", part, kind) for part in w.nodes(node.args[0])))
@@ -80,7 +80,7 @@ def _typed(w: PairWriter, node: fx.Node) -> Found:
 
 
 def _made(w: PairWriter, node: fx.Node) -> Found:
-    """Rewrites zeros, ones and numbers of a complex type."""
+    """Rewrites calls that make complex tensors of zeros, of ones or of a given number."""
     return Pair(w.by_part(node).re, 0.0) if node.meta.get("complex") else None
 
 

@@ -1,4 +1,4 @@
-"""The parts of complex nodes, and nodes that are written in front of the one that is being rewritten."""
+"""Holds the real and imaginary parts of complex nodes, and inserts new nodes before the one being rewritten."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ REAL_TYPES: dict[Any, torch.dtype] = {
 
 
 class Pair(NamedTuple):
-    """The parts of complex numbers: nodes; a number for a part that is the same everywhere."""
+    """The real and the imaginary part of complex numbers, each a node, or a number if all its values are equal."""
 
     re: Any
     im: Any
 
 
 class PairWriter:
-    """Writes nodes of real numbers.
+    """A writer that inserts nodes of real numbers.
 
     Attributes:
-        pairs: by complex node; of one that yields pieces, two nodes that do.
-        place: the node that is being rewritten, whose module and line the new ones get.
+        pairs: the pair of each complex node; for a node that yields several pieces, two nodes that yield their parts.
+        place: the node that is being rewritten; new nodes get its module and line.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -51,7 +51,7 @@ class PairWriter:
         return self.marked(self.graph.create_node(node.op, node.target, args, kwargs))
 
     def by_part(self, node: fx.Node) -> Pair:
-        """Returns the call of `node` on the real and on the imaginary parts of its arguments."""
+        """Returns two calls of `node`'s function: on the real and on the imaginary parts of its arguments."""
         re, im = (self.like(node, self._of(node.args, i), self._of(node.kwargs, i)) for i in (0, 1))
         return Pair(re, im)
 
@@ -71,12 +71,12 @@ class PairWriter:
         return self.pairs.get(value, Pair(value, 0.0)) if isinstance(value, fx.Node) else Pair(value, 0.0)
 
     def nodes(self, value: Any) -> tuple[fx.Node, fx.Node]:
-        """Returns the parts of a node as nodes."""
+        """Returns both parts of a value as nodes, also where a part is a number."""
         re, im = self.parts(value)
         if not isinstance(re, fx.Node):
             return self.call(torch.full_like, im, re), im
         return re, im if isinstance(im, fx.Node) else self.call(torch.full_like, re, im)
 
     def is_complex(self, value: Any) -> bool:
-        """Returns whether an argument holds complex numbers."""
+        """Returns whether an argument is a complex number or a node with complex values."""
         return isinstance(value, complex) or (isinstance(value, fx.Node) and value in self.pairs)

@@ -1,8 +1,8 @@
 """Replaces sizes that a model computes as one-element tensors, from buffers and numbers only, by numbers.
 
 Examples are the padding of a convolution in an audio codec and the end of a slice. They are the same in every run, so
-the graph holds the numbers. torch's exporter treats a size that comes from a tensor as unknown, and rejects operators
-that need to know it.
+the graph holds the numbers. torch's exporter would treat a size that comes from a tensor as unknown, and reject
+operators that need to know it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Functions of torch, and which of their arguments are sizes.
+# The positions of the arguments that are sizes, by function of torch.
 _ALL, _REST, _SECOND = slice(None), slice(1, None), slice(1, 2)
 _SIZES = {
     **dict.fromkeys(("zeros", "ones", "empty", "rand", "randn", "arange"), _ALL),
@@ -30,12 +30,12 @@ _NAMED = ("size", "shape", "sizes", "pad", "start", "end", "step", "length", "re
 def with_numbers(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any], known: Callable[[Tensor], bool]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments of a call, with numbers for sizes that are tensors.
+    """Returns the arguments of a call, with numbers in place of sizes that are tensors.
 
     Args:
-        name: of the function.
-        args, kwargs: of the call.
-        known: whether the values of a tensor are the same in every run.
+        name: the name of the function.
+        args, kwargs: the arguments of the call.
+        known: a function that returns whether the values of a tensor are the same in every run.
     """
 
     def number(value: Any) -> Any:

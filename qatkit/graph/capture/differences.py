@@ -1,4 +1,4 @@
-"""The distance between two outputs, as captures and their proof judge it."""
+"""Measures the difference between two outputs, for captures and for their proof."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def relative_difference(expected: Tensor, found: Tensor) -> float:
-    """Returns the largest difference relative to the largest value.
+    """Returns the largest difference relative to the largest expected value.
 
-    It is infinite for another shape, or for NaN or an infinity in place of a number. For whole numbers it is 1 if any
-    differs.
+    It is infinite if the shapes differ, or if one tensor has a NaN or an infinity where the other has a number. For
+    whole numbers it is 1 if any of them differs, else 0.
     """
     if expected.shape != found.shape:
         return float("inf")
@@ -18,7 +18,7 @@ def relative_difference(expected: Tensor, found: Tensor) -> float:
         found = found.to(expected.dtype)
     if not expected.is_floating_point():
         return float((expected != found).any())
-    # Infinities and NaNs are equal to themselves.
+    # NaNs and infinities count as equal to themselves.
     different = ~torch.isclose(expected, found, rtol=0, atol=0, equal_nan=True)
     if not different.any():
         return 0.0

@@ -3,10 +3,10 @@
     runs with other sizes, sizes traced    one axis after the other, then all together
     → one graph                            differing numbers are computed from sizes
     (`qatkit.graph.capture.traced_sizes`)
-    → a comparison                         of the graph and the model, at sizes that no run had
+    → a comparison                         between the graph and the model, at sizes that no run had
 
-An axis that decides what is computed, or that fits only a fixed number of weights, stays fixed, and a note names the
-line. If a model needs multiples (of 8 rows, say), the axis accepts only multiples.
+An axis stays fixed if its size decides what is computed, or if it fits only a fixed number of weights; a note then
+names the line. If a model needs multiples (of 8 rows, say), the axis accepts only multiples.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from qatkit_verify.foreign import described
 Wanted = str | Mapping[str, Mapping[int, str]]  # "auto", "none", or names of axes by input
 Place = tuple[int, int]  # an input and its axis
 _DECIDES = "the size decides what is computed"
-_STRIDES = {4: 128, 5: 32}  # the largest of pyramids of pictures, and of clips and volumes, by rank
+_STRIDES = {4: 128, 5: 32}  # by rank: largest strides of pyramids, of pictures and of clips or volumes
 _STEPS = (1, 2, 4, 8, 16, 32, 64)
 _NAMES = {4: {2: "height", 3: "width"}, 5: {2: "depth", 3: "height", 4: "width"}}
-_CLOSE = 1e-3  # of the largest output: another function, not another rounding
+_CLOSE = 1e-3  # relative to the largest output; a larger difference is not rounding
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class FreeAxis:
     """An axis of one or more inputs for which a graph accepts any size.
 
     Attributes:
-        name: of its size, in the file.
-        places: inputs and their axes that have this size together.
-        size: in the example.
-        others: sizes that the model was run with, in addition to the example's.
-        step: the size is a multiple of it.
-        asked: whether it was asked for by its name.
+        name: the name of its size in the file.
+        places: the inputs, each with its axis, that always have this size together.
+        size: the size in the example.
+        others: sizes other than the example's that the model was run with.
+        step: the number that the size must be a multiple of.
+        asked: whether the configuration asks for this axis by name.
     """
 
     name: str
@@ -65,10 +65,10 @@ class FreeAxes:
 
     Args:
         wanted: "auto", or names of axes by input, which have to be free.
-        runs: of the model.
-        opened: paths of attention modules that are no leaves.
-        batches: sizes of the batch in two runs; none for a model that accepts only the example's.
-        batch_axes: one per input.
+        runs: the runs of the model.
+        opened: paths of attention modules that are not recorded as leaves.
+        batches: batch sizes of the two runs; empty for a model that accepts only the example's batch size.
+        batch_axes: the batch axis of each input.
     """
 
     def __init__(
@@ -83,19 +83,22 @@ class FreeAxes:
         self.names, self.tensors = runs.names, runs.tensors
         self.batches, self.batch_axes = batches, batch_axes
         self.notes: list[tuple[str, str]] = []
-        self.reasons: dict[tuple[Place, ...], str] = {}  # why a smaller step is not taken
+        self.reasons: dict[tuple[Place, ...], str] = {}  # why a smaller step does not work
 
     def run(self) -> tuple[Recording | None, list[FreeAxis]]:
-        """Returns a graph for all free axes, or None where there are none, and the axes.
+        """Returns the graph for all free axes (None if there are none) and the free axes.
 
         Raises:
-            ConfigError: an axis that was asked for is not free.
+            ConfigError: an axis that `wanted` names is not free.
         """
         self._check_wanted()
         found = self._each(self._run)
         try:
             one = self._merged(found, compare=True) if found else None
-        except (UntraceableError, _NotFreeError):  # not all of them, or not with these steps
+        except (
+            UntraceableError,
+            _NotFreeError,
+        ):  # the axes are not free all at once, or not with these steps
             self.notes.clear()
             one, found = self._most(self._each(self._merge_alone))
         asked = not isinstance(self.wanted, str)
@@ -119,7 +122,7 @@ class FreeAxes:
         return None, []
 
     def _each(self, check: Check) -> list[FreeAxis]:
-        """Returns the axes that are free as far as `check` can tell, each tested alone."""
+        """Returns the axes that `check` finds to be free, each tested separately."""
         found: list[FreeAxis] = []
         for number, groups in enumerate(self._candidates()):
             if any(place in axis.places for axis in found for place in groups[0]):
@@ -132,7 +135,7 @@ class FreeAxes:
         """Rejects names of inputs and axes that the model does not have, and the batch axis.
 
         Raises:
-            ConfigError: there is such a name.
+            ConfigError: an input or axis does not exist, or is the batch axis.
         """
         for name, axes in self.wanted.items() if not isinstance(self.wanted, str) else ():
             if name not in self.names:
@@ -147,8 +150,10 @@ class FreeAxes:
                     raise ConfigError(f"export.dynamic_axes.{name}", axis, allowed)
 
     def _candidates(self) -> Iterator[list[tuple[Place, ...]]]:
-        """Yields the places of one axis, and of equally long ones that may have to change with it; for given
-        names, theirs.
+        """Yields, for one axis after the other, the groups of places to try.
+
+        A group is the axis with equally long axes that may have to change with it. If names are given, it is the
+        places with the same name.
         """
         if not isinstance(self.wanted, str):
             named: dict[str, list[Place]] = {}
@@ -170,7 +175,8 @@ class FreeAxes:
             first: dict[int, Place] = {}
             for other in elsewhere:
                 first.setdefault(other[0], other)
-            # Inputs of one shape, such as keys and values, first: some kernels of attention do not check them.
+            # Inputs of the same shape, such as keys and values, come first, since some attention kernels do not
+            # check that their sizes agree.
             shape = self.tensors[place[0]].shape
             alike = [
                 other for other in elsewhere if other[1] == place[1] and self.tensors[other[0]].shape == shape
@@ -212,7 +218,7 @@ class FreeAxes:
                 check(axis)
             except (UntraceableError, _NotFreeError) as error:
                 if isinstance(error, UntraceableError) and other > size:
-                    raise  # a smaller size may compute what the example does, and hide that a larger one does not
+                    raise  # a smaller size might work and hide that a larger one does not
                 reason = error
                 continue
             return self._with_step(axis, check)
@@ -245,10 +251,10 @@ class FreeAxes:
         raise _NotFreeError(f"the model accepts sizes {axis.size} and {far}, but none close to {axis.size}")
 
     def _merged(self, axes: Sequence[FreeAxis], *, compare: bool) -> Recording:
-        """Returns the graph for the sizes of all runs: the example's, all far ones, all near ones.
+        """Returns the graph for the sizes of all runs: the example's, all distant ones and all near ones.
 
         Args:
-            compare: whether it is compared with the model, at a size that no run had.
+            compare: whether the graph is compared with the model at a size that no run had.
         """
         batch, more = self.batches or (None, None)
         one = self._recorded({}, batch)
@@ -265,7 +271,7 @@ class FreeAxes:
         return one
 
     def _compare(self, one: Recording, axes: Sequence[FreeAxis], batch: int | None) -> None:
-        """Raises where the graph and the model differ at sizes that no run had, if the model takes any."""
+        """Raises an error if the graph and the model differ at sizes that no run had and that the model accepts."""
         between = [{axis: _between(axis, i + more) for i, axis in enumerate(axes)} for more in range(3)]
         for sizes in (*between, {axis: axis.others[-1] for axis in axes}):
             tensors = self._inputs(sizes, batch)
@@ -277,7 +283,7 @@ class FreeAxes:
             try:
                 answers = zip(expected, self.runs.computed(one, tensors), strict=True)
                 largest = max(relative_difference(*pair) for pair in answers)
-            except Exception as error:  # as the model's
+            except Exception as error:  # like an error of the model
                 raise _NotFreeError(
                     f"the graph fails at another size ({found}): {described(error)}"
                 ) from error
@@ -294,7 +300,7 @@ class FreeAxes:
             return self.runs.record(given, self.opened)
         except UntraceableError:
             raise
-        except Exception as error:  # whatever a forward raises
+        except Exception as error:  # a forward may raise anything
             if _of_weights(error):
                 raise _HasWeightsError from error
             raise _NotFreeError(f"the model failed at another size ({described(error)})") from error
@@ -335,18 +341,18 @@ def _in_words(error: Exception) -> str:
 
 
 class _NotFreeError(Exception):
-    """A model that fails, or computes something else, with another size."""
+    """An error for an axis with whose other sizes the model fails or computes something else."""
 
 
 class _HasWeightsError(_NotFreeError):
-    """An axis of features, for which a layer has a fixed number of weights; it needs no note."""
+    """An error for an axis of features: a layer has a fixed number of weights for it, so it needs no note."""
 
     def __str__(self) -> str:
         return "a layer has weights only for this size"
 
 
 def _of_weights(error: Exception) -> bool:
-    """Returns whether a layer of torch.nn with weights failed."""
+    """Returns whether an error was raised in a layer of torch.nn with weights."""
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     owners = (frame.f_locals.get("self") for frame in frames)
     return any(
@@ -358,7 +364,7 @@ def _of_weights(error: Exception) -> bool:
 
 
 def with_sizes(tensors: Sequence[Tensor], sizes: Mapping[Place, int]) -> tuple[Tensor, ...]:
-    """Returns `tensors` with other sizes along axes; their values are repeated."""
+    """Returns `tensors` with the given sizes along the given axes, by repeating or cutting off their values."""
     found = list(tensors)
     for (i, axis), size in sizes.items():
         found[i] = resized((found[i],), size, (axis,))[0]
@@ -368,9 +374,9 @@ def with_sizes(tensors: Sequence[Tensor], sizes: Mapping[Place, int]) -> tuple[T
 def _far(size: int, number: int, rank: int) -> list[int]:
     """Returns sizes to try: first distant ones, then nearer and smaller ones, for models with a table of positions.
 
-    The distant sizes differ from `size` after every stride, each axis by another amount; after the strides of a
-    pyramid nearer sizes are the same. For a clip the amounts are smaller, since a run with distant sizes on
-    three axes takes many times as long.
+    A distant size still differs from `size` after every stride of a pyramid, where nearer sizes may become
+    equal. Each axis differs by another amount. For a clip the amounts are smaller, since a run with distant
+    sizes on three axes takes many times as long.
     """
     each = 8 if rank > 4 else 32
     unit = each * (number + 1)

@@ -1,6 +1,7 @@
 """Rewrites convolutions with a kernel for each image.
 
-The batch is folded into the groups of such a convolution, and a file has a fixed number of groups.
+In such a convolution each image of the batch is one group. An ONNX file has a fixed number of groups, so it could not
+be run with other batch sizes.
 
     conv2d(x [1, B·C, H, W], w [B·D, C, k, k], groups=B)   →  w [B, D, C·k·k] @ unfold(x [B, C, H, W]), [1, B·D, …]
     conv_transpose2d(x, w [B·C, D, k, k], groups=B)        →  fold(w [B, C, D·k·k]ᵀ @ x [B, C, H·W])
@@ -27,7 +28,7 @@ _NAMES: dict[Any, tuple[str, ...]] = {
 
 
 def open_image_kernels(graph: fx.Graph) -> int:
-    """Rewrites, in place, the convolutions whose number of groups is the batch's; returns how many there were."""
+    """Rewrites, in place, the convolutions whose groups are the images of the batch; returns their number."""
     changed = 0
     for node in list(graph.nodes):
         names = _NAMES.get(node.target) if node.op == "call_function" else None
@@ -54,7 +55,7 @@ class _Writer:
     ) -> None:
         self.node, self.given, self.x, self.weight = node, given, x, weight
         self.result: tuple[int, ...] = node.meta["shape"]
-        self.flat = len(x) == 3  # one axis of positions
+        self.flat = len(x) == 3  # a 1-D convolution
 
     def conv(self) -> fx.Node:
         inputs, kernel = self.weight[1], self.pair(self.weight[2:], 1)
@@ -87,7 +88,7 @@ class _Writer:
         return self.joined(y, outputs)
 
     def joined(self, y: fx.Node, outputs: int) -> fx.Node:
-        """Returns [B, D, …] with the bias, as [1, B·D, …]."""
+        """Adds the bias to `y` [B, D, …] and returns it as [1, B·D, …]."""
         if self.given.get("bias") is not None:
             bias = self.call(
                 "reshape", self.given["bias"], -1, outputs, *[1] * (len(self.weight) - 1 - self.flat)
@@ -96,7 +97,7 @@ class _Writer:
         return self.call("reshape", y, 1, -1, *self.result[2:])
 
     def pair(self, value: Any, other: int) -> tuple[int, ...]:
-        """Returns a number for each of two axes; `other` for an axis that does not exist."""
+        """Returns a number for each of two axes; a 1-D convolution has `other` for the axis that it lacks."""
         found = (value,) * (len(self.x) - 2) if isinstance(value, int) else tuple(value)
         found = found * 2 if len(found) == 1 and not self.flat else found
         return (other, *found) if self.flat else found

@@ -1,5 +1,6 @@
-"""Merges the sizes of several runs: a number that differs becomes a size of a tensor, a size that does not a
-number.
+"""Merges the sizes of several runs.
+
+A number that differs between the runs becomes a size of a tensor. A size that is the same in all runs becomes a number.
 """
 
 from __future__ import annotations
@@ -12,23 +13,24 @@ from torch import fx
 
 from qatkit.graph.capture.calls import UntraceableError
 
-# torchvision's functions of windows and relative positions, which are opened for the example (`qatkit.graph.attention`)
+# Functions of torchvision for windows and relative positions, which are rewritten for the sizes of the example only
+# (`qatkit.graph.attention`).
 _OF_ONE_SIZE = ("shifted_window_attention", "_add_rel_pos", "_compute_attention_mask")
 
 
 def shape_in_run(node: fx.Node) -> tuple[int, ...]:
-    """Returns the shape that a node's tensor had as it was recorded; () for what is no tensor."""
+    """Returns the shape of a node's tensor in the recorded run; () if its value is not a tensor."""
     return tuple(node.meta.get("shape", ()))
 
 
 class Shapes:
-    """Finds numbers that differ between runs as sizes of tensors, or as multiples of one.
+    """The function that expresses numbers that differ between runs as sizes of tensors, or as multiples of sizes.
 
-    Sizes of what the node reads come first, then those of what was made last.
+    Sizes of the node's own inputs are preferred, then sizes of the latest tensors before the node.
 
     Args:
-        one: the run whose graph computes them.
-        others: with inputs of other sizes.
+        one: the graph in which the numbers are computed.
+        others: graphs of runs with inputs of other sizes.
     """
 
     def __init__(self, one: fx.Graph, others: Sequence[fx.Graph]) -> None:
@@ -38,7 +40,7 @@ class Shapes:
         self._made: dict[tuple[fx.Node, int, int], fx.Node] = {}
 
     def __call__(self, node: fx.Node, values: tuple[int, ...]) -> fx.Node | None:
-        """Returns the node that computes an argument of `node` that has `values` in the runs, if there is one."""
+        """Returns the node for an argument of `node` with these `values` in the runs; None if no size matches."""
         before = [n for n, place in self._order.items() if place < self._order.get(node, 0)]
         found = [
             (source, axis, factor)
@@ -50,7 +52,7 @@ class Shapes:
         return self._computed(*(exact or found)[0]) if found else None
 
     def _sizes(self, node: fx.Node) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """Yields the axes of a tensor whose size differs, and the size in each run."""
+        """Yields each axis of a tensor whose size differs between the runs, with its size in each run."""
         shapes = [shape_in_run(node), *(shape_in_run(twin[node]) for twin in self._twins if node in twin)]
         if len(shapes) == self._runs and len({len(shape) for shape in shapes}) == 1:
             yield from (
@@ -69,17 +71,22 @@ class Shapes:
 
 
 def _factor(values: Sequence[int], sizes: Sequence[int]) -> int:
-    """Returns the whole number that each value is of its size, if it is the same in all runs; else 0."""
+    """Returns the positive integer by which each size is multiplied to give its value; 0 if the runs differ in it."""
     factors = {divmod(value, size) if size else (0, 1) for value, size in zip(values, sizes, strict=True)}
     factor, rest = next(iter(factors))
     return factor if len(factors) == 1 and rest == 0 and factor > 0 else 0
 
 
 def fold_fixed(graph: fx.Graph, values: Sequence[Mapping[fx.Node, int]]) -> None:
-    """Turns sizes that are the same in all runs (`values`) into numbers, and reads the others at the end of a chain.
+    """Turns sizes that are the same in all runs into numbers, and reads the others as late as possible.
 
-    A difference of two sizes that is 0 in all runs stays: at other sizes it may differ. A convolution whose
-    size is read has a second reader, and no BatchNorm could be fused into it.
+    A difference between two sizes that is 0 in all runs stays, since it may be different at other sizes. A size is
+    read at the end of a chain of nodes with equal shapes: a convolution whose size is read would have a second reader,
+    and no BatchNorm could be fused into it.
+
+    Args:
+        graph: the merged graph.
+        values: for each run, the value of each node that computes a size.
     """
     for (node, value), *same in zip(*(list(found.items()) for found in values), strict=False):
         if not any(isinstance(arg, fx.Node) and _is_size(arg) for arg in node.args) and all(
@@ -117,17 +124,17 @@ def _is_size(node: fx.Node) -> bool:
 
 
 def check_forms(one: fx.Graph, others: Sequence[fx.Graph]) -> None:
-    """Rejects operators that are written for the sizes of the example: adaptive pools, windows of Swin.
+    """Rejects operators that are rewritten for the sizes of the example only: adaptive pools, Swin's windows.
 
     Raises:
-        UntraceableError: there is such an operator.
+        UntraceableError: the shape of such an operator's input differs between the runs.
     """
     for nodes in zip(one.nodes, *(other.nodes for other in others), strict=False):
         node, name = nodes[0], _name_of(nodes[0])
         if not name.lower().startswith((*_OF_ONE_SIZE, "adaptive")):
             continue
         if not all(n.all_input_nodes and _name_of(n) == name for n in nodes):
-            return  # the graphs differ, which merging them says better
+            return  # the graphs differ; merging them gives a better message
         before = list(zip(*(shape_in_run(n.all_input_nodes[0])[2:] for n in nodes), strict=False))
         after = list(zip(*(shape_in_run(n)[2:] for n in nodes), strict=False))
         pool = name.lower().startswith("adaptive")

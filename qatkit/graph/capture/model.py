@@ -1,7 +1,7 @@
-"""Captures a model as an equivalent GraphModule, for any size of the batch and any values.
+"""Captures a model as an equivalent GraphModule, for any batch size and any values.
 
-two runs under the recorder      batches of 2 and of 3, other values
-→ one graph                      sizes that differ are functions of the batch's
+two runs under the recorder      with batches of 2 and of 3, and other values
+→ one graph                      numbers that differ are functions of the batch size
 → constants                      values that depend on no input and no parameter are buffers
 → training                       functional dropout is a module, according to one run in training mode
 """
@@ -38,17 +38,18 @@ def capture(model: nn.Module, example: Example, dynamic_axes: Wanted = "none") -
     """Returns the graph of `model`, which is changed: pass a copy.
 
     Its meta has `inputs` and `outputs` (names), `batch_axes` (one per input; all None for a model that accepts
-    only the example's batch size), `free_axes` (those of `dynamic_axes` that are free), `notes` for the report,
+    only the example's batch size), `free_axes` (the axes of `dynamic_axes` that are free), `notes` for the report,
     and `read_values`, whether the graph depends on values that the model's tensors had.
 
     Args:
-        dynamic_axes: which axes other than the batch may have other sizes in the graph: "auto" for those that the
-            model leaves free, "none", or names of axes by input.
+        model: the model.
+        example: an example input of the model.
+        dynamic_axes: the axes other than the batch that may have other sizes in the graph: "auto" for all that the
+            model leaves free, "none", or names of axes by input and number of the axis.
 
     Raises:
-        ConfigError: a line of the model depends on values of its inputs; names the module and the line. Or an
-            axis that
-            was asked for is not free.
+        ConfigError: a line of the model depends on values of its inputs (the error names the module and the line),
+            the model fails on the example, or an axis that `dynamic_axes` names is not free.
     """
     _check(model)
     names, tensors = input_names(model, example), flatten(example)
@@ -117,7 +118,7 @@ def _captured(
         PATHS: paths.blocks,
         "read_values": one.read_values,
     }
-    for node in graph_module.graph.nodes:  # absolute paths do not belong into a checkpoint
+    for node in graph_module.graph.nodes:  # absolute paths do not belong in a checkpoint
         node.meta.pop("where", None)
     graph_module.recompile()
     return graph_module
@@ -136,7 +137,7 @@ def _module(model: nn.Module, one: Recording) -> fx.GraphModule:
 
 
 def _rename_reserved(model: nn.Module, graph: fx.Graph) -> None:
-    """Appends "_" to a parameter or module of the root with the name of a GraphModule attribute (`code`, `graph`)."""
+    """Appends "_" to names of the root's parameters and modules that GraphModule itself uses (`code`, `graph`)."""
     reserved = set(dir(fx.GraphModule)) - set(dir(nn.Module)) | {"meta"}
     for node in graph.nodes:
         first, dot, rest = str(node.target).partition(".")
@@ -146,9 +147,7 @@ def _rename_reserved(model: nn.Module, graph: fx.Graph) -> None:
 
 
 def fold_constants(graph_module: fx.GraphModule) -> None:
-    """Computes once the values that depend on no input and no tensor of the model: positions, masks, tables
-    of sizes.
-    """
+    """Computes, once, the values that depend on no input and no tensor of the model, such as positions and masks."""
     run, values = fx.Interpreter(graph_module), dict[fx.Node, Any]()
     for node in list(graph_module.graph.nodes):
         if not _is_constant(node, values):

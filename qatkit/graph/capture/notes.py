@@ -14,8 +14,12 @@ from qatkit.graph.nodes import is_opaque, module_of
 def notes_of(
     one: Recording, random: Sequence[tuple[str, int]], sizes: tuple[int, ...]
 ) -> list[tuple[str, str]]:
-    """Returns notes on what a recording left out, and on the batches that it is valid for; `sizes` are those
-    of its runs.
+    """Returns notes (place, text) on what a recording left out, and on the batches that it is valid for.
+
+    Args:
+        one: the recording.
+        random: lines (file, number) that draw random numbers.
+        sizes: batch sizes of the two runs; empty for a model that accepts only the example's batch size.
     """
     notes = [
         (
@@ -40,19 +44,22 @@ def notes_of(
 
 
 def notes_of_state(graph_module: fx.GraphModule, one: Recording, kept: set[str]) -> list[tuple[str, str]]:
-    """Returns notes on buffers that a call changes and whose previous values the outputs depend on.
+    """Returns notes on buffers that a call changes and whose previous values influence the outputs.
 
-    `kept` are the buffers that a call in training mode changes.
+    Args:
+        graph_module: the captured graph.
+        one: the recording that it was made from.
+        kept: names of the buffers that a call in training mode changes.
     """
     read = {str(node.target) for node in graph_module.graph.nodes if node.op == "get_attr"}
-    reason = "changes with every call of the model; the graph always starts from its present value"
+    reason = "changes with every call of the model; the graph always starts from its current value"
     found = [(name, reason) for name in sorted(read & one.changed)]
-    reason = "changes in training, which the graph leaves out; fine-tuning keeps its present value"
+    reason = "changes in training, which the graph leaves out; fine-tuning keeps its current value"
     return found + [(name, reason) for name in sorted(read & kept - one.changed)]
 
 
 def notes_of_opaque(graph_module: fx.GraphModule) -> list[tuple[str, str]]:
-    """Returns notes on modules that torch does not compute."""
+    """Returns notes on opaque modules, which PyTorch does not compute."""
     modules = {
         str(node.target): module_of(node) for node in graph_module.graph.nodes if node.op == "call_module"
     }
@@ -60,5 +67,5 @@ def notes_of_opaque(graph_module: fx.GraphModule) -> list[tuple[str, str]]:
 
 
 def code_at(place: tuple[str, int]) -> str:
-    """Returns the line of code at a place, a file and a number."""
+    """Returns the line of code at a place (file, line number)."""
     return linecache.getline(*place).strip() or "a line"

@@ -5,8 +5,8 @@ Elementwise operations on them can be applied to all of `x`, and the results are
     x[mask] *= 2              →  x = where(mask, x · 2, x)
     x[mask] = y[mask].abs()   →  x = where(mask, |y|, x)
 
-So the graph's node of a picked tensor is that of the whole one. Any other use of it is rejected, at the line where it
-was picked.
+In the graph, the node of a picked tensor is therefore the node of the whole tensor. Any other use of a picked tensor
+is rejected, with the line where it was picked.
 """
 
 from __future__ import annotations
@@ -35,7 +35,14 @@ _BY_ELEMENT = frozenset(
 
 @dataclass
 class _Picked:
-    """The source of a picked tensor: the whole tensor's node, the mask's, and the number of axes after the mask's."""
+    """The source of a picked tensor.
+
+    Attributes:
+        whole: the node of the whole tensor.
+        mask: the node of the mask.
+        behind: number of axes of the whole tensor after those of the mask.
+        error: the error to raise if the picked tensor is used otherwise.
+    """
 
     whole: fx.Node
     mask: fx.Node
@@ -51,7 +58,7 @@ class PickedValues:
         self.found = WeakTensorKeyDictionary()
 
     def concerns(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Returns whether a call picks values, or computes with picked ones."""
+        """Returns whether a call picks values by a mask, or computes with picked values."""
         if name == "__getitem__" and self._mask(*args) is not None:
             return True
         if name == "__setitem__" or not self.found:
@@ -77,12 +84,16 @@ class PickedValues:
         return result
 
     def check(self, tensor: Tensor) -> None:
-        """Rejects a tensor that was picked."""
+        """Raises an UntraceableError if `tensor` is a picked one."""
         if tensor in self.found:
             raise self.found[tensor].error
 
     def value(self, tensor: Any, mask: Tensor, behind: int) -> fx.Node | None:
-        """Returns the whole tensor that `mask` picks `tensor` from; None if it does not."""
+        """Returns the node of the whole tensor that `tensor` was picked from; None if it was not picked.
+
+        Raises:
+            UntraceableError: it was picked by another mask than `mask`, or has another number of axes after it.
+        """
         if not isinstance(tensor, Tensor) or tensor not in self.found:
             return None
         one: _Picked = self.found[tensor]
@@ -91,13 +102,13 @@ class PickedValues:
         return one.whole
 
     def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Records a call that picks, or one on picked tensors as one on the whole ones."""
+        """Records a call that picks values; a call on picked tensors is recorded as a call on the whole tensors."""
         if func.__name__ == "__getitem__" and (mask := self._mask(*args)) is not None:
             return self._pick(args[0], mask)
         given = list(tensors_in((args, kwargs)))
         first: _Picked = next(self.found[tensor] for tensor in given if tensor in self.found)
         name = func.__name__
-        if name == "__get__":  # its size is that of this run, which nothing may depend on
+        if name == "__get__":  # its size is that of this run, so nothing may depend on it
             raise first.error
         in_place = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
         if name.removesuffix("_") not in _BY_ELEMENT or "out" in kwargs:

@@ -1,4 +1,4 @@
-"""Finds pieces that a model cuts out of the batch, from two recorded runs."""
+"""Finds the pieces that a model cuts out of the batch, by comparing recorded runs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _CUTS = ("chunk", "split", "tensor_split", "split_with_sizes", "hsplit", "vsplit
 def cuts(*nodes: fx.Node) -> tuple[int, list[tuple[int, ...]]] | None:
     """Returns the axis along which a call cuts a tensor, and the end of each piece in all runs.
 
-    None for another call, and where the pieces do not grow with the tensor.
+    Returns None for a call that does not cut, and if the pieces do not grow with the tensor.
 
     Args:
-        nodes: the call in each run; other axes may differ as well.
+        nodes: the node of the call in each run; the runs may differ along other axes as well.
     """
     if len({_name(node) for node in nodes}) > 1 or _name(nodes[0]) not in _CUTS:
         return None
@@ -46,7 +46,10 @@ def _grows(size: Sequence[int], whole: Sequence[int]) -> bool:
 
 
 def turns(node: fx.Node, other: fx.Node) -> tuple[int, tuple[int, int]] | None:
-    """Returns the axis along which a `roll` turns the batch by a fraction of it, and the first image in each run."""
+    """Returns the axis along which a `roll` shifts the batch by a fraction of its size; None for any other call.
+
+    It is followed by the number of the image that comes first afterwards, in each run.
+    """
     axis = _batch_axis(node, other)
     given, theirs = (
         dict(zip(("shifts", "dims"), one.args[1:], strict=False)) | one.kwargs for one in (node, other)
@@ -76,21 +79,22 @@ def _name(node: fx.Node) -> str:
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:
-    """Returns the shape of the first argument."""
+    """Returns the shape of a node's first argument."""
     first = node.args[0] if node.args else None
     return tuple(first.meta.get("shape", ())) if isinstance(first, fx.Node) else ()
 
 
 def _batch_axis(node: fx.Node, other: fx.Node) -> int | None:
-    """Returns the axis along which the first argument differs between the runs."""
+    """Returns the only axis along which the shape of the first argument differs between the runs."""
     mine, theirs = _shape(node), _shape(other)
     differing = [i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b]
     return differing[0] if len(differing) == 1 and len(mine) == len(theirs) else None
 
 
 def may_halve(one: Recording, other: Recording) -> bool:
-    """Returns whether a model may cut the batch at a fraction of its size: half of 2 and half of 3 images are
-    both 1.
+    """Returns whether a model may cut the batch at a fraction of its size.
+
+    Two runs cannot always tell this from a fixed size: half of 2 and half of 3 images are both 1.
     """
     pairs = zip(one.graph.nodes, other.graph.nodes, strict=False)
     return any(_may_halve(node, its) for node, its in pairs)
@@ -108,14 +112,14 @@ def _may_halve(node: fx.Node, other: fx.Node) -> bool:
 
 
 def takes_every_nth(node: fx.Node, other: fx.Node) -> bool:
-    """Returns whether a call takes every n-th image."""
+    """Returns whether a call selects every n-th image of the batch."""
     axis = _batch_axis(node, other)
     index = None if axis is None else _index(node, axis)
     return isinstance(index, slice) and index.step not in (None, 1)
 
 
 def _index(node: fx.Node, axis: int) -> Any:
-    """Returns the part of an index of slices and integers that belongs to an axis; None for another index."""
+    """Returns the part of an index that belongs to an axis; None if it can't be assigned to one."""
     if node.target is not operator.getitem:
         return None
     given = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
@@ -126,7 +130,7 @@ def _index(node: fx.Node, axis: int) -> Any:
 
 
 def _is_place(index: Any) -> bool:
-    """Returns whether an index is a place within the batch: not 0, its end or all of it."""
+    """Returns whether an index cuts within the batch: not at its beginning or end, and not all of it."""
     if isinstance(index, slice):
         return any(isinstance(end, int) and end for end in (index.start, index.stop))
     return isinstance(index, int) and index > 0

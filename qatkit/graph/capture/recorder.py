@@ -1,9 +1,9 @@
 """The recorder: runs a model and writes every torch call into a torch.fx graph.
 
-A mode of torch's function dispatch sees each call with real tensors. So sizes, types and devices are plain Python
-values, `isinstance(x, Tensor)` is true, and decisions that depend only on them are taken as in the model. Only reading
-values out of a tensor that depends on the inputs can't be followed. Modules of torch.nn and of the operator table are
-leaves: they are nodes of the graph, and run with the mode off.
+A mode of torch's function dispatch sees each call with real tensors. Therefore sizes, types and devices are plain
+Python values, `isinstance(x, Tensor)` is true, and decisions that depend only on them are made as in the model. Only
+reading values out of a tensor that depends on the inputs can't be followed. Modules of torch.nn and of the operator
+table are leaves: each is one node of the graph, and runs with the mode off.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from qatkit.graph.capture.traced_sizes import Expression, Quotient, TracedSize, 
 from qatkit.graph.capture.written_out import written_out
 from qatkit.graph.nodes import classifies_in_training
 
-# Functions of Python numbers: known now, and the same in every run.
+# Functions that make tensors of Python numbers; their values are known now and the same in every run.
 _CONSTANTS = ("tensor", "as_tensor", "asarray", "frombuffer", "from_numpy")
 _NO_CHANGE = ("requires_grad_", "share_memory_", "retain_grad")
 
@@ -53,14 +53,15 @@ class Recorder(TorchFunctionMode):
     """Records the torch calls of one run.
 
     Args:
-        model: its parameters and buffers are read by name.
-        trace_sizes: sizes that depend on the inputs are computed in the graph (`TracedSize`) instead of being numbers.
+        model: the model, whose parameters and buffers the graph reads by name.
+        trace_sizes: whether sizes that depend on the inputs are computed in the graph (`TracedSize`) instead of
+            being numbers.
 
     Attributes:
         graph: the recorded graph.
-        constants: by name, tensors that came from outside of torch's calls (NumPy, attributes of modules).
+        constants: tensors by name that did not come from torch's calls (NumPy, attributes of modules).
         random: nodes that draw random numbers.
-        read_values: whether Python continued with values of a tensor.
+        read_values: whether Python code read values of a tensor.
     """
 
     def __init__(self, model: nn.Module, *, trace_sizes: bool = False) -> None:
@@ -73,7 +74,7 @@ class Recorder(TorchFunctionMode):
         self.read_values = False
         self.stack: list[tuple[str, type[nn.Module]]] = []
         self.depends: set[fx.Node] = set()
-        self.auxiliary = classifies_in_training(model)  # then the run is one in training mode
+        self.auxiliary = classifies_in_training(model)  # if so, the run is in training mode
         self.names = {
             id(t): name
             for name, t in [*model.named_buffers(remove_duplicate=False), *model.named_parameters()]
@@ -91,7 +92,7 @@ class Recorder(TorchFunctionMode):
         self.aliases.bind(tensor, (node,), ())
 
     def emit(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-        """Adds a node, with the module that is running and its line."""
+        """Adds a node, with the module that is running and its line in the node's meta."""
         node = self.graph.create_node(op, target, args, kwargs)
         node.meta["nn_module_stack"] = OrderedDict((path, (path, kind)) for path, kind in self.stack)
         node.meta["where"] = where()
@@ -101,19 +102,19 @@ class Recorder(TorchFunctionMode):
         return node
 
     def depend(self, args: Any) -> bool:
-        """Returns whether one of the tensors in `args` depends on values of the inputs."""
+        """Returns whether a tensor in `args` depends on values of the inputs."""
         return any(self.aliases.node_of(tensor) in self.depends for tensor in tensors_in(args))
 
     def refuse(self, reason: str, hint: str = WITHOUT_VALUES) -> UntraceableError:
-        """Returns the error for the line that is running."""
+        """Returns an error with this reason and advice for the line that is running."""
         return UntraceableError(reason, where(), self.stack[-1][0] if self.stack else "", hint)
 
     def not_followed(self, reason: str) -> UntraceableError:
-        """Returns the error for an in-place change."""
+        """Returns an error with this reason for an in-place change in the line that is running."""
         return self.refuse(reason, OUT_OF_PLACE)
 
     def node_of(self, value: Any) -> Any:
-        """Returns a node's argument for an argument of a call."""
+        """Returns an argument of a call as the argument of a node: nodes in place of tensors."""
         if isinstance(value, Tensor):
             return self.aliases.node_of(value)
         if isinstance(value, (list, tuple)):
@@ -134,7 +135,7 @@ class Recorder(TorchFunctionMode):
             return value
         if isinstance(value, np.ndarray):
             return self.node_of(torch.as_tensor(value))
-        if isinstance(value, type(torch.FloatTensor)):  # torch.FloatTensor, as `x.type` takes it
+        if isinstance(value, type(torch.FloatTensor)):  # torch.FloatTensor as an argument of `x.type`
             return value.dtype
         raise self.refuse(f"an argument of type {type(value).__name__} can't be part of a graph")
 
@@ -184,11 +185,11 @@ class Recorder(TorchFunctionMode):
         return self.record(func, args, kwargs)
 
     def __call__(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Records a call of ours, from within another."""
+        """Records a call that the recorder itself makes while it records another one."""
         return self.record(func, args, kwargs)
 
     def record(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs a call; if it returns or changes tensors, it becomes a node."""
+        """Runs a call and returns its result; if it returns or changes tensors, it becomes a node."""
         sources = list(tensors_in((args, kwargs)))
         for tensor in sources:
             self.aliases.node_of(tensor)  # before the call, which may change it
@@ -236,7 +237,7 @@ class Recorder(TorchFunctionMode):
     def bind(
         self, result: Any, node: fx.Node, sources: Sequence[Tensor], chain: tuple[fx.Node, ...] = ()
     ) -> None:
-        """Binds the tensors in `result` to `node`; several tensors to one element of it each."""
+        """Binds a tensor in `result` to `node`, or each of several tensors to an element of `node`."""
         if isinstance(result, Tensor):
             node.meta |= {"shape": tuple(result.shape), "complex": result.is_complex()}
             self.aliases.bind(result, (*chain, node), sources)
@@ -249,7 +250,7 @@ class Recorder(TorchFunctionMode):
     def _changed(
         self, func: Any, args: Any, kwargs: Any, nodes: tuple[Any, Any], changed: Sequence[Tensor]
     ) -> None:
-        """Records a call that changed tensors in place as the same call out of place."""
+        """Records a call that changed tensors in place as the out-of-place form of this call."""
         name, target = func.__name__, kwargs.get("out", args[0] if args else next(iter(changed), None))
         if name in ("set_", "resize_"):
             raise self.not_followed(f"{name} changes a tensor in place, which can't be followed")
@@ -270,7 +271,7 @@ class Recorder(TorchFunctionMode):
         self.aliases.changed(target, node)
 
     def _without_statistics(self, changed: Sequence[Tensor], args: tuple[Any, ...]) -> list[Tensor]:
-        """Leaves out the buffers in which a normalization counts: they are no part of its result."""
+        """Leaves out the running statistics that a normalization updates: they are no part of its result."""
         kept = []
         for tensor in changed:
             if id(tensor) in self.names and not any(tensor is arg for arg in args[:1]):
@@ -280,14 +281,14 @@ class Recorder(TorchFunctionMode):
         return kept
 
     def _dropout(self, func: Any, args: Any, kwargs: Any) -> Tensor:
-        """Records functional dropout, which is off, as a module, which is on when the model is trained."""
+        """Records functional dropout, which is off now, as a module that is on when the model is trained."""
         given = dropout_arguments(func, args, kwargs)
         x: Tensor = given["input"]
         node = self.emit("call_function", func, (self.node_of(x), given["p"], False), {})
         return self.passed(x, node)
 
     def passed(self, x: Tensor, node: fx.Node) -> Tensor:
-        """Returns another tensor object of the same memory, for a call that returns its input."""
+        """Returns a new tensor object with the memory of `x`, for a call that returns its input."""
         with torch._C.DisableTorchFunction():
             result = x.view_as(x)
         self.aliases.bind(result, (node,), (x,))
@@ -313,7 +314,7 @@ class Recorder(TorchFunctionMode):
         return result
 
     def _sized(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-        """Returns sizes of a tensor that depends on the inputs as traced sizes, if they are wanted."""
+        """Returns the result of a call, with traced sizes if they are wanted and the tensor depends on the inputs."""
         if not self.trace_sizes or name not in ("shape", "size", "numel") or id(args[0]) in self.names:
             return result
         if args[0] not in self.aliases.values:
@@ -321,7 +322,7 @@ class Recorder(TorchFunctionMode):
         return traced(name, args, kwargs, self.aliases.node_of, result)
 
     def _set(self, func: Any, name: str, tensor: Tensor, value: Any) -> None:
-        """Records `x.data = y`; `x.data *= y` ends with such an assignment of the present value."""
+        """Records `x.data = y`; `x.data *= y` ends with such an assignment of the current value."""
         if name == "data":
             node = self.node_of(value)
             if not shares_memory(tensor, value):
@@ -341,21 +342,24 @@ class Recorder(TorchFunctionMode):
                 raise self.refuse(f"{what} depends on values of a tensor ({name.strip('_')})")
 
     def _known(self, tensor: Tensor) -> bool:
-        """Returns whether a tensor has the same values in every run, so that Python may read them, and notes a read."""
+        """Returns whether a tensor has the same values in every run, so that Python may read them; notes the read."""
         known = self.aliases.node_of(tensor) not in self.depends
         self.read_values |= known
         return known
 
 
 def _few_numbers(args: tuple[Any, ...]) -> bool:
-    """Returns whether a tensor is made of sizes, one of which may be the batch's."""
+    """Returns whether a tensor is made of a few numbers, one of which may be the size of the batch."""
     given = args[0] if args else ()
     data = list(given) if isinstance(given, (list, tuple)) else [given]
     return len(data) <= 8 and all(type(number) in (int, TracedSize) for number in data)
 
 
 def _renamed(func: Any, args: tuple[Any, ...], result: Any) -> bool:
-    """Returns whether a method changed its tensor's shape in place (`x.unsqueeze_(0)`), which bumps no version."""
+    """Returns whether a method changed its tensor's shape in place (`x.unsqueeze_(0)`).
+
+    Such a change does not raise the tensor's version.
+    """
     name: str = func.__name__
     in_place = name.endswith("_") and not name.endswith("__") and name not in _NO_CHANGE
     return bool(args) and result is args[0] and in_place

@@ -1,4 +1,4 @@
-"""Runs a model once under the recorder: its modules' calls, its wrapped and scripted functions, its result."""
+"""Runs a model once under the recorder, with calls of modules and of wrapped or scripted functions as nodes."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ class Recording:
     """The result of one run.
 
     Attributes:
-        graph: of all calls, with its outputs.
-        constants: tensors that came from outside, by name.
+        graph: the graph of all calls, with its outputs.
+        constants: tensors by name that did not come from torch's calls.
         random: nodes that draw random numbers.
         outputs: names of the outputs.
-        tensors: the outputs themselves.
+        tensors: the output tensors.
         dropped: places of outputs that are not tensors.
         only_training: paths of modules that returned their input.
         contexts: names of contexts that the model enters and the graph leaves out.
         changed: names of buffers that the run changed; they are restored.
         drawn: paths of modules whose outputs were drawn (`qatkit.graph.capture.sizes`).
         read_values: whether the graph depends on values that tensors of the model had.
-        shares: whether numbers of the graph are fractions of the batch's size, or may be.
+        shares: whether numbers in the graph are, or may be, fractions of the batch size.
     """
 
     graph: fx.Graph
@@ -68,11 +68,11 @@ def record(
     """Runs `model` on `tensors`, arranged as in `example`.
 
     Args:
-        opened: paths of attention modules that are no leaves.
-        trace_sizes: as of `Recorder`.
+        opened: paths of attention modules that are not recorded as leaves.
+        trace_sizes: see `Recorder`.
 
     Raises:
-        UntraceableError: a line that depends on values.
+        UntraceableError: a line of the model depends on values of its inputs.
     """
     recorder = Recorder(model, trace_sizes=trace_sizes)
     copies = [tensor.clone() for tensor in tensors]
@@ -107,7 +107,7 @@ def record(
 
 @contextlib.contextmanager
 def kept_buffers(model: nn.Module) -> Iterator[set[str]]:
-    """Restores all buffers afterwards, and fills the yielded set with the names of those that were changed."""
+    """Restores all buffers afterwards; the yielded set then has the names of the buffers that were changed."""
     before = [(module, dict(module._buffers)) for module in model.modules()]
     found = list(model.named_buffers())
     names = {id(buffer): name for name, buffer in found}
@@ -129,7 +129,7 @@ def kept_buffers(model: nn.Module) -> Iterator[set[str]]:
 
 
 def _equal(buffer: Tensor, value: Tensor) -> bool:
-    """Returns whether a buffer still has these values. `F.batch_norm` updates statistics without a new version."""
+    """Returns whether a buffer still has these values; `F.batch_norm` changes statistics without a new version."""
     return buffer.layout is not torch.strided or torch.equal(buffer, value)
 
 
@@ -137,14 +137,12 @@ def _equal(buffer: Tensor, value: Tensor) -> bool:
 def plain_contexts(found: set[str]) -> Iterator[None]:
     """Disables inference_mode and autocast contexts that the model enters; `found` gets their names.
 
-    Tensors made in inference mode do not record changes; autocast's types do not belong into a graph that is
+    Tensors made in inference mode do not track changes, and the types of autocast do not belong in a graph that is
     quantized.
     """
     inference: Any = torch.inference_mode.__enter__
     autocast: Any = torch.autocast.__enter__
-    changed: list[
-        tuple[Any, str]
-    ] = []  # a decorator's context is entered again when the capture is long over
+    changed: list[tuple[Any, str]] = []  # a decorator's context is entered again after the capture
 
     def enter_inference(context: Any) -> None:
         if context.mode:
@@ -250,7 +248,7 @@ class _Calls:
     def _outputs(self, original: Any, module: nn.Module, path: str, *args: Any, **kwargs: Any) -> Any:
         """Returns a leaf's output.
 
-        If it depends on values of the inputs, which must not be read, it may be drawn at random instead of computed.
+        An output that depends on values of the inputs must not be read. It may be drawn at random instead of computed.
         """
         drawn = drawn_output(module, args, kwargs) if self.recorder.depend(args) else None
         if drawn is None:
@@ -269,7 +267,7 @@ class _Calls:
             self.within_leaf = False
 
     def _idle(self, module: nn.Module, before: int, args: tuple[Any, ...], result: Tensor) -> bool:
-        """Returns whether a module returned its input in inference, like stochastic depth and custom noise modules."""
+        """Returns whether a module returned its input; stochastic depth and noise do so in inference."""
         return (
             bool(args)
             and result is args[0]
@@ -281,16 +279,16 @@ class _Calls:
 
 
 def is_leaf(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Returns whether a module is a leaf: one of torch.nn without children, of the operator table, or opaque.
+    """Returns whether a module is a leaf: of torch.nn without children, of the operator table, or opaque.
 
-    A module whose weight is computed by a parametrization or a hook is a leaf if `open_held` supports it;
-    otherwise the computation is part of the graph, like that of other hooks.
+    A module whose weight is computed by a parametrization or a hook is a leaf if `open_held` supports it.
+    Otherwise the computation is part of the graph, like that of other hooks.
     """
     if is_held(module) or is_opaque(module):
         return True
     if hasattr(module, "parametrizations") or module._forward_pre_hooks or module._forward_hooks:
         return False
-    if "forward" in vars(module):  # of its own, as adapters and profilers put it
+    if "forward" in vars(module):  # set on the instance, as adapters and profilers do
         return False
     if isinstance(module, nn.MultiheadAttention):
         return True

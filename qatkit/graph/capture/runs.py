@@ -1,8 +1,8 @@
 """Runs a model under the recorder, to make a graph for any batch.
 
-batches of two and of three            numbers that differ follow the batch's size
-else of multiples                      for a model that cuts its batch into parts
-else the example's                     for a model that accepts only this size
+batches of two and of three            numbers that differ become functions of the batch size
+else batches of multiples              for a model that cuts its batch into parts
+else the example's batch               for a model that accepts only this size
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class ForAnyBatch(NamedTuple):
 
     Attributes:
         one: the recording.
-        opened: paths of attention modules that are no leaves.
-        sizes: of the batch in the two runs; none for a model that accepts only the example's.
-        axes: of the batch, one per input.
+        opened: paths of attention modules that are not recorded as leaves.
+        sizes: batch sizes of the two runs; empty for a model that accepts only the example's batch size.
+        axes: the batch axis of each input.
     """
 
     one: Recording
@@ -64,10 +64,10 @@ class Runs:
     """The runs of one model.
 
     Args:
-        model: a copy, which runs may change.
-        example: a call of the model.
-        names: of the inputs.
-        tensors: the example's.
+        model: a copy of the model, which runs may change.
+        example: an example input of the model.
+        names: names of the inputs.
+        tensors: the tensors of the example.
         blocks: paths of modules that are recorded as they train (`qatkit.graph.capture.training_paths`).
     """
 
@@ -83,11 +83,13 @@ class Runs:
         self.blocks = blocks
 
     def for_any_batch(self) -> ForAnyBatch:
-        """Returns the recording for any batch, else for multiples of a divisor of the example's, else only
-        for the example's.
+        """Returns the recording for as many batch sizes as possible.
+
+        These are all sizes, else the multiples of a divisor of the example's batch size, else only the
+        example's.
 
         Raises:
-            UntraceableError: a line that can't be recorded.
+            UntraceableError: a line of the model can't be recorded.
             ConfigError: the model fails on the example.
         """
         found: ForAnyBatch | UntraceableError
@@ -109,7 +111,7 @@ class Runs:
         return found
 
     def record(self, tensors: Sequence[Tensor], opened: frozenset[str]) -> Recording:
-        """Returns one run with sizes traced (`qatkit.graph.capture.traced_sizes`)."""
+        """Records one run with traced sizes (`qatkit.graph.capture.traced_sizes`)."""
         self.set_mode()
         try:
             one = self._record(tensors, opened, trace_sizes=True)
@@ -120,7 +122,7 @@ class Runs:
         return one
 
     def answers(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Returns the outputs of the model, which is as it was afterwards."""
+        """Returns the outputs of the model; its buffers are restored afterwards."""
         self.set_mode()
         eager = torch.compiler.set_stance("force_eager")
         with torch.no_grad(), eager, kept_buffers(self.model), warnings.catch_warnings():
@@ -128,7 +130,7 @@ class Runs:
             return output_leaves(call(self.model, self._call(tensors)))[1]
 
     def computed(self, one: Recording, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Returns the outputs of the graph of a recording."""
+        """Returns the outputs that the graph of a recording computes for `tensors`."""
         with torch.no_grad(), kept_buffers(self.model):
             found = _Recorded(self.model, one).run(*(t.clone() for t in tensors))
         return found if isinstance(found, tuple) else (found,)
@@ -139,7 +141,7 @@ class Runs:
         torchvision's GoogLeNet and Inception call their auxiliary heads only in training, so they run in
         training mode.
         """
-        self.model.train()  # some drop what they keep for inference when they are put into training mode
+        self.model.train()  # some models then drop what they had cached for inference
         self.model.eval()
         if classifies_in_training(self.model):
             for module in self.model.modules():
@@ -158,15 +160,15 @@ class Runs:
         try:
             return self._along_axes(1)
         except UntraceableError:
-            # What a first run keeps for the next (tables of positions) is there in a second one; and code that asks
-            # whether it is being compiled leaves out the short cuts that depend on values.
+            # A second run finds what the first one cached (tables of positions). Code that asks whether it is
+            # being compiled leaves out shortcuts that depend on values.
             with _compiling():
                 return self._along_axes(1)
 
     def _along_axes(self, factor: int) -> ForAnyBatch:
         """Returns the recording for batches of multiples of `factor`.
 
-        An axis that is as long as the batch by chance (of a mask of positions) is found by leaving it out.
+        An axis may be as long as the batch only by chance (in a mask of positions). Leaving axes out finds it.
         """
         known = _declared_axes(self.model, self.names)
         guesses = [known] if known else _guesses(batch_axes(self.tensors))
@@ -205,18 +207,19 @@ class Runs:
         return ForAnyBatch(one, opened, sizes, axes)
 
     def _takes_multiples(self, factor: int, axes: Axes, opened: frozenset[str], run: Recording) -> bool:
-        """Returns whether the example, and a batch of `factor`, make the calls of another run."""
+        """Returns whether the example and a batch of `factor` samples make the same calls as `run`."""
         few = resized(self.tensors, factor, axes)
         try:
             return all(_alike(run, self._record(tensors, opened)) for tensors in (self.tensors, few))
         except UntraceableError:
             raise
-        except Exception:  # whatever a forward raises
+        except Exception:  # a forward may raise anything
             return False
 
     def _first(self, axes: Axes, factor: int) -> tuple[Recording, frozenset[str], tuple[int, ...]]:
-        """Returns the first run, with the attention that had to be opened; no sizes if the model accepts only
-        this batch.
+        """Returns the first run, the paths of attention modules that had to be opened, and the batch sizes.
+
+        There are no batch sizes if the model accepts only the example's batch.
         """
         sizes = tuple(factor * size for size in SIZES) if any(axis is not None for axis in axes) else ()
         given = resized(self.tensors, sizes[0], axes) if sizes else self.tensors
@@ -224,7 +227,7 @@ class Runs:
             one = self._record(given, frozenset())
         except UntraceableError:
             raise
-        except Exception as error:  # whatever a forward raises
+        except Exception as error:  # a forward may raise anything
             if not sizes or batch_size(self.tensors, axes) == sizes[0]:
                 raise _no_call(self.model, error) from error
             sizes, given = (), self.tensors
@@ -246,21 +249,22 @@ class Runs:
     def _second(
         self, tensors: tuple[Tensor, ...], opened: frozenset[str], *, whole: bool = True
     ) -> Recording | None:
-        """Returns the run with other values, or with the given whole numbers if it accepts no others; None if
-        it fails.
+        """Returns a run with other values; None if it fails.
+
+        Whole numbers keep the given values if the model accepts no others.
         """
         self.set_mode()
         try:
             return self._record(other_values(tensors, seed=0, whole=whole), opened)
         except UntraceableError:
             raise
-        except Exception:  # whatever a forward raises
+        except Exception:  # a forward may raise anything
             again = whole and any(map(is_whole, tensors))
         return self._second(tensors, opened, whole=False) if again else None
 
 
 class _Recorded(fx.Interpreter):
-    """Runs a recording on the model that it was made of."""
+    """Runs a recording with the parameters and buffers of the recorded model."""
 
     def __init__(self, model: nn.Module, one: Recording) -> None:
         super().__init__(model, graph=one.graph)
@@ -277,7 +281,7 @@ def _alike(one: Recording, other: Recording) -> bool:
 
 
 def _declared_axes(model: nn.Module, names: Sequence[str]) -> Axes:
-    """Returns the batch axis of each input of a model that knows them; empty for one that does not."""
+    """Returns the batch axis of each input as the model declares them; empty if it declares none."""
     declared: Mapping[str, int | None] | None = getattr(model, "batch_axes", None)
     if not isinstance(declared, Mapping):
         return ()
@@ -287,7 +291,7 @@ def _declared_axes(model: nn.Module, names: Sequence[str]) -> Axes:
 
 
 def _guesses(axes: Axes) -> list[Axes]:
-    """Returns `axes`, all but one of them, and each alone."""
+    """Returns variants of `axes`: all of them, all but one, and each one by itself."""
     given = [i for i, axis in enumerate(axes) if axis is not None]
     if len(given) < 2:
         return [axes]
@@ -299,7 +303,7 @@ def _guesses(axes: Axes) -> list[Axes]:
 
 @contextlib.contextmanager
 def _compiling() -> Iterator[None]:
-    """Makes `torch.compiler.is_compiling()` true, as it is while torch.compile follows a model."""
+    """Makes `torch.compiler.is_compiling()` return True, as it does while torch.compile traces a model."""
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = True
     try:
@@ -309,7 +313,7 @@ def _compiling() -> Iterator[None]:
 
 
 def _no_call(model: nn.Module, error: Exception) -> Exception:
-    """Returns the error of a forward as one line; a mistake of the recorder itself as it is."""
+    """Returns an error of the forward as a one-line error; an error of the recorder itself is returned unchanged."""
     if Path(traceback.extract_tb(error.__traceback__)[-1].filename).parent == Path(__file__).parent:
         return error
     reason = f"the model failed on the example input ({described(error)})"

@@ -1,6 +1,6 @@
-"""Calls with traced sizes where torch's exporter takes constants: points of a grid, windows of a pool.
+"""Rewrites calls with traced sizes where torch's exporter accepts only constants: points of a grid, windows of a pool.
 
-A grid is made of a range of whole numbers; a pool over all of an axis is an adaptive one.
+The points of a grid are computed from a range of whole numbers. A pool over whole axes becomes an adaptive pool.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _POOL = re.compile("(avg|max)_pool([123])d")
 
 
 def for_any_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
-    """Returns a function that computes the same for any size; None for another function, and for plain numbers."""
+    """Returns a function that computes the same as `func` for any size; None if there is none or sizes are fixed."""
     if func is torch.linspace:
         steps = kwargs.get("steps", args[2] if len(args) > 2 else None)
         ends = [args[i] if len(args) > i else kwargs.get(name) for i, name in enumerate(("start", "end"))]
@@ -66,8 +66,15 @@ def _linspace(
 
 
 def _affine_grid(theta: Tensor, size: Sequence[int], align_corners: bool | None = None) -> Tensor:
-    """Returns points of an image or a volume, [N, *sizes, axes], moved by the matrices `theta`, [N, axes,
-    axes + 1].
+    """Returns the points of an image or a volume, transformed by matrices, as `F.affine_grid` does.
+
+    Args:
+        theta: the matrices, [N, axes, axes + 1].
+        size: the size of the output, [N, C, *sizes].
+        align_corners: whether the points -1 and 1 are the centers of the outermost pixels.
+
+    Returns:
+        [N, *sizes, axes]
     """
     sizes, axes = size[2:], len(size) - 2
     kind: dict[str, Any] = {"dtype": theta.dtype, "device": theta.device}

@@ -1,9 +1,9 @@
 """Draws outputs whose values are never read, instead of computing them.
 
-While a graph is recorded or its shapes are computed, reading values that depend on the input is rejected. So a
-convolution or a Linear, which takes nearly all the time of such a run, need not be computed. Its output is
-drawn from a table of normal numbers instead (no zeros: code that divides by it, or looks things up with it,
-finds usual values).
+While a graph is recorded or its shapes are computed, reading values that depend on the input is rejected. Convolutions
+and Linears, which take nearly all the time of such a run, therefore need not be computed. Their outputs are drawn from
+a table of normally distributed numbers instead. They are not zero, so that code that divides by them or uses them as
+indices gets ordinary values.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ _CONVOLUTIONS = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
 
 
 def drawn_output(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """Returns a tensor of the shape and type of `module`'s output; None if it has to be run (also to reject the call).
+    """Returns a tensor of the shape and type of `module`'s output; None if the module has to be run.
+
+    A call that the module would reject is run too, so that it raises its error.
 
     Args:
-        module: of torch.nn's own type, its weight unchanged.
-        args, kwargs: of the call.
+        module: the called module; only torch.nn's own Linears and convolutions without hooks are drawn.
+        args, kwargs: the arguments of the call.
     """
     if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
         return None
@@ -50,7 +52,7 @@ def _of_linear(module: nn.Module, x: Tensor) -> tuple[int, ...] | None:
 
 def _of_convolution(module: nn.Module, x: Tensor, axes: int) -> tuple[int, ...] | None:
     conv: Any = module
-    if not x.is_contiguous():  # channels last: so would be the output
+    if not x.is_contiguous():  # in channels-last order, the output would be in this order too
         return None
     if x.ndim != axes + 2 or x.shape[1] != conv.in_channels or isinstance(conv.padding, str):
         return None
@@ -66,7 +68,7 @@ def _of_convolution(module: nn.Module, x: Tensor, axes: int) -> tuple[int, ...] 
 
 
 def _drawn(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Returns values that differ by the first size: comparing two runs reveals code that takes them for constants."""
+    """Returns values that depend on the first size, so that code that treats them as constants differs between runs."""
     table, count = _table().to(like), math.prod(shape)
     start = 64 * shape[0] % 4096  # aligned, as `view_as_complex` wants it
     return table.repeat(1 - (-start - count) // len(table))[start : start + count].view(shape)

@@ -1,10 +1,10 @@
-"""Sizes of tensors that know where they come from, so that a graph can compute them for inputs of other sizes.
+"""Sizes that record how they are computed, so that a graph can compute them for inputs of other sizes.
 
     h, w = x.shape[2:]            h is the number 64, and size(x, 2)
     F.interpolate(y, (2 * h, w))  records (mul(size(x, 2), 2), size(x, 3))
 
-They are Python's own numbers in every other respect: a comparison or a loop is decided by the value of the run, and
-what is made by functions that know nothing of them (`int(h * 0.5)`) is a plain number.
+In every other respect they are Python's own numbers. A comparison or a loop uses the value in the run. Functions
+without support for traced sizes (`int(h * 0.5)`) return plain numbers.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-Expression = tuple[Any, ...]  # (function, arguments), each a number or an expression; ("size", node, axis)
+Expression = tuple[Any, ...]  # (function, *arguments: numbers or expressions), or ("size", node, axis)
 
 
 class TracedSize(int):
     """A whole number that is computed from sizes of tensors.
 
     Attributes:
-        expression: of the tensors' sizes.
+        expression: the expression that computes it from sizes of tensors.
     """
 
     expression: Expression
@@ -53,13 +53,13 @@ class TracedSize(int):
 
 
 class Quotient(float):
-    """A size divided by a whole number, or a whole number by a size; rounded up or down it is a size again."""
+    """The quotient of a size and a whole number, in either order; rounded up or down, it is a size again."""
 
     parts: tuple[Any, Any]
 
     @classmethod
     def of(cls, above: Any, below: Any) -> Any:
-        """Returns above / below."""
+        """Returns above / below; it is a Quotient if both are whole numbers."""
         value = _plain(above) / _plain(below)
         if type(value) is not float or not (_whole(above) and _whole(below)):
             return value
@@ -93,7 +93,7 @@ def _plain(value: Any) -> Any:
 
 
 def _applied(function: Callable[..., Any], *args: Any) -> Any:
-    """Returns the result for the plain numbers, with its expression if it is a whole number."""
+    """Returns the result of `function` on the plain numbers, as a traced size if it is a whole number."""
     try:
         value = function(*map(_plain, args))
     except TypeError:
@@ -122,9 +122,10 @@ def traced(
     """Returns the result of `tensor.shape`, `.size()`, `.size(axis)` or `.numel()`, with each size traced.
 
     Args:
-        name: of the call.
-        args, kwargs: of the call; the tensor comes first.
-        node: returns the node of a tensor.
+        name: name of the called method or attribute.
+        args, kwargs: arguments of the call, the tensor first.
+        node: a function that returns the node of a tensor.
+        result: the plain result of the call.
     """
     tensor = args[0]
     with torch._C.DisableTorchFunction():
@@ -144,11 +145,12 @@ def traced(
 def emitted(
     value: TracedSize | Quotient, create: Callable[..., fx.Node], known: dict[Expression, fx.Node]
 ) -> fx.Node:
-    """Returns the node that computes a size, added to the end of the graph if there is none.
+    """Returns the node that computes a traced number; adds it to the end of the graph if there is none.
 
     Args:
-        create: adds a node: (op, target, args, kwargs).
-        known: expressions that have a node.
+        value: the traced number.
+        create: a function that adds a node: (op, target, args, kwargs) → node.
+        known: nodes of expressions that were added before.
     """
 
     def of(expression: Any) -> Any:

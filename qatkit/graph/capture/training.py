@@ -1,8 +1,8 @@
 """Finds what a model does only in training: functional dropout, custom noise and dropped paths.
 
-The graph is recorded in inference mode, where functional dropout is off. One run in training mode shows which of its
-calls follow the mode of the model; these become modules of the graph, which are on when it is trained. Random numbers
-that a model draws elsewhere in training can't be part of the graph, and are reported.
+The graph is recorded in inference mode, where functional dropout is off. One run in training mode shows which dropout
+calls depend on the model's mode. These become modules of the graph, which are on in training. Random numbers that a
+model draws elsewhere in training can't be part of the graph, and are reported.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class TrainingOnly(nn.Module):
 
 
 class _Watcher(TorchFunctionMode):
-    """Notes the rate of every functional dropout, by line, and the lines that draw random numbers."""
+    """A mode that records the rates of functional dropouts by line, and the lines that draw random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,13 +63,18 @@ def watch(
 ) -> tuple[dict[Place, list[float]], list[Place], set[str], set[str]]:
     """Runs `model` once in training mode.
 
-    Its state is restored. The values of `drawn` depend on the inputs in either mode (`drawn_output`). A model
-    that can't be run in this way (it wants targets) contributes nothing.
+    The model's state is restored. If the model can't be run in this way, for example because it needs targets, the
+    results are empty.
+
+    Args:
+        model: the model.
+        example: an example input of the model.
+        only_training: paths of modules that return their input in inference.
+        drawn: paths of modules whose outputs may be drawn instead of computed (`drawn_output`).
 
     Returns:
-        Rates of functional dropouts, lines with random numbers, those of `only_training` that change the
-        shape of their
-        input, and the names of buffers that code of the model changes.
+        The rates of functional dropouts by line, the lines that draw random numbers, the paths in `only_training`
+        of modules that change the shape of their input, and the names of buffers that code of the model changes.
     """
     watcher, reshaping = _Watcher(), set[str]()
     modes = [(module, module.training) for module in model.modules()]
@@ -89,7 +94,7 @@ def watch(
             watcher,
         ):
             call(model, example)
-    except Exception:  # without the targets that it wants in training, a forward may raise anything
+    except Exception:  # a forward may raise anything without the targets that it needs in training
         return {}, [], reshaping, set()
     finally:
         for module, mode in modes:
@@ -101,9 +106,9 @@ def watch(
 
 @contextlib.contextmanager
 def _leaves_apart(quiet: Mapping[int, str], reshaping: set[str], valueless: set[int]) -> Iterator[None]:
-    """Leaves calls of leaves, and of the modules `quiet`, unwatched: they stay modules.
+    """Leaves calls of leaves, and of the modules in `quiet`, unwatched, since they stay modules.
 
-    Those of the latter that return another shape are added to `reshaping`.
+    A module in `quiet` that returns another shape than its input's is added to `reshaping`.
     """
     original = nn.Module.__call__
 
@@ -135,9 +140,9 @@ def drop_reshaping(graph_module: fx.GraphModule, reshaping: set[str]) -> list[tu
 
 
 def follow_mode(graph_module: fx.GraphModule, rates: dict[Place, list[float]]) -> list[Place]:
-    """Turns the functional dropouts into modules; those that the run in training mode left off are dropped.
+    """Turns functional dropouts into modules, and removes those that are off in training mode too.
 
-    Returns the lines of those that are called only in training.
+    Returns the lines of dropouts that are called only in training, so that the graph lacks them.
     """
     left = {place: list(found) for place, found in rates.items()}
     for node in list(graph_module.graph.nodes):
@@ -145,7 +150,7 @@ def follow_mode(graph_module: fx.GraphModule, rates: dict[Place, list[float]]) -
         if node.op != "call_function" or not (attention or node.target in DROPOUTS):
             continue
         if not attention and node.args[2:] != (False,):
-            continue  # on in inference too
+            continue  # it is on in inference too
         found = left.get(node.meta.get("where", ("", 0)), [])
         rate = found.pop(0) if found else (0.0 if rates or attention else node.args[1])
         if attention:
@@ -166,7 +171,7 @@ def follow_mode(graph_module: fx.GraphModule, rates: dict[Place, list[float]]) -
 
 
 def _free(graph_module: fx.GraphModule, path: str) -> str:
-    """Returns `path`, with a number if the graph has such a module already."""
+    """Returns `path`, with a number appended if the graph already has a module at this path."""
     taken, number, found = {name for name, _ in graph_module.named_modules()}, 0, path
     while found in taken:
         number += 1

@@ -1,15 +1,15 @@
-"""Finds blocks that train another path than they evaluate, and parameters that are reached only in training.
+"""Finds blocks that use one path in training and another in evaluation, and parameters used only in training.
 
 A re-parameterized block evaluates with a merged copy of its branches, which is often frozen (`eval_conv` of SPAN). A
 graph recorded in inference mode has the copy, and nothing would ever train the branches:
 
     a run in training mode, with gradients      →  parameters that reach the outputs and are not in the graph
-    the innermost module around one of them
+    the innermost module around a parameter
     that inference mode calls too               →  a block
     the same outputs from both of its paths     →  it is recorded in training mode, with its BatchNorms as in inference
     anything else (auxiliary heads)             →  a note
 
-A model whose graph has all parameters that require gradients needs no such run.
+A model whose graph has all parameters that require gradients needs no run in training mode.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from qatkit.graph.signature import Example, call, flatten, leaves, unflatten
 PATHS = "training_paths"  # in a graph's meta: the paths of the blocks that were recorded in training mode
 _NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 _WITHOUT_GRADIENT = ("detach", "detach_", "data")
-_ROUNDING = 1e-4  # of the largest output: what two paths of one block may differ by in float32
-_NAMED = 4  # modules of a note
+_ROUNDING = 1e-4  # largest difference between two paths of a block in float32, relative to the largest output
+_NAMED = 4  # number of modules that a note names
 _ALONE = (
     "is used only in the model's training mode, which the graph leaves out; fine-tuning does not change it"
 )
@@ -44,8 +44,9 @@ class TrainingPaths:
     """The findings of a run in training mode.
 
     Attributes:
-        around: by parameter that only training mode reaches, the innermost module that inference mode calls too.
-        differences: by such a module, the relative difference between the outputs of its two paths.
+        around: for each parameter that only training mode uses, the path of the innermost module around it that
+            inference mode calls too.
+        differences: for each of these modules, the relative difference between the outputs of its two paths.
         blocks: paths of the modules whose graph is to be recorded in training mode.
     """
 
@@ -55,9 +56,7 @@ class TrainingPaths:
 
 
 def missing_parameters(model: nn.Module, graph: fx.Graph) -> dict[str, nn.Parameter]:
-    """Returns the parameters that require gradients and get none from the outputs of `graph`, recorded from
-    `model`.
-    """
+    """Returns the parameters of `model`, by name, that require gradients and get none in its recorded `graph`."""
     read: set[int] = set()
     for node in _before(next(iter(reversed(graph.nodes)))):
         path = str(node.target)
@@ -81,10 +80,12 @@ def _before(end: fx.Node) -> set[fx.Node]:
 
 
 def training_paths(model: nn.Module, example: Example, missing: Mapping[str, nn.Parameter]) -> TrainingPaths:
-    """Runs `model` in both modes, if any parameter is missing; it is left in inference mode then.
+    """Runs `model` in both modes and leaves it in inference mode; does nothing if no parameter is missing.
 
     Args:
-        missing: the parameters that may be trained by another path than that of inference.
+        model: the model.
+        example: an example input of the model.
+        missing: the parameters that the graph of inference mode does not train, by name.
     """
     if not missing:
         return TrainingPaths({}, {}, ())
@@ -109,11 +110,14 @@ def follow_paths(model: nn.Module, blocks: Collection[str]) -> None:
 
 
 def notes_of_paths(model: nn.Module, paths: TrainingPaths, missing: Collection[str]) -> list[tuple[str, str]]:
-    """Names the parameters that stay out of the graph, by their modules: in one line where nothing is in their place,
-    in another where evaluation computes something else than training does.
+    """Returns notes (modules, reason) on the parameters that stay out of the graph.
+
+    One note is for parameters that evaluation replaces by something similar, and one for all others.
 
     Args:
-        missing: from the graph as it was recorded in the end.
+        model: the model.
+        paths: the findings of the run in training mode.
+        missing: names of the parameters that the final graph lacks.
     """
     apart = [name for name in paths.around if name in missing]
     gaps = {name: paths.differences[paths.around[name]] for name in apart}
@@ -132,20 +136,20 @@ def notes_of_paths(model: nn.Module, paths: TrainingPaths, missing: Collection[s
 
 
 def listed(names: Sequence[str]) -> str:
-    """Returns the first names as text, and how many more there are."""
+    """Returns the first names as text, followed by the number of the others."""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more
 
 
 def _evaluate(model: nn.Module) -> None:
-    model.train()  # some merge when they leave training mode
+    model.train()  # some modules merge their branches when they leave training mode
     model.eval()
 
 
 def _reached(model: nn.Module, example: Example, missing: Mapping[str, nn.Parameter]) -> list[str]:
-    """Returns the names of those of `missing` that get a gradient from the outputs of training mode.
+    """Returns the names of parameters in `missing` that get a gradient from the outputs in training mode.
 
-    A model that can't be run so (it wants targets) contributes none.
+    There are none if the model can't be run in this way, for example because it needs targets.
     """
     model.train()
     for module in model.modules():
@@ -156,13 +160,13 @@ def _reached(model: nn.Module, example: Example, missing: Mapping[str, nn.Parame
             outputs = _leaves(call(model, _copied(example)))
             total = sum(one.float().sum() for one in outputs if one.requires_grad)
             given = torch.autograd.grad(total, list(missing.values()), allow_unused=True)  # type: ignore[arg-type]
-    except Exception:  # without the targets that it wants in training, a forward may raise anything
+    except Exception:  # a forward may raise anything without the targets that it needs in training
         return []
     return [name for name, one in zip(missing, given, strict=True) if one is not None]
 
 
 def _blocks(model: nn.Module, example: Example, names: Iterable[str]) -> dict[str, str]:
-    """Returns by parameter the path of the innermost module around it that inference mode calls."""
+    """Returns, for each parameter, the path of the innermost module around it that inference mode calls."""
     called = {id(model)}
 
     def note(module: nn.Module, _: Any) -> None:
@@ -184,7 +188,7 @@ def _blocks(model: nn.Module, example: Example, names: Iterable[str]) -> dict[st
 
 
 def _differences(model: nn.Module, example: Example, paths: Collection[str]) -> dict[str, float]:
-    """Compares the training path of each module with its outputs in inference mode, for its first inputs."""
+    """Returns the relative differences between the outputs of each module's two paths, for its first inputs."""
     given: dict[str, tuple[Any, Any]] = {}
     results: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
@@ -210,7 +214,7 @@ def _difference(model: nn.Module, path: str, args: Any, kwargs: Any, expected: A
     try:
         with _apart(model), torch.no_grad():
             found = _leaves(model.get_submodule(path)(*args, **kwargs))
-    except Exception:  # whatever a forward raises in training
+    except Exception:  # a forward may raise anything in training
         return float("inf")
     wanted = _leaves(expected)
     if len(found) != len(wanted):
@@ -220,7 +224,7 @@ def _difference(model: nn.Module, path: str, args: Any, kwargs: Any, expected: A
 
 @contextlib.contextmanager
 def _apart(model: nn.Module) -> Iterator[None]:
-    """Runs code without side effects: neither on buffers nor on random numbers."""
+    """Runs code without side effects on buffers and on the state of random generators."""
     with (
         torch.random.fork_rng(devices=[]),
         torch.compiler.set_stance("force_eager"),
@@ -244,7 +248,10 @@ def _leaves(value: Any) -> list[Tensor]:
 
 
 def _groups(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """Returns the outermost modules that have only these trainable parameters, and names of parameters without one."""
+    """Returns the outermost modules with no other trainable parameters than `names`.
+
+    A parameter that is in no such module is returned by its own name.
+    """
     others = [n for n, one in model.named_parameters() if one.requires_grad and n not in names]
     found = []
     for name in names:

@@ -1,8 +1,8 @@
-"""Writes functions of torch that hide products or changes as the functions that they are composed of.
+"""Writes functions of torch that hide products or in-place changes as the functions that they are composed of.
 
-They run with the recorder on, so each of their parts is a node: the Linears of an attention that is called as a
-function, the product with the weight of a bilinear form, the mask of a filled diagonal, the experts' Linears in a
-product of groups of rows.
+The composed functions run with the recorder on, so each of their parts is a node. Examples are the Linears of an
+attention that is called as a function, the product with the weight of a bilinear form, the mask of a filled diagonal,
+and the experts' Linears in a grouped matrix product.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from qatkit.graph.open_modules import bilinear
 
 
 def written_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
-    """Returns a function that computes `func` in parts; None for a function that becomes a node."""
+    """Returns a function that computes `func` in parts; None if `func` becomes a single node."""
     if func is F.multi_head_attention_forward and not _static(args, kwargs):
         return _attention
     if func is F.bilinear:
@@ -34,7 +34,7 @@ def written_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cal
 
 
 def _static(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Returns whether keys or values are given already."""
+    """Returns whether a call of attention passes `static_k` or `static_v`."""
     given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
     return given.get("static_k") is not None or given.get("static_v") is not None
 
@@ -48,7 +48,7 @@ _ARGUMENTS = (
 
 
 def _attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """Computes `F.multi_head_attention_forward` by the module that has these parameters."""
+    """Computes `F.multi_head_attention_forward` with a module that has these parameters."""
     given = SimpleNamespace(**dict.fromkeys(_ARGUMENTS))
     for name, value in (dict(zip(_ARGUMENTS, args, strict=False)) | kwargs).items():
         setattr(given, name, value)
@@ -87,12 +87,12 @@ _GROUPED = tuple(
     f for f in (getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)) if f is not None
 )
 
-# What its experts call instead of it while they are compiled.
+# The function that experts in transformers call instead of it while they are compiled.
 _GROUPED_OF_TRANSFORMERS = "transformers.grouped_mm_fallback"
 
 
 def _grouped(x: Tensor, weight: Tensor, offs: Tensor | None = None, **more: Any) -> Callable[..., Any] | None:
-    """Returns the products that `F.grouped_mm` computes in inference, in the type of their inputs."""
+    """Returns a function that computes the products of `F.grouped_mm` in the type of their inputs."""
     if any(value is not None for value in more.values()):
         return None
     if x.ndim == weight.ndim == 3 and offs is None:
@@ -110,9 +110,9 @@ def _groups_of_rows(x: Tensor, weight: Tensor, offs: Tensor, **_: Any) -> Tensor
     All matrices are applied in one product, and the result of the row's own group is kept.
 
     Args:
-        x: rows, [rows, inputs].
-        weight: a matrix for each group, [groups, inputs, outputs].
-        offs: where each group ends, [groups].
+        x: the rows, [rows, inputs].
+        weight: the matrix of each group, [groups, inputs, outputs].
+        offs: the end of each group, as an index of rows, [groups].
 
     Returns:
         [rows, outputs]

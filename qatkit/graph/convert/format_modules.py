@@ -1,8 +1,8 @@
-"""Modules of a converted graph whose numbers have number formats (`qatkit.quant.formats`).
+"""Modules of a converted graph for values in number formats (`qatkit.quant.formats`).
 
-Weights are float32 numbers that their format can represent; a Conv or Linear computes with them in float. An
-activation is rounded by a function in the file, in the domain `qatkit` and named after the format, whose body
-is in the file (`qatkit.export.format_functions`).
+Weights are float32 numbers that their format can represent, and a Conv or Linear computes with them in float. An
+activation is rounded by a function that is defined in the file, in the domain `qatkit` and with the name of the format
+(`qatkit.export.format_functions`).
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from qatkit.quant.formats.quantizers import FormatFakeQuantize, FormatWeightFake
 from qatkit.quant.formats.table import FORMATS, Format
 from qatkit.quant.qat_layers import QATOperator, plain_operator
 
-DOMAIN = "qatkit"  # of the functions
+DOMAIN = "qatkit"  # domain of the functions in the file
 
 
 class RoundToFormat(nn.Module):
     """Rounds x to the numbers of a format.
 
-    Buffers: scale [], the tensor's, if the format has one.
+    Buffers:
+        scale: the scale [] of the whole tensor; None if the format has none.
     """
 
     scale: Tensor | None
@@ -51,11 +52,11 @@ class HeldWeight:
     """The parts of a rounded weight, for a file that packs it.
 
     Attributes:
-        dtype: of `FORMATS`.
-        axis: along which its blocks lie; 0 without blocks.
-        values: float32, the weight.
-        scale: the factor of its elements, in the shape of its granularity.
-        of_tensor: [], the part of `scale` that the whole tensor has; 1 where there is none.
+        dtype: the name of its format in `FORMATS`.
+        axis: the axis along which its blocks lie; 0 without blocks.
+        values: the rounded weight, float32.
+        scale: the factors of its elements, in the shape of its granularity.
+        of_tensor: the factor [] in `scale` that the whole tensor shares; 1 if there is none.
     """
 
     dtype: str
@@ -66,12 +67,12 @@ class HeldWeight:
 
     @property
     def form(self) -> Format:
-        """The format."""
+        """The number format of the weight."""
         return FORMATS[self.dtype]
 
 
 def with_rounded_weight(operator: QATOperator, fake: FormatWeightFakeQuantize) -> nn.Module:
-    """Returns the float operator that inference runs, its weight rounded; its `held` is a `HeldWeight`."""
+    """Returns the float operator of inference with a rounded weight and a `HeldWeight` as its attribute `held`."""
     plain = plain_operator(operator)
     with torch.no_grad():
         weight = plain.get_parameter("weight")

@@ -1,8 +1,8 @@
 """The modules of a converted graph.
 
-Each has two forms of one computation. Called, it does in float32 and float64 exactly what ONNX Runtime's
-8-bit kernel does, so that the converted module is a reference for comparing the file bit for bit.
-While it is exported (`torch.compiler.is_exporting`) it spells out dequantize → operator, which is QDQ.
+Each module has two forms of the same computation. When it is called, it computes in float32 and float64 exactly what
+ONNX Runtime's 8-bit kernel computes, so that the file can be compared with it bit by bit. When it is exported
+(`torch.compiler.is_exporting`), it is written as dequantize → operator, which is QDQ.
 
 Source of the kernels' arithmetic: docs/onnxruntime-qdq.md, section 5.
 """
@@ -20,7 +20,7 @@ from qatkit.quant import numerics
 from qatkit.quant.granularity import along
 from qatkit.quant.qat_layers import QATEmbedding, QATOperator
 
-# Above this a bias plus a sum of products may leave float32's exact integers (2²⁴).
+# From this bias on, the bias plus a sum of products may exceed 2²⁴, the last of float32's exact integers.
 _EXACT = 2**22
 # Values that a pair computes at once: its intermediate results are float64, several times as large as its inputs.
 _PIECE = 2**18
@@ -28,7 +28,7 @@ _PIECE = 2**18
 
 @torch.library.custom_op("qatkit::barrier", mutates_args=())
 def barrier(x: Tensor) -> Tensor:
-    """Returns x; exported as a single-input Sum, which ONNX Runtime's QDQ fusions do not look through."""
+    """Returns x; it is exported as a Sum with one input, which ends ONNX Runtime's QDQ fusions."""
     return x.clone()
 
 
@@ -38,10 +38,12 @@ def _(x: Tensor) -> Tensor:
 
 
 class QuantizeDequantize(nn.Module):
-    """x → quantize → dequantize with fixed parameters: scale [], zero_point [] of the type that holds the integers.
+    """A quantize and a dequantize with fixed parameters.
 
     Args:
-        ends: the least and the largest integer, where they are not that type's: x is clipped to them before.
+        scale: [].
+        zero_point: [], in the type of the integers.
+        ends: the least and the largest integer, to which x is clipped first; None if they are the type's own.
     """
 
     scale: Tensor
@@ -56,7 +58,7 @@ class QuantizeDequantize(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.ends is not None:
             x = torch.clamp(x, *self.ends)
-        if x.device.type == "cpu" and not torch.compiler.is_exporting():  # the same in one pass
+        if x.device.type == "cpu" and not torch.compiler.is_exporting():  # computes the same in one pass
             info, zero = torch.iinfo(self.zero_point.dtype), int(self.zero_point)
             return numerics.to_steps(x, float(self.scale), info.min - zero, info.max - zero)
         q = torch.ops.qatkit.quantize(x, self.scale, self.zero_point)
@@ -64,22 +66,26 @@ class QuantizeDequantize(nn.Module):
 
 
 def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """Computes a·b + c with one rounding to float32: the product of two float32 is exact in float64."""
+    """Computes a·b + c with one rounding to float32; the product of two float32 numbers is exact in float64."""
     return (a.double() * b.double() + c.double()).float()
 
 
 class QuantizedPair(nn.Module):
-    """An operator on two 8-bit tensors, rounded to the steps of the pair after it.
+    """An operator on two 8-bit tensors, rounded to the steps of the quantize/dequantize pair after it.
 
-    Its sums and products follow ONNX Runtime's x86 kernels rounding by rounding: 0 differences over all
-    pairs of bytes and 300 sets of parameters.
+    Sums and products are rounded at the same places as in ONNX Runtime's x86 kernels. There was no difference over all
+    pairs of bytes with 300 sets of parameters.
     """
 
     scales: Tensor
     zero_points: Tensor
 
     def __init__(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        """`pairs`: (scale, zero_point), rank 0, of a, b and the result."""
+        """Stores the parameters.
+
+        Args:
+            pairs: (scale [], zero_point []) of a, of b and of the result.
+        """
         super().__init__()
         self.register_buffer("scales", torch.stack([scale for scale, _ in pairs]))
         self.register_buffer("zero_points", torch.stack([zero.float() for _, zero in pairs]))
@@ -97,7 +103,7 @@ class QuantizedPair(nn.Module):
         return made
 
     def _quantized(self, a: Tensor, b: Tensor) -> Tensor:
-        """Computes what `forward` does, at once."""
+        """Computes the result of `forward` in one piece."""
         integers = [torch.round(x / scale) for x, scale in zip((a, b), self.scales, strict=False)]
         steps: Tensor = torch.round(self.kernel(*integers)) - self.zero_points[2]
         return steps * self.scales[2]
@@ -107,12 +113,12 @@ class QuantizedPair(nn.Module):
         raise NotImplementedError
 
     def kernel(self, a: Tensor, b: Tensor) -> Tensor:
-        """Computes the result's q before rounding from q - zero_point of both operands."""
+        """Returns the integers of the result, not yet rounded, from q - zero_point of both operands."""
         raise NotImplementedError
 
 
 class QuantizedAdd(QuantizedPair):
-    """fma(q_a, r, fma(q_b, t, z_c - fma(r, z_a, t·z_b))) with r = s_a/s_c, t = s_b/s_c."""
+    """Add: fma(q_a, r, fma(q_b, t, z_c - fma(r, z_a, t·z_b))) with r = s_a/s_c, t = s_b/s_c."""
 
     def plain(self, a: Tensor, b: Tensor) -> Tensor:
         return a + b
@@ -124,7 +130,7 @@ class QuantizedAdd(QuantizedPair):
 
 
 class QuantizedMul(QuantizedPair):
-    """(q_a - z_a)·(q_b - z_b)·(s_a·s_b / s_c) + z_c."""
+    """Mul: (q_a - z_a)·(q_b - z_b)·(s_a·s_b / s_c) + z_c."""
 
     def plain(self, a: Tensor, b: Tensor) -> Tensor:
         return a * b
@@ -136,12 +142,11 @@ class QuantizedMul(QuantizedPair):
 
 
 class QuantizedHardSigmoid(nn.Module):
-    """hardsigmoid(x) = clamp(x + 3, 0, 6) / 6, quantized as x + 3 at 6/255 and read back at 1/255.
+    """hardsigmoid(x) = clamp(x + 3, 0, 6) / 6, quantized as x + 3 at scale 6/255 and dequantized at 1/255.
 
-    The division is in the two scales and the clamp in the 8-bit range, so that all that is left to run is an
-    Add, which has an 8-bit kernel. x = 0, a frequent value, would land on a tie (3 / (6/255) = 127.5), which
-    kernels break either way; the constant is 4e-6 smaller than 3 to break it downwards, as the simulation does
-    (float32's 1/255 is above 1/255).
+    The two scales contain the division, and the 8-bit range is the clamp. Only an Add remains, which has an 8-bit
+    kernel. x = 0, a frequent value, would be a tie (3 / (6/255) = 127.5), which kernels round up or down. The constant
+    is therefore 4e-6 smaller than 3, so that they round down like the simulation (float32's 1/255 is above 1/255).
     """
 
     three: Tensor
@@ -152,7 +157,13 @@ class QuantizedHardSigmoid(nn.Module):
     zero_point: Tensor
 
     def __init__(self, input_pair: tuple[Tensor, Tensor], scale: Tensor, zero_point: Tensor) -> None:
-        """`input_pair`: scale and zero_point of x, rank 0."""
+        """Stores the parameters.
+
+        Args:
+            input_pair: scale [] and zero_point [] of x.
+            scale: scale [] of the result.
+            zero_point: zero_point [] of the result.
+        """
         super().__init__()
         info = torch.iinfo(zero_point.dtype)
         self.register_buffer("three", torch.tensor(info.max, dtype=zero_point.dtype))
@@ -167,32 +178,37 @@ class QuantizedHardSigmoid(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         dequantize = torch.ops.qatkit.dequantize
         three = dequantize(self.three, self.three_scale, self.three_zero_point, 0)
-        # Of x + scalar, ONNX Runtime's kernel takes the scalar first; of two tensors, the first one.
+        # For x + scalar, ONNX Runtime's kernel uses the scalar as the first operand.
         total = x + three if torch.compiler.is_exporting() else self.add(three, x)
         q = torch.ops.qatkit.quantize(total, self.sum_scale, self.zero_point)
         return cast(Tensor, dequantize(q, self.scale, self.zero_point, 0))
 
 
 class Quantized(nn.Module):
-    """A Conv or Linear whose weight is int8 and whose bias is int32, int16, int8, or in the file its value in float.
+    """A Conv or Linear with an int8 weight and an int32, int16 or int8 bias; the bias may be float in the file.
 
-    Called, it sums integers (exact in float32 up to 2²⁴, in float64 where they may be larger, as those of 16 bits are),
-    then multiplies once by s_x·s_w (/ s_y).
+    When called, it sums integers and multiplies the sum once by s_x·s_w (/ s_y). The sums are exact: they are float32
+    up to 2²⁴, and float64 where they may be larger, as with 16-bit integers.
 
-    Buffers: weight in bytes, weight_scale and weight_zero_point [] or [out], bias [out], bias_scale of weight_scale's
-    shape, and where it is not the scale of the sums bias_multiplier, int32, by which it is larger.
+    Buffers:
+        weight: the integers in bytes.
+        weight_scale, weight_zero_point: [] or [out].
+        bias: [out].
+        bias_scale: in the shape of weight_scale.
+        bias_multiplier: int32, bias_scale as a multiple of the scale of the sums; None if the two are equal.
 
     Args:
-        input_scale: of the FakeQuantize before it, [].
-        output_scale: of the FakeQuantize after it, []; None when the output stays float.
-        float_bias: the file holds the bias as float (whole steps of bias_scale all the same).
+        operator: the prepared operator.
+        input_scale: scale [] of the FakeQuantize before it.
+        output_scale: scale [] of the FakeQuantize after it; None if the output stays float.
+        float_bias: whether the file has a float bias (whose values are still whole steps of bias_scale).
         input_steps: the largest integer of the input, counted from its zero point.
 
     Attributes:
         repaired: channels whose scale was raised so that the bias fits int32.
-        spec: of the weight.
-        lost: what that moves their results by, at most, as a share of the bias.
-        dtype: of the weight's integers, a name in `qatkit.quant.spec.DTYPES`; its buffer holds them in bytes.
+        spec: the spec of the weight.
+        lost: the largest change of a result by such a raised scale, as a fraction of the bias.
+        dtype: the type of the weight's integers, a name in `qatkit.quant.spec.DTYPES`.
     """
 
     weight: Tensor
@@ -252,7 +268,7 @@ class Quantized(nn.Module):
         """Appends channels with weights and biases of 0 to a convolution; the other results stay the same.
 
         Args:
-            inputs, outputs: how many; for a depthwise convolution the same number.
+            inputs, outputs: numbers of channels to append; equal for a depthwise convolution.
         """
         settings: Any = self.operator.bare
         settings.in_channels += inputs
@@ -265,26 +281,26 @@ class Quantized(nn.Module):
                 setattr(self, name, F.pad(given, [0, outputs]))
         for name in ("weight_scale", "weight_zero_point", "bias_scale", "bias_zero_point", "bias_multiplier"):
             given = getattr(self, name, None)
-            if given is not None and given.ndim:  # any scale is right for zeros
+            if given is not None and given.ndim:  # zeros may have any scale
                 setattr(self, name, torch.cat([given, given[-1:].expand(outputs)]))
         counted = F.pad(counted, [*around, 0, inputs, 0, outputs])
         self.weight = (counted + along(self.weight_zero_point, 0, counted.ndim)).to(kind)
 
     def _counted(self, kind: torch.dtype) -> Tensor:
-        """Returns the integers of the weight, counted from the zero point."""
+        """Returns the integers of the weight minus the zero point, in type `kind`."""
         weight = self.weight.to(kind)
         return weight - along(self.weight_zero_point, 0, weight.ndim) if self.has_zero_point else weight
 
     def _integer(self, x: Tensor) -> Tensor:
         channel = -1 if self.is_linear else 1
         whole, weight = x.div(self.input_scale).round_(), self._counted(x.dtype)
-        # Sums of 16-bit products, or with weights of one sign, exceed float32's exact integers.
+        # Sums of 16-bit products, or of products with weights of one sign, may exceed float32's exact integers.
         wide = self.has_zero_point or self._wide
         wide = wide and float(weight.abs().flatten(1).sum(1).max()) * self.input_steps >= 2**24
         kind = torch.float64 if wide else x.dtype
         total = self.operator.infer(
             whole.to(kind), weight.to(kind), None
-        )  # it is used only here, so it is changed in place
+        )  # nothing else reads it, so it may be changed in place
         if self.bias is not None:
             steps = self.bias.to(torch.int32)
             steps = steps if self.bias_multiplier is None else steps * self.bias_multiplier
@@ -295,7 +311,7 @@ class Quantized(nn.Module):
         scale = self.weight_scale * self.input_scale
         if self.output_scale is None:
             return total.mul_(along(scale, channel, total.ndim))
-        # Rounded here, by the one product that ONNX Runtime multiplies with; the pair after it clamps.
+        # Round here, after a single multiplication as in ONNX Runtime; the pair after the operator clamps.
         steps = total.mul_(along(scale / self.output_scale, channel, total.ndim)).round_()
         return steps.mul_(self.output_scale)
 
@@ -311,8 +327,10 @@ class Quantized(nn.Module):
 class QuantizedEmbedding(nn.Module):
     """An Embedding whose table is int8: rows of bytes are looked up, and each is multiplied by its scale.
 
-    Buffers: weight in bytes [rows, values], weight_scale [rows, 1], and weight_zero_point of that shape where there may
-    be one.
+    Buffers:
+        weight: the integers in bytes, [rows, values].
+        weight_scale: [rows, 1].
+        weight_zero_point: [rows, 1]; None if the type has no zero points.
     """
 
     weight: Tensor
@@ -337,7 +355,7 @@ class QuantizedEmbedding(nn.Module):
 
 
 class Settings:
-    """An operator's settings without its parameters; not a Module, so it adds nothing to names or state."""
+    """An operator's settings without its parameters; no Module, so that it adds no names and no state."""
 
     def __init__(self, operator: QATOperator) -> None:
         self.bare = copy.copy(operator)
@@ -348,7 +366,7 @@ class Settings:
         return self.bare.run(x, weight, bias)
 
     def infer(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Computes the same without a gradient, on the CPU by oneDNN.
+        """Computes the operator without a gradient; convolutions on the CPU are computed by oneDNN.
 
         With one thread, a 1x1 kernel and fewer than 16 images, torch would choose an implementation that takes
         twice as long.

@@ -1,7 +1,7 @@
-"""Operators that order values, with equal values in the order of ONNX: the one with the lower index first.
+"""Operators that order values and, as in ONNX, put the one with the lower index first if values are equal.
 
-torch leaves the order of equal values open, and quantized values are often equal. A converted module that ordered them
-differently from the file would differ in everything that is looked up by their indices, and hide real faults.
+torch leaves the order of equal values open, and quantized values are often equal. If a converted module ordered them
+differently from the file, everything that is looked up by their indices would differ and hide real errors.
 
 Source: ONNX operators, TopK ("the element with the lower index will appear first").
 """
@@ -21,13 +21,13 @@ from torch.return_types import topk as LargestValues
 
 
 def order_as_onnx(node: fx.Node) -> None:
-    """Replaces the operator of `node` if it orders values and leaves the order of equal ones open."""
+    """Replaces the operator of `node` if it orders values and leaves the order of equal values open."""
     name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
     function = _FUNCTIONS.get(str(name))
     if function is None or (node.op == "call_function" and node.target is not getattr(torch, str(name))):
         return
     if function is _median and len(node.args) + len(node.kwargs) == 1:
-        return  # the median of all values, which has no index
+        return  # the median of all values returns no index
     node.op, node.target = "call_function", function
 
 

@@ -1,8 +1,8 @@
-"""LSTM, GRU and RNN of a converted graph: int8 weights and one scale per row, as the file holds them.
+"""LSTM, GRU and RNN of a converted graph, with int8 weights and one scale per row as in the file.
 
-A layer is one call of `qatkit::recurrent`, exported as ONNX's operator of that name. Gates are in ONNX's order,
-so that only the product with its scale is between a weight and its reader. Called, it computes in float with
-exactly these weights, as ONNX Runtime does.
+A layer is one call of `qatkit::recurrent`, which is exported as ONNX's LSTM, GRU or RNN. Gates are in ONNX's order, so
+that in the file only a dequantize is between a weight and its reader. When called, it computes in float with exactly
+these weights, as ONNX Runtime does.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from qatkit.quant.recurrent_layers import QATRecurrent
 
-# Which of torch's gates comes at each place of ONNX's: i f g o → i o f c, r z n → z r h.
+# The index of torch's gate at each place of ONNX's order: i f g o → i o f c, r z n → z r h.
 _ORDERS = {"LSTM": (0, 3, 1, 2), "GRU": (1, 0, 2), "RNN_TANH": (0,), "RNN_RELU": (0,)}
 _RUN: dict[str, Any] = {"GRU": torch.gru, "RNN_TANH": torch.rnn_tanh, "RNN_RELU": torch.rnn_relu}
 _Results = tuple[Tensor, Tensor, Tensor]
@@ -34,15 +34,17 @@ def recurrent(
 
     Args:
         x: [steps, batch, inputs].
-        weights: of the inputs, int8 [directions, gates · size, inputs], its scales [directions, gates · size, 1], its
-            zero points of that shape if there are any, the same of the hidden state; gates in ONNX's order.
-        bias: [directions, 2 · gates · size], of the inputs and of the hidden state.
-        hidden, cell: initial states [directions, batch, size]; None: zeros.
-        mode: as `nn.RNNBase.mode`.
+        weights: the weight for the inputs, int8 [directions, gates · size, inputs], its scales
+            [directions, gates · size, 1] and, if there are any, its zero points in the same shape; then the same
+            tensors for the hidden state. Gates are in ONNX's order.
+        bias: the biases for the inputs and for the hidden state, [directions, 2 · gates · size], or None.
+        hidden, cell: initial states [directions, batch, size]; None means zeros.
+        mode: one of the modes of `nn.RNNBase`.
+        size: the size of the hidden state.
 
     Returns:
-        [steps, batch, directions · size], the last hidden state, and that of the cell (the hidden state again except
-        for LSTM).
+        The outputs [steps, batch, directions · size], the last hidden state, and the last state of the cell (except
+        for LSTM, the hidden state again).
     """
     of_inputs, of_hidden = (_dequantized(*parts) for parts in of_each(weights))
     flat = []
@@ -68,7 +70,7 @@ def _(x: Tensor, weights: list[Tensor], *others: Any) -> _Results:
 
 
 def of_each(weights: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Returns the parts of the weight of the inputs, and of that of the hidden state."""
+    """Splits the weights of `recurrent` into the tensors for the inputs and those for the hidden state."""
     count = len(weights) // 2
     return weights[:count], weights[count:]
 
@@ -79,7 +81,7 @@ def _dequantized(q: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor
 
 
 def _to_onnx(rows: Tensor, mode: str) -> Tensor:
-    """Returns rows [gates · size, ...] in the order of ONNX's gates."""
+    """Reorders rows [gates · size, ...] from torch's to ONNX's order of gates."""
     return torch.cat([rows.chunk(len(_ORDERS[mode]))[i] for i in _ORDERS[mode]])
 
 
@@ -91,9 +93,11 @@ def _to_torch(rows: Tensor, mode: str) -> Tensor:
 class QuantizedRecurrent(nn.Module):
     """An LSTM, GRU or RNN whose weights are int8.
 
-    Buffers, of each layer: weight_ih_lN and weight_hh_lN int8 [directions, gates · size, inputs], their scales
-    [directions, gates · size, 1] under NAME_scale, zero points under NAME_zero_point where there may be some, bias_lN
-    [directions, 2 · gates · size].
+    Buffers of layer N:
+        weight_ih_lN, weight_hh_lN: int8 [directions, gates · size, inputs].
+        weight_ih_lN_scale, weight_hh_lN_scale: [directions, gates · size, 1].
+        weight_ih_lN_zero_point, weight_hh_lN_zero_point: in the same shape, if the type has zero points.
+        bias_lN: [directions, 2 · gates · size], if the layer has biases.
     """
 
     def __init__(self, module: QATRecurrent) -> None:
@@ -128,8 +132,9 @@ class QuantizedRecurrent(nn.Module):
         return torch.stack(both)
 
     def forward(self, x: Tensor, hx: Any = None) -> Any:
-        """Returns (outputs, state) as torch does, for an LSTM (outputs, (hidden, cell)); accepts unbatched
-        input too.
+        """Returns (outputs, state) in torch's layout, with (hidden, cell) as the state of an LSTM.
+
+        As in torch, the input may be unbatched.
         """
         batch = x.ndim == 3
         given = () if hx is None else hx if self.mode == "LSTM" else (hx,)
@@ -142,7 +147,7 @@ class QuantizedRecurrent(nn.Module):
         return outputs, last if self.mode == "LSTM" else last[0]
 
     def _run(self, x: Tensor, states: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """Runs all layers, on [steps, batch, inputs]."""
+        """Runs all layers on x [steps, batch, inputs]; returns the outputs and the last states of all layers."""
         collected: list[tuple[Tensor, ...]] = []
         count = len(self.directions)
         for layer in range(self.layers):

@@ -1,9 +1,9 @@
-"""Removes from the graph what only training needs.
+"""Simplifies a graph for inference.
 
 dropout, auxiliary heads               removed
-weights that are computed              parameters
-values that depend only on parameters  computed once
-γ · Linear(x), ConvNeXt's layer scale  → Linear with γ in its rows: the integers stay, the scales change
+weights that are computed              become parameters
+values that depend only on parameters  are computed once
+γ · Linear(x), ConvNeXt's layer scale  becomes a Linear with γ in its rows: the integers stay, the scales change
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from qatkit.quant.qat_layers import QATOperator, plain_operator
 from qatkit.quant.weight_fake_quantize import WeightFakeQuantize
 
 _MEGABYTE = 1 << 20
-# Types of arguments of a graph's nodes other than nodes (and None, which has no meaning here).
+# Types of values that can be arguments of a node.
 _WRITTEN = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 
 
 def simplify(graph_module: fx.GraphModule) -> None:
-    """Simplifies `graph_module`, in inference mode, in place."""
+    """Simplifies `graph_module`, which is in inference mode, in place."""
     _settle_weights(graph_module)
     _drop_passes(graph_module)
     _fold_constants(graph_module)
@@ -41,12 +41,12 @@ def simplify(graph_module: fx.GraphModule) -> None:
 
 
 def float_baseline(model: nn.Module, example: Example) -> fx.GraphModule:
-    """Returns the float model as ONNX Runtime runs it fastest: BatchNorm folded, attention as in the INT8 file."""
+    """Returns the float model as it is fastest in ONNX Runtime: BatchNorms folded, attention as in the INT8 file."""
     model, _ = in_single_precision(model)
     example = in_float32(example)
     graph_module = stub(fuse(model, example).graph, example).graph.eval()
     simplify(graph_module)
-    propagate(graph_module, example)  # tensors are named in the file, what opened attention has made too
+    propagate(graph_module, example)  # all tensors get a name in the file, those of opened attention too
     return graph_module
 
 
@@ -61,7 +61,7 @@ def _settle_weights(graph_module: fx.GraphModule) -> None:
 
 
 def _drop_passes(graph_module: fx.GraphModule) -> None:
-    """Removes dropout and the like, which are the identity in inference, and outputs for training only."""
+    """Removes modules that are the identity in inference, such as dropout, and outputs that only training uses."""
     for node in list(graph_module.graph.nodes):
         if op_class(node) == "pass" and node.all_input_nodes:
             node.replace_all_uses_with(node.all_input_nodes[0])
@@ -77,9 +77,9 @@ def _fold_constants(graph_module: fx.GraphModule) -> None:
     """Computes once the values that depend only on parameters (Swin's relative position bias).
 
     Values that would enlarge the file by more than a megabyte are left to ONNX Runtime, which computes them
-    when it loads the file (on clips the bias is a thousand times its table). A value that is not a tensor (a
-    device, a size) is written into its readers' arguments; a list of tensors is folded where one of them is
-    taken out.
+    when it loads the file (on clips the bias is a thousand times as large as its table). A value that is not a
+    tensor (a device, a size) is written into its readers' arguments. For a list of tensors, the tensors that are
+    taken out of it are folded.
     """
     constant = constants(graph_module.graph)
     values: dict[fx.Node, Any] = {}
@@ -110,7 +110,7 @@ def _is_small(value: Tensor, sources: set[fx.Node], values: dict[fx.Node, Any]) 
 
 
 def _write_out(node: fx.Node, value: Any, readers: list[fx.Node]) -> None:
-    """Puts a value that an argument can hold into the arguments of `readers`, in the place of `node`."""
+    """Replaces `node` by its value in the arguments of `readers`, if arguments can have such a value."""
     if not isinstance(value, _WRITTEN):
         return
     for reader in readers:
@@ -121,7 +121,10 @@ def _write_out(node: fx.Node, value: Any, readers: list[fx.Node]) -> None:
 
 
 def _store(graph_module: fx.GraphModule, path: str, value: Tensor) -> str:
-    """Stores a constant as a buffer of the module at its path, or of the graph if there is none; returns its name."""
+    """Stores a constant as a buffer and returns its path.
+
+    The buffer belongs to the module that `path` names, or to the graph if there is no such module.
+    """
     owner, _, name = path.rpartition(".")
     home = dict(graph_module.named_modules()).get(owner)
     if home is None:
@@ -155,7 +158,10 @@ def _fold_layer_scale(graph_module: fx.GraphModule) -> None:
 
 
 def _linear_below(node: fx.Node, factor: Tensor) -> fx.Node | None:
-    """Returns the Linear whose last axis, permuted or not, `factor` is spread along; None if there is none."""
+    """Returns the Linear before `node` whose output channels `factor` multiplies; None if there is none.
+
+    Permutes may come between the Linear and `node`.
+    """
     long = [axis - factor.ndim for axis, size in enumerate(factor.shape) if size > 1]
     if len(long) != 1:
         return None

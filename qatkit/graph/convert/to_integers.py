@@ -1,20 +1,20 @@
 """Converts a prepared graph from simulation to integers.
 
-Weights become int8 buffers, biases int32 at scale s_x·s_w, and every FakeQuantize an explicit pair of
+Weights become int8 buffers, biases become int32 at scale s_x·s_w, and every FakeQuantize becomes an explicit pair of
 quantize and dequantize. The result runs in PyTorch and is the reference that the ONNX file is compared with.
 
-Further requirements of ONNX Runtime are implemented here as graph rules, from docs/onnxruntime-qdq.md:
+Further requirements of ONNX Runtime (docs/onnxruntime-qdq.md) are implemented here as graph rules:
 
-- an operator that only moves values gets the same pair again after it, if an int8 operator reads it;
-- HardSigmoid becomes Add(x, 3) → quantize(6/255) → dequantize(1/255): its division is in the two scales;
-- a Linear sees 2-D inputs (Gemm), with the reshapes around it;
-- a float operator between a dequantize and a quantize, or after a dequantize where ONNX Runtime would
-  otherwise miss a fusion, is separated by a barrier (an ONNX Sum with one input);
-- channels are padded with zeros to the multiples that its kernels want (`qatkit.graph.pad_channels`).
+- After an operator that only moves values, the same pair is repeated if an int8 operator reads the result.
+- HardSigmoid becomes Add(x, 3) → quantize(6/255) → dequantize(1/255): its division is in the two scales.
+- A Linear gets 2-D inputs (Gemm), with reshapes around it.
+- A float operator between a dequantize and a quantize, or after a dequantize where ONNX Runtime would
+  otherwise miss a fusion, is separated by a barrier (an ONNX Sum with one input).
+- Channels are padded with zeros to the multiples that its kernels need (`qatkit.graph.pad_channels`).
 
-Numbers with number formats stay float (`format_modules`).
-A backend of another runtime (`Backend.for_onnxruntime`) gets float biases and none of these.
-Equal values are ordered as ONNX orders them (`qatkit.graph.convert.orders`), for any backend.
+Values in number formats stay float (`format_modules`). For a backend of another runtime (`Backend.for_onnxruntime` is
+false), biases are float and none of these rules apply. For any backend, equal values are ordered as ONNX orders them
+(`qatkit.graph.convert.orders`).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from qatkit.quant.spec import WHOLE, WIDE, QuantSpec
 def convert(graph_module: fx.GraphModule) -> PassResult:
     """Returns a converted copy of a prepared graph, on the CPU in inference mode.
 
-    `skipped` of the result lists what had to be repaired on the way.
+    `skipped` in the result lists the scales and biases that had to be adjusted, each with its site.
     """
     converted = copy.deepcopy(graph_module, _packed_here(graph_module)).cpu().eval()
     result = PassResult(converted)
@@ -95,7 +95,7 @@ def convert(graph_module: fx.GraphModule) -> PassResult:
 
 
 def _packed_here(graph_module: fx.GraphModule) -> dict[int, Any]:
-    """Returns the memo for a copy without what is read once, to make integers of it: a copy of all weights."""
+    """Returns the memo for a copy that shares the float weights, which are only read once to compute integers."""
     read = [one for one in graph_module.modules() if getattr(one, "weight_fake_quant", None) is not None]
     within = {inner for one in read for inner in one.modules()}
     others = [one for one in graph_module.modules() if one not in within]
@@ -152,14 +152,14 @@ def _convert_operator(node: fx.Node, result: PassResult) -> None:
 
 
 def _tell_few_bits(node: fx.Node, scale: Tensor, spec: QuantSpec, result: PassResult) -> None:
-    """Reports scales that their type holds in fewer bits than others."""
+    """Reports scales that are so small that their type represents them with fewer bits."""
     if count := subnormal_scales(scale, spec):
         reason = f"{count} of {scale.numel()} scales are below 2^-14, where float16 has fewer than 11 bits"
         result.skipped.append((site(node), reason))
 
 
 def _convert_recurrent(node: fx.Node) -> None:
-    """Replaces a recurrent layer; the quantizers of values taken out of its results stay below its path."""
+    """Replaces a recurrent layer; the quantizers of its outputs stay children of the new module."""
     module = cast(QATRecurrent, module_of(node))
     new = QuantizedRecurrent(module)
     for name, child in module.named_children():
@@ -176,7 +176,10 @@ def _keep_activation_apart(node: fx.Node) -> None:
 
 
 def _keep_float_readers(graph_module: fx.GraphModule) -> None:
-    """Separates the float readers of a Linear: ONNX Runtime quantizes it for all of its readers or for none."""
+    """Separates a Linear with several readers from the quantizers among them.
+
+    ONNX Runtime quantizes a Linear for all of its readers or for none.
+    """
     for node in list(graph_module.graph.nodes):
         if (
             not _for_onnxruntime(node)
@@ -191,7 +194,7 @@ def _keep_float_readers(graph_module: fx.GraphModule) -> None:
 
 
 def _leads_to_quantizers(node: fx.Node) -> bool:
-    """Returns whether `node` is a quantizer, or changes a shape only for quantizers."""
+    """Returns whether `node` is a quantizer, or changes a shape and is read only by quantizers."""
     if is_quantizer(node):
         return True
     return op_class(node) == "shape" and bool(node.users) and all(map(_leads_to_quantizers, node.users))
@@ -200,7 +203,7 @@ def _leads_to_quantizers(node: fx.Node) -> bool:
 def _keep_from_shapes_and_pairs(node: fx.Node) -> None:
     """Separates LayerNorm and GELU, which read their input twice, from a dequantize or Transpose before them.
 
-    ONNX Runtime would double that operator.
+    ONNX Runtime would otherwise duplicate the dequantize or Transpose.
     """
     before = node.all_input_nodes[0]
     if turns_axes(before) or quantizer_of(before) is not None:
@@ -209,22 +212,22 @@ def _keep_from_shapes_and_pairs(node: fx.Node) -> None:
 
 
 def _convert_arithmetic(node: fx.Node, kind: Any) -> None:
-    """Replaces an operator, with one input or two, that the 8-bit kernel computes in a way of its own."""
+    """Replaces an operator whose 8-bit kernel does not compute dequantize → operator → quantize."""
     if issubclass(kind, QuantizedPair):
         _convert_two_inputs(node, kind)
     elif (quantizer := quantizer_of(node.args[0])) is None or not _spec(quantizer).any_scale:
-        return  # its own scales, of sixths, are none of a type: computed in float, and rounded
+        return  # the allowed scales do not include sixths, so it is computed in float and rounded
     elif _has_bytes(quantizer):
         node.meta["integer"] = functools.partial(kind, _pair(quantizer))
 
 
 def _convert_two_inputs(node: fx.Node, kind: type[QuantizedPair]) -> None:
-    """Replaces an Add or Mul between quantized tensors by one in the kernel's arithmetic."""
+    """Replaces an Add or Mul of two quantized tensors by a module with the kernel's arithmetic."""
     quantizers, after = [quantizer_of(a) for a in node.args], quantizer_after(node)
     if node.kwargs or len(quantizers) != 2 or after is None or None in quantizers:
         return
     if not all(_has_bytes(cast(fx.Node, q)) for q in (*quantizers, after)):
-        return  # floats are added and rounded
+        return  # the operator is computed in float and its result is rounded
     path, owner = site(node), cast(fx.GraphModule, node.graph.owning_module)
     owner.add_submodule(path, kind([_pair(cast(fx.Node, q)) for q in (*quantizers, after)]))
     node.op, node.target = "call_module", path
@@ -240,7 +243,7 @@ def _spec(quantizer: fx.Node) -> QuantSpec:
 
 
 def _has_bytes(quantizer: fx.Node) -> bool:
-    """Returns whether values are 8-bit integers, which kernels of ONNX Runtime compute with."""
+    """Returns whether a quantizer has 8-bit integers, the only ones that these kernels support."""
     spec = _spec(quantizer)
     return spec.form is None and not spec.wide
 
@@ -268,13 +271,11 @@ def _two_dimensional(node: fx.Node) -> None:
 
 
 def _leading_sizes(node: fx.Node, shape: Sequence[int]) -> list[Any]:
-    """Returns the shape to restore: -1 for the batch, which may come after the sequences, nodes for other
-    free axes.
-    """
+    """Returns the leading sizes to restore: -1 for the batch axis, nodes for other free axes, else numbers."""
     sizes: list[Any] = list(shape)
     sizes[node.meta.get(BATCH_AXIS, 0)] = -1
     varying = [axis for axis in node.meta.get(VARYING_AXES, ()) if axis != node.meta.get(BATCH_AXIS)]
-    if BATCH_AXIS not in node.meta and varying:  # the batch is of one size
+    if BATCH_AXIS not in node.meta and varying:  # the batch size is fixed
         sizes = list(shape)
         sizes[varying.pop()] = -1
     for axis in varying:
@@ -285,7 +286,7 @@ def _leading_sizes(node: fx.Node, shape: Sequence[int]) -> list[Any]:
 
 
 def _read_rows(reader: fx.Node) -> None:
-    """Drops the changes of shape before `reader` that its rows do not need."""
+    """Removes changes of shape before `reader` that do not change its rows."""
     before = cast(fx.Node, reader.args[0])
     rows = rows_of(before)
     reader.args = (rows,)
@@ -299,7 +300,7 @@ def _all_but(*kept: fx.Node) -> Callable[[fx.Node], bool]:
 
 
 def _is_int8_reader(node: fx.Node) -> bool:
-    """Returns whether a reader of a dequantized tensor computes in 8 bits, or passes it to one that does."""
+    """Returns whether a reader of a dequantized tensor computes in 8 bits, or passes values on to one that does."""
     if _is_converted(node):
         return True
     if facts(node).keeps_range:
@@ -319,7 +320,7 @@ def _repeat_pairs(graph_module: fx.GraphModule) -> None:
         others = [u for u in node.users if u not in inside]
         if quantizer is None or not any(_is_int8_reader(user) for user in others):
             continue
-        if isinstance(module_of(quantizer), FormatFakeQuantize):  # whose values are moved as floats
+        if isinstance(module_of(quantizer), FormatFakeQuantize):  # its values are moved as floats
             continue
         with graph_module.graph.inserting_after(node):
             again = graph_module.graph.call_module(str(quantizer.target), (node,))
@@ -360,9 +361,9 @@ def _convert_pair(node: fx.Node) -> None:
 
 
 def _would_be_fused(node: fx.Node) -> bool:
-    """Returns whether a node is a float Conv or Linear before a quantize: ONNX Runtime would quantize its weight.
+    """Returns whether a node comes from a float Conv or Linear, whose weight ONNX Runtime would quantize.
 
-    Its optimizer moves the quantize up through activations and value-moving operators.
+    Its optimizer moves the quantize after `node` up through activations and value-moving operators.
     """
     while facts(node).keeps_range or facts(node).activation:
         node = node.all_input_nodes[0]

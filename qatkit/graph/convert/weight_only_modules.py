@@ -1,18 +1,18 @@
-"""Operators of a converted graph with quantized weights only: packed in the file, with float activations.
+"""Operators of a converted graph with quantized weights and float activations; the weights are packed in the file.
 
     Linear, 4 bits or fewer    com.microsoft MatMulNBits, whose kernel multiplies by the packed weight
     Embedding                  rows of the packed table are looked up, and unpacked by operators of opset 13
-    every other                the weight is unpacked by these operators, with constant inputs only: ONNX Runtime
+    all others                 the weight is unpacked by these operators; their inputs are constants, so ONNX Runtime
                                computes them once, when it loads the file
 
-All hold a weight [out, inputs] as unsigned integers, block by block: u = q + 2^(bits - 1), where q counts as
-`WeightFakeQuantize` does; the lowest bits of a byte come first. A shorter last block is padded with zeros. A row
-shorter than a block keeps its length unless MatMulNBits reads it.
+A weight [out, inputs] is stored as unsigned integers, block by block: u = q + 2^(bits - 1), where q is the integer of
+`WeightFakeQuantize`. The lowest bits of a byte come first. A shorter last block is padded with zeros. A row shorter
+than a block keeps its length unless MatMulNBits reads it.
 
-3 bits are held in 4, since MatMulNBits has no kernel for them. For it, scales per output channel are repeated
-in blocks of 128. It does not get 8 bits, for which it takes many times as long as float does. Scales that are
-not held in float32 (`qatkit.quant.held_scales`) are converted by a Cast and a Mul of constants, which ONNX
-Runtime computes when it loads the file.
+3 bits are stored in 4, since MatMulNBits has no kernel for them. For MatMulNBits, scales per output channel are
+repeated for blocks of 128. It is not used for 8 bits, with which it takes many times as long as float. Scales in other
+types than float32 (`qatkit.quant.held_scales`) are converted by a Cast and a Mul of constants, which ONNX Runtime
+computes when it loads the file.
 
 Source: the definition of MatMulNBits in onnxruntime's docs/ContribOperators.md.
 """
@@ -32,12 +32,12 @@ from qatkit.quant.held_scales import decoded, encoded
 from qatkit.quant.qat_layers import QATEmbedding, QATOperator
 from qatkit.quant.weight_fake_quantize import WeightFakeQuantize
 
-HELD_IN = {"int8": 8, "int4": 4, "int3": 4, "int2": 2}  # bits
-_REPEATED = 128  # inputs that one scale of a channel serves at a time
+HELD_IN = {"int8": 8, "int4": 4, "int3": 4, "int2": 2}  # bits in the file
+_REPEATED = 128  # size of the blocks for which the scale of a channel is repeated
 
 
 def packed(integers: Tensor, bits: int) -> Tensor:
-    """Returns unsigned integers [..., n] of so many bits as bytes [..., ceil(n · bits / 8)], lowest bits first."""
+    """Packs unsigned integers [..., n] of `bits` bits into bytes [..., ceil(n · bits / 8)], lowest bits first."""
     each = 8 // bits
     filled = F.pad(integers, [0, -integers.shape[-1] % each]).unflatten(-1, (-1, each)).to(torch.int32)
     places = torch.arange(each, dtype=torch.int32) * bits
@@ -46,7 +46,7 @@ def packed(integers: Tensor, bits: int) -> Tensor:
 
 
 def unpacked(held: Tensor, bits: int) -> Tensor:
-    """Returns the integers [..., n] that `packed` packed, in float32, followed by zeros up to whole bytes."""
+    """Returns the integers [..., n] of bytes made by `packed`, in float32, followed by zeros up to whole bytes."""
     each = 8 // bits
     places = torch.arange(each, dtype=torch.int32) * bits
     found: Tensor = (held.to(torch.int32)[..., None] >> places) & (2**bits - 1)
@@ -56,20 +56,22 @@ def unpacked(held: Tensor, bits: int) -> Tensor:
 class _Packed(nn.Module):
     """A weight as packed integers.
 
-    Buffers: weight in bytes [out, blocks, bytes of a block]; weight_scale [out, blocks] as it is held, with
-    weight_scale_unit [out, 1] or [1, 1] where that is uint8; and weight_zero_point in bytes [out, bytes] where the
-    weight has zero points.
+    Buffers:
+        weight: the packed integers, [out, blocks, bytes of a block].
+        weight_scale: [out, blocks], in the type of the file.
+        weight_scale_unit: the unit of uint8 scales, [out, 1] or [1, 1]; None for other types.
+        weight_zero_point: the packed zero points, [out, bytes]; None if the weight has none.
 
     Args:
-        weight: [out, ...], as inference uses it.
-        fake: its quantizer, with scales per tensor, per output channel or in blocks.
-        repeats: whether scales per tensor or channel are repeated for blocks that MatMulNBits takes.
+        weight: the weight [out, ...] that inference uses.
+        fake: its quantizer, with scales per tensor, per output channel or per block.
+        repeats: whether scales per tensor or channel are repeated for the blocks of MatMulNBits.
 
     Attributes:
-        dtype: of the integers, a name in `qatkit.quant.spec.DTYPES`.
-        bits: that one takes in the file.
-        shape: of the weight.
-        inputs: of an output channel.
+        dtype: the type of the integers, a name in `qatkit.quant.spec.DTYPES`.
+        bits: the bits of an integer in the file.
+        shape: the shape of the weight.
+        inputs: number of values of an output channel.
     """
 
     weight: Tensor
@@ -85,7 +87,7 @@ class _Packed(nn.Module):
         blocks = isinstance(spec.granularity, PerBlock)
         size = spec.granularity.size if isinstance(spec.granularity, PerBlock) else self.inputs
         if not repeats:
-            size = min(size, self.inputs)  # a row shorter than a block is no longer in the file
+            size = min(size, self.inputs)  # a row shorter than a block is not padded
         elif not blocks:
             size = _REPEATED
         count, middle = -(-self.inputs // size), 2 ** (self.bits - 1)
@@ -103,7 +105,13 @@ class _Packed(nn.Module):
         self.register_buffer("weight_zero_point", packed(zero, self.bits) if spec.has_zero_point else None)
 
     def rows(self, weight: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
-        """Returns output channels [..., inputs] in float32, of the buffers or of some of their rows."""
+        """Returns the weight of output channels in float32, [..., inputs].
+
+        Args:
+            weight: rows of the buffer.
+            scale: the scales of these rows in float32, [..., blocks].
+            zero_point: the packed zero points of these rows, or None.
+        """
         exporting = torch.compiler.is_exporting()
         unpack = torch.ops.qatkit.unpack if exporting else unpacked
         zero: Tensor | float = float(2 ** (self.bits - 1))
@@ -117,15 +125,15 @@ class _Packed(nn.Module):
         return decoded(self.weight_scale, self.weight_scale_unit)
 
     def values(self) -> Tensor:
-        """Returns the weight in float32, of its own shape."""
+        """Returns the weight in float32, in its original shape."""
         return self.rows(self.weight, self.scales(), self.weight_zero_point).reshape(self.shape)
 
 
 class WeightOnly(_Packed):
-    """A Conv or Linear with an integer weight, float activations, and its bias [out], a buffer, in float.
+    """A Conv or Linear with an integer weight, float activations and a float bias [out], which is a buffer.
 
     Args:
-        operator: prepared, without a FakeQuantize before it.
+        operator: the prepared operator, without a FakeQuantize before it.
     """
 
     bias: Tensor | None
@@ -177,7 +185,7 @@ class PackedEmbedding(_Packed):
 
 @torch.library.custom_op("qatkit::unpack", mutates_args=())
 def unpack(held: Tensor, bits: int) -> Tensor:
-    """Returns `unpacked`, exported as a Cast of bytes, or of fewer bits as rows looked up in a table of 256."""
+    """Computes `unpacked`; the file has a Cast for 8 bits and a lookup in a table of 256 rows for fewer bits."""
     return unpacked(held, bits)
 
 
@@ -187,5 +195,5 @@ def _(held: Tensor, bits: int) -> Tensor:
 
 
 def table(bits: int) -> Tensor:
-    """Returns the integers that each byte holds, float32 [256, 8 / bits]."""
+    """Returns the integers that are packed in each byte, float32 [256, 8 / bits]."""
     return unpacked(torch.arange(256, dtype=torch.uint8)[:, None], bits)

@@ -1,26 +1,27 @@
 """Aligns activation scales so that results never land near a rounding boundary.
 
-An 8-bit kernel rounds a sum of integers once: q_y = round(Σ·M). In floating point, which is how the simulation
-and an unoptimized runtime compute it, the same sum is off by a hundredth of an integer or so. Where Σ·M falls
-that close to k + ½ the two round differently: once in 10⁵ values, which in a deep network changes the class of every
-300th image. If M is a fraction p/q with q odd, p·Σ/q is never nearer to k + ½ than 1/(2q), and all
-ways to compute it give the same byte, unless q is so large (thousands) that 1/(2q) is below a float32 sum's own
-error. So every scale moves up by a fraction of a percent:
+An 8-bit kernel rounds a sum of integers once: q_y = round(Σ·M). The simulation and an unoptimized runtime compute the
+same sum in floating point, with an error of about a hundredth of an integer. Where Σ·M is that close to k + ½, the two
+round differently. This happens once in 10⁵ values, which in a deep network changes the class of every 300th image. If M
+is a fraction p/q with q odd, p·Σ/q is never nearer to k + ½ than 1/(2q), and all ways to compute it give the same byte.
+Only if q is so large (thousands) that 1/(2q) is below the error of a float32 sum do they differ. Every scale is
+therefore moved up by a fraction of a percent:
 
     Conv, Linear      s_x·s_w/s_y = p/q            moves s_w (`qatkit.quant.weight_fake_quantize.WeightFakeQuantize`)
     Mul               s_a·s_b/s_y = p/q            moves s_y, else s_a or s_b
-    average pool      s_x/(n·s_y) = p/q            n values each; moves s_y, else s_x
+    average pool      s_x/(n·s_y) = p/q            for means of n values; moves s_y, else s_x
     HardSigmoid       s_x/(6/255) = p/1021         moves s_x; its 3 is half a step off (127.5), and a prime
                                                    above 255 keeps all bytes but 0 off the whole steps
-    Add, Cat          s_a/s_y = i/j, j odd         a common unit for all that meet in sums; where their ranges
+    Add, Cat          s_a/s_y = i/j, j odd         a common unit for all tensors that meet in sums; if their ranges
                                                    are too far apart (a deep residual stream), one unit per sum
-    SiLU, Sigmoid     256 possible results         moves s_y, else s_x, until none of them is near a tie
+    SiLU, Sigmoid     256 possible results         moves s_y, else s_x, until no result is near a tie
 
-Before that, tensors that share a scale get one (`qatkit.graph.scales.shared`). Scales that are powers of two need none
-of these moves; if the backend bounds its shifts, the bounds are met instead (`qatkit.graph.scales.shifts`).
+Before that, tensors that share a scale get a common one (`qatkit.graph.scales.shared`). Scales that are powers of two
+need none of these moves. If the backend bounds its shifts, their scales are moved to meet the bounds instead
+(`qatkit.graph.scales.shifts`).
 
-Learned scales are aligned before every step. So operators that have no quantizer in common are aligned together, and a
-call costs a few dozen vector operations whatever the number of scales. Measured: decisions 12 and 31.
+Learned scales are aligned before every step. Operators that have no quantizer in common are therefore aligned together,
+and a call costs a few dozen vector operations whatever the number of scales. Measurements: decisions 12 and 31.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ from qatkit.graph.scales.shared import settle_together, shared_groups
 from qatkit.graph.scales.shifts import ShiftBounds
 from qatkit.quant.fake_quantize import FakeQuantize
 
-# Whether a scale is settled, as far as the graph can tell.
+# Whether a scale is settled; None if that is known only once the scales have values.
 Known = bool | None
 
 
 def align(graph_module: fx.GraphModule) -> None:
     """Sets the scales of all activations from their observers' ranges, then moves them into place.
 
-    The result depends only on the ranges: a second call changes nothing.
+    The result depends only on the ranges, so that a second call changes nothing.
     """
     Alignment(graph_module)()
 
@@ -54,8 +55,8 @@ def align(graph_module: fx.GraphModule) -> None:
 class Alignment:
     """The relations between the scales of one graph, found once; each call moves the scales into place.
 
-    It refers to the quantizers as they were when it was made. A call reads no value on the host, except the first one
-    after the quantizers have moved to another device.
+    It refers to the quantizers that the graph had when it was made. A call copies no value to the host, except for the
+    first call after the quantizers have moved to another device.
     """
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
@@ -113,10 +114,10 @@ class Alignment:
 
 
 def _least_scales(graph_module: fx.GraphModule, position: dict[int, int]) -> list[float]:
-    """Returns the lower bound of each quantizer's scale.
+    """Returns the lower bound of each quantizer's scale; 0 where there is none.
 
-    Before a HardSigmoid with powers of two it is two steps of the result: sixths of smaller scales can be ties,
-    and 1/6 is rounded. The result takes three of its inputs to a step anyway.
+    Before a HardSigmoid with powers of two the bound is two steps of the result. Sixths of smaller scales can be ties,
+    and 1/6 is rounded. Each step of the result covers three steps of its input anyway.
     """
     least = [0.0] * (max(position.values()) + 1)
     for node in graph_module.graph.nodes:
@@ -129,7 +130,7 @@ def _least_scales(graph_module: fx.GraphModule, position: dict[int, int]) -> lis
 
 
 def _rules(graph_module: fx.GraphModule, position: dict[int, int], known: list[Known]) -> list[Rule]:
-    """Returns the operators' rules in the order of the graph; `known` is updated to the state after the last one."""
+    """Returns the rules of the operators in graph order; updates `known` to the state after the last rule."""
     rules = []
     for node in graph_module.graph.nodes:
         kind = facts(node).align
@@ -140,7 +141,7 @@ def _rules(graph_module: fx.GraphModule, position: dict[int, int], known: list[K
         if kind == "sum":
             inputs = list(dict.fromkeys(inputs))
         if kind != "hardsigmoid" and after in inputs:
-            continue  # they share a scale: no scale can be moved
+            continue  # input and output share a scale, so none can be moved
         count = _window(node) if kind == "mean" else 1
         turns = known[after] is not True, known[after] is not False and known[inputs[0]] is not True
         rules.append(Rule(kind, node, tuple(inputs), after, count, turns))
@@ -150,7 +151,7 @@ def _rules(graph_module: fx.GraphModule, position: dict[int, int], known: list[K
 
 
 def _at_once(rules: Iterable[Rule]) -> list[list[Rule]]:
-    """Groups rules that are alike and have no quantizer in common; rules that share one stay in the graph's order."""
+    """Groups similar rules without a common quantizer; rules with a common quantizer stay in graph order."""
     last: dict[int, int] = {}
     found: dict[tuple[int, Hashable], list[Rule]] = {}
     for rule in rules:
@@ -168,15 +169,15 @@ def _unique(quantizers: Iterable[FakeQuantize]) -> list[FakeQuantize]:
 def _around(node: fx.Node) -> list[FakeQuantize] | None:
     """Returns the quantizers of all inputs and of the output; None if one of them has no 8-bit integers.
 
-    With 16 bits an operator computes in float wherever the file runs, and no scale keeps a float sum away from ties
-    that are so close to each other.
+    With 16 bits an operator computes in float wherever the file runs. Ties are then so close to each other that no
+    scale keeps a float sum away from them.
     """
     found = [*map(quantizer_of, node.all_input_nodes), quantizer_after(node)]
     return _with_integers([None if n is None else cast(FakeQuantize, module_of(n)) for n in found])
 
 
 def _before(node: fx.Node) -> list[FakeQuantize] | None:
-    """Returns the quantizer of the input twice, also in place of the output's, whose range is fixed."""
+    """Returns the quantizer of the input twice: once in place of the output's quantizer, whose range is fixed."""
     before = quantizer_of(node.args[0])
     return _with_integers([None if before is None else cast(FakeQuantize, module_of(before))] * 2)
 
@@ -184,8 +185,8 @@ def _before(node: fx.Node) -> list[FakeQuantize] | None:
 def _with_integers(found: list[FakeQuantize | None]) -> list[FakeQuantize] | None:
     """Returns the quantizers; None if one can't be aligned.
 
-    That is one that is missing, that has a number format (without uniform steps) or 16 bits, or whose scale
-    type allows only some scales (powers of two make sums exact, and their ties the same everywhere).
+    A quantizer can't be aligned if it is missing, if it has a number format (without uniform steps) or 16 bits, or if
+    its type of scale allows only some values. With powers of two, sums are exact and ties are the same everywhere.
     """
     whole = [one for one in found if one is not None and one.spec.form is None]
     known = [one for one in whole if not one.spec.wide and one.spec.any_scale]
@@ -193,7 +194,7 @@ def _with_integers(found: list[FakeQuantize | None]) -> list[FakeQuantize] | Non
 
 
 def _groups(graph_module: fx.GraphModule) -> list[list[FakeQuantize]]:
-    """Returns the quantizers that meet in sums, directly or through other sums; each in one group."""
+    """Returns groups of quantizers that meet in sums, directly or through other sums; each is in one group."""
     groups: list[list[FakeQuantize]] = []
     for node in graph_module.graph.nodes:
         if facts(node).align != "sum":

@@ -1,4 +1,4 @@
-"""The moves of the alignment of scales (`qatkit.graph.scales.align`): each moves scales of many operators at once."""
+"""Moves for the alignment of scales (`qatkit.graph.scales.align`); each one moves scales of many operators at once."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from qatkit.graph.quantizers import quantizer_of
 from qatkit.quant.fake_quantize import FakeQuantize
 from qatkit.quant.numerics import odd_fraction
 
-# The largest scale of a group of sums, in units of that group: fine enough that a scale moves by 1/2047 of the
-# largest at most, and coarse enough that float32 resolves half a unit of a sum (1/4094 of a step).
+# The largest scale of a group of sums, in units of the group. The unit is so fine that a scale moves by at most 1/2047
+# of the largest scale, and so coarse that float32 resolves half a unit of a sum (1/4094 of a step).
 _UNITS = 2047
 _PRIME = 1021
 _LARGEST_MOVE = 1.03
 # The fewest units a scale may have: a move to the next odd number is at most 2 units, 3 % of it.
 _FINEST = 67
-# The least distance of 256 results from a tie, in steps, and the factors tried on a scale to reach it.
+# The least distance of all results from a tie, in steps, and the factors that are tried on a scale to reach it.
 _MARGIN, _TRIED = 1e-3, [1 + i / 4096 for i in range(41)]
 
 
@@ -29,26 +29,32 @@ class Scales(NamedTuple):
     """All scales of a graph while they are moved into place.
 
     Attributes:
-        values: [quantizers], float64, of numbers that float32 can represent.
-        settled: [quantizers], bool: the scale may no longer move.
+        values: the scales [quantizers], float64 with values that float32 can represent.
+        settled: whether each scale is final, [quantizers] of booleans.
     """
 
     values: Tensor
     settled: Tensor
 
     def set(self, at: Tensor, to: Tensor, when: Tensor) -> None:
-        """Sets scales, all of one shape; a quantizer that occurs twice gets the same value twice."""
+        """Sets the scales at positions `at` to `to` where `when` is true; the three tensors have one shape.
+
+        A position that occurs twice has to get the same value twice.
+        """
         self.values[at] = torch.where(when, to.float().double(), self.values[at])
 
     def move(self, at: Tensor, to: Tensor, when: Tensor) -> None:
-        """Moves scales up, except where that would cost a range too small for its neighbours much of its
-        resolution.
+        """Moves scales up, as `set` does, except where a scale would grow by more than the factor `_LARGEST_MOVE`.
+
+        A range that is much smaller than its neighbours would otherwise lose much of its resolution.
         """
         self.set(at, to, (to > 0) & (to <= _LARGEST_MOVE * self.values[at]) & when)
 
     def settle(self, *positions: Tensor) -> None:
         for at in positions:
-            self.settled.index_fill_(0, at.reshape(-1), True)  # takes the value along, which indexing copies
+            self.settled.index_fill_(
+                0, at.reshape(-1), True
+            )  # index assignment would copy True from the host
 
 
 Move = Callable[[Scales], None]
@@ -60,9 +66,10 @@ class Rule:
 
     Attributes:
         kind: one of `qatkit.graph.operators.ALIGNMENTS`.
+        node: the node of the operator.
         inputs, after: positions of the quantizers of its inputs and of its output.
-        count: number of values that it averages.
-        turns: for a table, whether the scale after it, and the one before it, may have to move.
+        count: the number of values that an average pool averages, else 1.
+        turns: for a table, whether the scale after the operator and the scale before it may have to move.
     """
 
     kind: str
@@ -81,14 +88,14 @@ class Rule:
 
 
 def _odd(steps: Tensor) -> Tensor:
-    """Returns the next odd number that is not below, except for rounding."""
+    """Returns the smallest odd numbers that are not below `steps`, apart from rounding errors."""
     return torch.ceil((steps - 1) / 2 - 1e-6) * 2 + 1
 
 
 class OneUnit:
     """Moves every scale of a group up to the next odd multiple of a common unit.
 
-    Groups with a settled scale, or whose scales are too far apart, stay as they are.
+    A group stays unchanged if one of its scales is settled, or if its scales are too far apart.
     """
 
     def __init__(self, groups: Sequence[Sequence[int]], device: torch.device) -> None:
@@ -106,11 +113,11 @@ class OneUnit:
 
 
 class _Around:
-    """Base class of the moves of rules that are alike.
+    """Base class of moves that apply several similar rules at once.
 
     Attributes:
-        inputs: [rules, inputs]
-        after: [rules]
+        inputs: positions of the quantizers of the inputs, [rules, inputs].
+        after: positions of the quantizers of the outputs, [rules].
     """
 
     def __init__(
@@ -121,7 +128,10 @@ class _Around:
 
 
 class _Sums(_Around):
-    """Gives one sum a unit, taken from the input that is settled already, or from the widest."""
+    """Moves the scales of each sum to multiples of a unit that is a fraction of one input's scale.
+
+    This input is the one that is settled already, or else the one with the largest scale.
+    """
 
     def __call__(self, scales: Scales) -> None:
         given, target = scales.values[self.inputs], scales.values[self.after]
@@ -137,14 +147,17 @@ class _Sums(_Around):
 
 
 class _Fractions(_Around):
-    """Moves one scale, the output's if it is free, so that (product of inputs' scales)/(count·after) = p/q."""
+    """Moves one scale so that (product of the inputs' scales)/(count·after) = p/q.
+
+    It is the scale of the output (`after`), or, if this is settled, that of an input.
+    """
 
     def __init__(
         self, rules: Sequence[Rule], quantizers: Sequence[FakeQuantize], device: torch.device
     ) -> None:
         super().__init__(rules, quantizers, device)
         self._count = torch.tensor([rule.count for rule in rules], dtype=torch.float64, device=device)
-        square = len(set(rules[0].inputs)) < len(rules[0].inputs)  # one scale is both factors
+        square = len(set(rules[0].inputs)) < len(rules[0].inputs)  # both factors have the same scale
         self._movable = () if square else self.inputs.unbind(1)
 
     def __call__(self, scales: Scales) -> None:
@@ -160,7 +173,7 @@ class _Fractions(_Around):
 
 
 class _HardSigmoids(_Around):
-    """Moves the scale before a HardSigmoid."""
+    """Moves the scale before each HardSigmoid up to a multiple of its unit (6/255)/1021."""
 
     def __init__(
         self, rules: Sequence[Rule], quantizers: Sequence[FakeQuantize], device: torch.device
@@ -177,7 +190,10 @@ class _HardSigmoids(_Around):
 
 
 class _Tables(_Around):
-    """Moves one scale of a unary operator, by at most 1 %, to where the margin is kept (or is largest)."""
+    """Moves one scale of a unary operator, by at most 1 %, until no result is close to a tie.
+
+    If no candidate keeps the margin, the one with the largest distance is chosen.
+    """
 
     def __init__(
         self, rules: Sequence[Rule], quantizers: Sequence[FakeQuantize], device: torch.device
@@ -210,12 +226,14 @@ class _Tables(_Around):
         scales.set(at, candidates.gather(1, index[:, None]).squeeze(1), when)
 
     def _nearest_ties(self, q: Tensor, before: Tensor, after: Tensor) -> Tensor:
-        """Returns the distance of the nearest result from k + 1/2, in steps; zero, which no scale moves, is excluded.
+        """Returns the smallest distance of a result from a tie k + 1/2, in steps of the output.
+
+        The result of 0 is excluded, since no scale changes its distance.
 
         Args:
             q: integers minus their zero point, [rules, integers].
-            before, after: scales of the input and of the output, [rules, candidates], or [rules, 1] for one
-                that stays.
+            before, after: scales of the input and of the output: [rules, candidates] for the scale that moves,
+                [rules, 1] for the other.
 
         Returns:
             [rules, candidates]
@@ -226,7 +244,7 @@ class _Tables(_Around):
 
 
 def _apply(node: fx.Node, x: Tensor) -> Tensor:
-    """Applies a unary operator to other values than its input."""
+    """Applies the unary operator of `node` to `x`."""
     result: Tensor = (
         module_of(node)(x)
         if node.op == "call_module"
@@ -238,7 +256,7 @@ def _apply(node: fx.Node, x: Tensor) -> Tensor:
 
 
 def _function(node: fx.Node) -> Hashable:
-    """Returns the key of unary operators that, with equal input types, can be applied at once."""
+    """Returns a key that is equal for unary operators that can be applied at once: same function, same input type."""
     before = cast(FakeQuantize, module_of(cast(fx.Node, quantizer_of(node.all_input_nodes[0]))))
     if node.op != "call_module":
         return node.op, node.target, str(node.args[1:]), str(node.kwargs), before.spec.type_range

@@ -1,9 +1,8 @@
-"""Finds tensors that share one scale: those around the operator classes of `Backend.aligned`.
+"""Finds tensors that share one scale: the inputs and outputs of the operator classes in `Backend.aligned`.
 
-Hardware that moves bytes through a Concat, or sums them in a pool, without requantizing needs this. Tensors
-that meet directly or through other such operators are one group, with a range that covers all of them.
-Operators that only select or move values share their input's quantizer anyway
-(`qatkit.graph.quantizers.quantizer_of`).
+This is for hardware that moves bytes through a Concat, or sums them in a pool, without requantizing. Tensors that meet
+directly or through other such operators are one group, with a range that covers all of them. Operators that only
+select or move values share their input's quantizer anyway (`qatkit.graph.quantizers.quantizer_of`).
 """
 
 from __future__ import annotations
@@ -23,14 +22,16 @@ from qatkit.quant.observers.range_methods import points_of
 from qatkit.quant.scale_types import range_of
 
 Group = list[FakeQuantize]
-# With scales of any size they requantize like other operators, and a scale of their own is finer (decision 84).
+# If scales need not be powers of two, pools requantize like other operators, and a scale of their own is finer
+# (decision 84).
 _POOLS = frozenset({"avg_pool", "global_pool"})
 
 
 def shared_groups(graph_module: fx.GraphModule) -> list[Group]:
-    """Returns the quantizers that have one scale, group by group; the first of each has an observer if any has.
+    """Returns the groups of quantizers that share a scale.
 
-    Number types may differ because of an override: quantizers of another type are not part of a group.
+    The first quantizer of a group has an observer if any of them has one. A quantizer whose number type an override
+    changed is not part of a group.
     """
     backend = cast("Backend | None", graph_module.meta.get("backend"))
     groups: list[Group] = []
@@ -48,7 +49,7 @@ def shared_groups(graph_module: fx.GraphModule) -> list[Group]:
 
 
 def quantizers_around(node: fx.Node, backend: Backend) -> Group:
-    """Returns the quantizers of a node's inputs and, last, of its output, which may come after an activation."""
+    """Returns the quantizers of a node's inputs, followed by that of its output, also after a fused activation."""
     after = quantizer_after(fused_activation(node, backend.fuses) or node)
     found = [*map(quantizer_of, node.all_input_nodes), after]
     return [cast(FakeQuantize, module_of(one)) for one in found if one is not None]
@@ -74,8 +75,8 @@ def settle_together(group: Sequence[FakeQuantize]) -> None:
 def choose_shared_ranges(graph_module: fx.GraphModule) -> None:
     """Gives each group the range with the least sum of relative squared errors over its tensors, by their histograms.
 
-    This applies only to scales that are powers of two: a range that holds all tensors may cost the smaller ones
-    several bits. Nothing changes where an observer has no histogram.
+    This applies only to scales that are powers of two. With these, a range that covers all tensors may cost the smaller
+    ones several bits. A group stays unchanged if an observer has no histogram.
     """
     for group in shared_groups(graph_module):
         observers = [one.observer for one in group if isinstance(one.observer, HistogramObserver)]

@@ -1,9 +1,9 @@
 """Moves scales so that their shifts are within the hardware's bounds (`qatkit.quant.backends.Shifts`), and reports it.
 
-With scales 2^-pos an operator requantizes by shifts, whose sizes are differences of positions. A sum first
-brings the coarser input to the finer one's position (read), then the result to the output's (write). A product
-goes straight to the output's. Where a size is out of bounds, the scale that costs least is moved. The weights
-of convolutions keep their shifts within bounds
+With scales 2^-pos an operator requantizes by shifts, whose sizes are differences of positions. A sum first shifts the
+coarser input to the position of the finer one (read), then the result to the position of the output (write). A product
+is shifted directly to the position of the output. If a shift is out of bounds, the scale whose change costs least is
+moved. The weights of convolutions keep their own shifts within bounds
 (`qatkit.quant.weight_fake_quantize.WeightFakeQuantize.bounded`).
 
 Bounds: the refinement passes of AMD Quark's quantizer for NPUs (adjust_shift_cut, _read, _write).
@@ -32,8 +32,9 @@ class ShiftBounds:
     """Moves the scales around sums and products until their shifts are within bounds, in at most `_ROUNDS` rounds.
 
     Args:
-        graph_module: with a backend that has bounds.
-        position: of the quantizers by id.
+        graph_module: a prepared graph whose backend bounds shifts.
+        position: positions of the quantizers in `Scales`, by id.
+        device: the device of the scales.
     """
 
     def __init__(
@@ -71,16 +72,16 @@ def _raise(values: Tensor, at: Tensor, least: Tensor) -> None:
 
 
 def _keep(values: Tensor, at: Tensor, unit: Tensor, bounds: tuple[int, int]) -> None:
-    """Keeps scales within powers of two of `unit`."""
+    """Clamps the scales at `at` to [unit · 2^bounds[0], unit · 2^bounds[1]]."""
     _raise(values, at, unit * 2.0 ** bounds[0])
     values.scatter_reduce_(0, at, unit * 2.0 ** bounds[1], "amin")
 
 
 def adjusted_scales(graph_module: fx.GraphModule) -> list[tuple[str, str]]:
-    """Returns (site, the change of its scale and why) of every scale that alignment or bounds of shifts have moved.
+    """Returns (site, change and reason) for every scale that sharing or bounds of shifts have moved.
 
     Args:
-        graph_module: prepared and calibrated; its scales are in place.
+        graph_module: a prepared and calibrated graph with aligned scales.
     """
     backend = cast(Backend, graph_module.meta["backend"])
     if not backend.aligned and backend.shifts is None:

@@ -1,1 +1,1 @@
-"""Turns weights outside of modules into modules: see `qatkit.graph.weights.lift`."""
+"""Turns weights outside of modules into modules (see `qatkit.graph.weights.lift`)."""

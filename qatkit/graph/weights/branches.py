@@ -1,15 +1,15 @@
-"""Merges branches of one input that are added up into one convolution with a weight computed from theirs.
+"""Merges summed branches of one input into one convolution, whose weight is computed from theirs.
 
     bn(conv3x3(x)) + bn(conv1x1(x)) + bn(x)       →  F.conv2d(x, w, b)      w, b: arithmetic on their parameters
     conv1x1(conv3x3(conv1x1(pad(x)))) + conv(x)   →  the same
 
-Deployment runs that one convolution, so its weight is the one to quantize, and gradients reach each branch through the
+Deployment runs only that convolution, so its weight is the one to quantize. Gradients reach each branch through the
 arithmetic (`qatkit.graph.weights.lift` makes an operator of it). BatchNorms of the branches keep their statistics,
 since no branch runs on its own.
 
-Two kinds of branches are merged: the training form of a block that evaluates with a merged copy
-(`qatkit.graph.capture.training_paths`), and elsewhere a sum of several operators of one input, if the
-convolution costs no more than they do.
+Two kinds of branches are merged. One is the training form of a block that evaluates with a merged copy
+(`qatkit.graph.capture.training_paths`). The other is any sum of several operators of one input, if the convolution
+costs no more than they do.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Region:
     """The nodes between one input and one output.
 
     Attributes:
-        x: the node that they read.
-        nodes: in their order; the last one is the output.
+        x: the input node.
+        nodes: the nodes in graph order; the last one is the output.
     """
 
     x: fx.Node
@@ -62,12 +62,12 @@ class Region:
 
 
 def merge_branches(graph_module: fx.GraphModule, *, fold: bool = False, merged: bool = False) -> PassResult:
-    """Merges branches in place in `graph_module`, which is traced and propagated; new nodes have no value in
-    their meta.
+    """Merges branches of a graph in place; new nodes have no value in their meta.
 
     Args:
-        fold: BatchNorms are folded into the weights of their branches now.
-        merged: the merged weights become parameters of their own, and the branches are removed.
+        graph_module: a traced and propagated graph.
+        fold: whether BatchNorms are folded into the weights of their branches now.
+        merged: whether the merged weights become parameters of their own, which removes the branches.
     """
     merging = _Merging(graph_module, fold=fold, merged=merged)
     result, apart = PassResult(graph_module), list[str]()
@@ -80,7 +80,9 @@ def merge_branches(graph_module: fx.GraphModule, *, fold: bool = False, merged: 
     if apart:
         graph_module.meta["notes"] = [*graph_module.meta["notes"], (listed(apart), _APART)]
     for node in reversed(list(graph_module.graph.nodes)):
-        if _kind(node) == "add" and OWNER not in node.meta:  # a node of an imported file stays one node
+        if (
+            _kind(node) == "add" and OWNER not in node.meta
+        ):  # inside a node of an imported file nothing is merged
             result.changed += merging.merge(node)
     if result.changed:
         tidy(graph_module)
@@ -104,7 +106,7 @@ class _Merging:
         """Replaces `last`, the end of branches, by a convolution of their input; returns whether it could.
 
         Args:
-            inside: the nodes of the block that it belongs to, which are merged whatever that costs.
+            inside: the nodes of the block that `last` belongs to; such a block is merged whatever that costs.
         """
         if not last.users or _kind(last) is None:
             return False
@@ -119,8 +121,8 @@ class _Merging:
         """Returns a region as one convolution; None if it is not one.
 
         Args:
-            bare: whether the input itself may be one of the branches. Otherwise a BatchNorm must follow, since a
-                residual stream would be quantized by it.
+            bare: whether the input itself may be a branch. If not, it may be one only before a BatchNorm: a residual
+                stream would otherwise be quantized.
         """
         shape = shape_of(region.x)
         if shape is None or not 3 <= len(shape) <= 5:
@@ -160,7 +162,7 @@ class _Merging:
         )
 
     def _convolution(self, node: fx.Node) -> tuple[Source | None, Source | None, dict[str, Any]]:
-        """Returns weight, bias and settings of a call of a module or a function."""
+        """Returns weight, bias and settings of a convolution that is called as a module or as a function."""
         if node.op == "call_module":
             module: Any = module_of(node)
             bias = None if module.bias is None else f"{node.target}.bias"
@@ -197,7 +199,7 @@ class _Merging:
         return given
 
     def _tensor(self, source: Source) -> Tensor | None:
-        """Returns the value of a tensor of the model, or of a constant of the graph."""
+        """Returns the value of a source that is a tensor of the model or a constant of the graph."""
         if isinstance(source, str):
             return tensor_at(self.graph_module, source)
         return self.constants.tensor(source)
@@ -231,7 +233,7 @@ class _Merging:
             last.graph.erase_node(node)
 
     def _emit(self, before: fx.Node, source: Any, made: dict[Any, fx.Node], path: str) -> Any:
-        """Returns the node of a source, inserted before `before`; numbers and None are returned unchanged."""
+        """Inserts the node of a source before `before` and returns it; numbers and None are returned unchanged."""
         if not isinstance(source, str | Call | Settled):
             return source
         if source not in made:
@@ -270,7 +272,7 @@ class _Merging:
 
 
 def _regions(last: fx.Node, inside: Sequence[fx.Node] | None) -> list[Region]:
-    """Returns the regions that end with `last`: for a block the largest first, elsewhere only the smallest."""
+    """Returns the regions that end with `last`: in a block all of them, largest first, elsewhere only the smallest."""
     order = {node: i for i, node in enumerate(last.graph.nodes)}
     found, nodes, front = list[Region](), list[fx.Node](), {last}
     while front:
@@ -306,7 +308,7 @@ def _kind(node: fx.Node) -> str | None:
 
 
 def _inputs(node: fx.Node) -> list[fx.Node]:
-    """Returns the inputs of a node of a known kind, without parameters."""
+    """Returns the inputs, other than parameters, of a node that `_kind` knows."""
     return [a for a in node.args[: 2 if _kind(node) == "add" else 1] if isinstance(a, fx.Node)]
 
 

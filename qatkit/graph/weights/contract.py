@@ -1,10 +1,10 @@
 """Rewrites a sum of products with a constant operand, whatever its axes, as a Linear or a grouped convolution.
 
-Axes are letters, as in einsum. C are the axes that are summed over, G those that both operands and the result have (a
-weight per head), F those that only x has and M those that only the weight has:
+Axes are letters, as in einsum. Products are summed over the axes C. Both operands and the result have the axes G (a
+weight per head). The axes F belong only to x, and the axes M only to the weight:
 
-    no G     x → […F, C] → Linear with [M, C] → […F, M] → the order that is asked for
-    some G   x → [F0, G·C, F1…] → Conv1d in |G| groups with [G·M, C, 1] → [F0, G·M, F1…] → the order asked for
+    no G     x → […F, C] → Linear with [M, C] → […F, M] → the axes of the result
+    some G   x → [F0, G·C, F1…] → Conv1d in |G| groups with [G·M, C, 1] → [F0, G·M, F1…] → the axes of the result
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Contraction:
     """A product of two operands, described by the letters of its axes.
 
     Attributes:
-        x, weight, result: the letters of each; no letter twice in one of them.
-        sizes: of the letters of x and weight; the batch has the example's size.
+        x, weight, result: the letters of the axes of each; none has a letter twice.
+        sizes: the size of each letter of x and weight; the batch has the size of the example.
     """
 
     x: str
@@ -52,11 +52,13 @@ class Contraction:
 
 
 def parse(equation: str, ranks: Sequence[int | None]) -> tuple[str, str, str] | None:
-    """Returns the letters of both operands and of the result of an einsum of two operands; None if it has no
-    such form.
+    """Returns the letters of both operands and of the result of an einsum.
+
+    Returns None if there are not two operands, or if one of the three parts has a letter twice or none.
 
     Args:
-        ranks: of the operands, for an ellipsis; None where not known.
+        equation: the equation, as in torch.einsum.
+        ranks: the number of axes of each operand, needed for an ellipsis; None if it is not known.
     """
     text = equation.replace(" ", "")
     if "->" not in text:
@@ -85,7 +87,7 @@ def parse(equation: str, ranks: Sequence[int | None]) -> tuple[str, str, str] | 
 
 
 def why_not(product: Contraction) -> str | None:
-    """Returns why a product can't be lowered; None if it can, "" if it is elementwise and nothing is summed."""
+    """Returns why a product can't be rewritten; None if it can, "" if it is elementwise and nothing is summed."""
     alone = [c for c in product.weight if c not in product.x and c not in product.result]
     lost = [c for c in product.x if c not in product.weight and c not in product.result]
     if not product.summed:
@@ -100,7 +102,7 @@ def why_not(product: Contraction) -> str | None:
 def lower(
     builder: OperatorBuilder, node: fx.Node, x: fx.Node, weight: fx.Node, product: Contraction
 ) -> fx.Node:
-    """Inserts the lowered `product` before `node`; returns its result."""
+    """Inserts the nodes of the rewritten `product` before `node`; returns the node of the result."""
     free = "".join(c for c in product.x if c not in product.weight)
     made = "".join(c for c in product.weight if c not in product.x)
     lowered = _in_groups if product.groups else _linear
@@ -126,7 +128,7 @@ def _in_groups(
     turned = shaper.turn(x, product.x, first + groups + summed + rest)
     flat = shaper.join(turned, 1, len(groups + summed))
     flat = flat if rest else shaper.call("unsqueeze", flat, -1)
-    if len(rest) > 1:  # as one axis: a convolution over more axes would need kernels that are rare
+    if len(rest) > 1:  # join them to one axis: few runtimes have kernels for convolutions over more axes
         flat = shaper.join(flat, 2, -1)
     y = builder.call(shaper.node, nn.Conv1d, flat, weight, groups=product.size(groups))
     y = y if rest else shaper.call("squeeze", y, -1)
@@ -150,7 +152,7 @@ def _weight(
 
 
 class _Shaper:
-    """Inserts operators that move axes before one node; those that would change nothing are left out."""
+    """A writer that inserts operators that move axes before one node; an operator without effect is left out."""
 
     def __init__(self, node: fx.Node, product: Contraction) -> None:
         self.node, self.product = node, product
@@ -161,7 +163,8 @@ class _Shaper:
             new = self.node.graph.call_method(method, args)  # type: ignore[arg-type]
         before = self.calls[method]
         self.calls[method] += 1
-        # Next to the operator, whose children are removed by convert; each has a name and a range of its own.
+        # The name is next to the operator's, not below it, since convert removes the operator's children. Each
+        # node has a name and a range of its own.
         new.meta["site"] = f"{site(self.node)}_{method}" + (f"_{before}" if before else "")
         return new
 
@@ -171,11 +174,11 @@ class _Shaper:
         return self.call("permute", x, *(letters.index(c) for c in wanted))
 
     def join(self, x: fx.Node, first: int, last: int) -> fx.Node:
-        """Joins some axes into one."""
+        """Joins the axes of `x` from `first` to `last` into one."""
         return x if first == last else self.call("flatten", x, first, last)
 
     def split(self, y: fx.Node, axis: int, letters: str) -> fx.Node:
-        """Splits one axis into the axes that it was joined from."""
+        """Splits `axis` of `y` into the axes `letters`, from which it was joined."""
         if not letters:
             return self.call("squeeze", y, axis)
         if len(letters) == 1:

@@ -1,4 +1,4 @@
-"""Cuts out of the graph, as a program, the part that computes a weight from parameters."""
+"""Cuts the part of the graph that computes a weight from parameters out of it, as a separate program."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ class WeightOrigin:
     """The origin of a weight or bias.
 
     Attributes:
-        value: the current value.
-        leaves: names of the parameters and buffers that it depends on.
-        program: computes it from these; None if it is the single leaf itself, or depends on no parameter.
-        key: equal for equal computations of the same tensors.
+        value: the current value of the weight.
+        leaves: names of the parameters and buffers that the weight depends on.
+        program: the module that computes the weight from these; None if the weight is the single leaf itself, or
+            depends on no parameter.
+        key: a key that is equal for equal computations of the same tensors.
     """
 
     value: Tensor
@@ -41,14 +42,14 @@ class Constants:
         self._values: dict[fx.Node, Any] = {}
         self._keys: dict[fx.Node, Any] = {}
         self._numbers: dict[Any, str] = {}
-        self._met: dict[int, int] = {}  # by the tensor's id: how many were met before
+        self._met: dict[int, int] = {}  # position of each tensor, by id, in the order of first use
         self._run = fx.Interpreter(graph_module)
 
     def __contains__(self, node: object) -> bool:
         return isinstance(node, fx.Node) and node in self.nodes
 
     def tensor(self, node: Any) -> Tensor | None:
-        """Returns a constant floating-point tensor; None for anything else."""
+        """Returns the value of a node if it is a constant floating-point tensor, else None."""
         if node not in self:
             return None
         value = self.value(node)
@@ -72,7 +73,7 @@ class Constants:
             return getattr(self._run, node.op)(node.target, args, kwargs)
 
     def add(self, before: fx.Node, what: str | Callable[..., Tensor], *args: Any) -> fx.Node:
-        """Inserts a new constant before `before`: a method of Tensor, or a function, called on existing constants."""
+        """Inserts a call of a Tensor method or a function on existing constants before `before`, as a new constant."""
         with before.graph.inserting_before(before):
             call = before.graph.call_method if isinstance(what, str) else before.graph.call_function
             new = call(what, args)  # type: ignore[arg-type]
@@ -94,13 +95,13 @@ class Constants:
         return list(found)
 
     def source(self, node: fx.Node) -> WeightOrigin:
-        """Returns the origin of a constant's value."""
+        """Returns the origin of a constant: its value, its parameters and the program that computes it."""
         value, behind = self.value(node), self.behind(node)
         leaves = [n for n in behind if n.op == "get_attr"]
         names = tuple(str(n.target) for n in self._inputs(leaves))
         direct = next((n for n in leaves if _same_memory(value, self._values[n])), None)
         if any(called(n) in ("detach", "detach_") for n in behind):
-            direct = None  # it gets no gradient; the parameter itself would
+            direct = None  # no gradient reaches it, while it would reach the parameter itself
         if direct is not None:
             return WeightOrigin(self._values[direct], (str(direct.target),), None, id(self._values[direct]))
         owned = [n for n in behind if n.op == "call_module"]
@@ -109,10 +110,10 @@ class Constants:
         return WeightOrigin(value, names, self._program(node, behind), self._key(node, behind))
 
     def _inputs(self, leaves: Iterable[fx.Node]) -> list[fx.Node]:
-        """Returns one node per tensor, in the order in which tensors were first met.
+        """Returns one node per tensor, in the order in which the tensors were first used.
 
-        Two computations of the same tensors agree on this order, and so do two runs: a checkpoint keeps an
-        optimizer's state by the order of parameters, and it has to belong to the same ones after a resume.
+        Computations of the same tensors have the same order, also in different runs. A checkpoint keeps the optimizer's
+        state in the order of the parameters, and it has to fit them after a resume.
         """
         found = {id(self._values[n]): n for n in leaves}
         for tensor in found:
@@ -156,7 +157,7 @@ def _same_memory(one: Tensor, other: Any) -> bool:
 
 
 def common_owner(names: Iterable[str]) -> str:
-    """Returns the path of the innermost module that holds all the named tensors; "" is the model itself."""
+    """Returns the path of the innermost module that contains all named tensors; "" is the model itself."""
     paths = [name.split(".")[:-1] for name in names]
     common: list[str] = []
     for parts in zip(*paths, strict=False):

@@ -1,10 +1,10 @@
 """Rewrites modules of torch.nn whose weight is computed outside of forward: by parametrizations or by hooks.
 
-    torch.nn.utils.parametrize, parametrizations.weight_norm, ...    a property of a class made for the one module
+    torch.nn.utils.parametrize, parametrizations.weight_norm, ...    a property of a class made only for this module
     torch.nn.utils.weight_norm, spectral_norm, prune                 a hook that sets the attribute before each call
 
-Both become the same operator as a weight that is computed in `forward`; the parametrization, or the hook, is its
-program.
+Both become the same operator as a weight that is computed in `forward`. The program that computes the weight is the
+parametrization or the hook.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from qatkit.quant.qat_layers import with_the_same_parameters
 
 
 class Hook(nn.Module):
-    """A hook that sets a weight or bias, as a program.
+    """A program that runs a hook, which sets a weight or bias.
 
     Args:
-        hook: reads some tensors of a module and sets an attribute of it.
-        name: of that attribute.
+        hook: a hook that reads some tensors of a module and sets an attribute of it.
+        name: the name of this attribute.
         reads: names of the tensors, in the order of the program's arguments.
     """
 
@@ -45,7 +45,7 @@ class Hook(nn.Module):
 
 
 def open_held(graph_module: fx.GraphModule) -> int:
-    """Replaces such modules in the traced graph, in place; returns how many there were."""
+    """Replaces modules with computed weights in the traced graph, in place; returns their number."""
     opened = 0
     called = [n for n in graph_module.graph.nodes if n.op == "call_module" and facts(n).weighted]
     for path, node in {str(n.target): n for n in called}.items():
@@ -57,13 +57,13 @@ def open_held(graph_module: fx.GraphModule) -> int:
 
 
 def is_held(module: nn.Module) -> bool:
-    """Returns whether `open_held` makes an operator of a module, and a call of it does nothing else."""
+    """Returns whether `open_held` replaces a module, and no other hooks run when it is called."""
     hooks = [] if parametrize.is_parametrized(module) else list(module._forward_pre_hooks.values())
     return bool(_computed(module)) and not module._forward_hooks and all(map(_sets, hooks))
 
 
 def _computed(module: nn.Module) -> list[str]:
-    """Returns the names of those of weight and bias that are computed."""
+    """Returns which of "weight" and "bias" are computed by a parametrization or a hook."""
     names = [name for name in ("weight", "bias") if name not in module._parameters]
     if known_type(module) not in COMPUTED or not names or isinstance(module, Computed):
         return []
@@ -73,7 +73,7 @@ def _computed(module: nn.Module) -> list[str]:
 
 
 def _operator(module: nn.Module) -> nn.Module | None:
-    """Returns the same module with its programs; None if nothing is computed."""
+    """Returns the module as an operator with programs; None if it computes neither weight nor bias."""
     kind, names = known_type(module), _computed(module)
     if kind is None or not names:
         return None
@@ -94,7 +94,7 @@ def _sets(hook: Any) -> str:
 
 
 def _take_hooks(new: Any, hooks: Mapping[str, Any]) -> None:
-    """Makes the hooks of `new` its programs."""
+    """Turns the hooks of `new` that compute tensors into its programs."""
     new._forward_pre_hooks = type(new._forward_pre_hooks)(
         {key: hook for key, hook in new._forward_pre_hooks.items() if hook not in hooks.values()}
     )

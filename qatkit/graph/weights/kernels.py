@@ -1,8 +1,8 @@
 """Expresses convolutions, BatchNorms and sums of one input as one convolution, as arithmetic on their parameters.
 
     bn(k * x + b)                 →  (k · f) * x + (b - μ) · f + β            f = γ / sqrt(σ² + ε)
-    w * (k * x + b) + c           →  (w ∘ k) * x + Σ w · b + c                if w's padding, if any, has no effect
-    (k * x + b) + (l * x + c)     →  (k + l) * x + (b + c)                    in a window that holds both
+    w * (k * x + b) + c           →  (w ∘ k) * x + Σ w · b + c                if w's padding has no effect
+    (k * x + b) + (l * x + c)     →  (k + l) * x + (b + c)                    in a window that covers both
 
 Nothing is computed here: a `Kernel` holds the arithmetic of its weight and bias as a tree of calls whose leaves are
 tensors of the model.
@@ -25,7 +25,7 @@ CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
 
 @dataclass(frozen=True)
 class Call:
-    """A function of tensors, called with other sources, numbers and None."""
+    """A call of a function of tensors, with other sources, numbers and None as arguments."""
 
     function: Any
     args: tuple[Any, ...]
@@ -33,7 +33,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Settled:
-    """The current value of a source, as a parameter of its own."""
+    """The current value of a source, which becomes a parameter of its own."""
 
     source: Source
 
@@ -47,10 +47,12 @@ class Kernel:
     """A convolution of one input.
 
     Attributes:
-        weight: [out, in / groups, *kernel]; None if the convolution is the identity.
-        shape: of the weight.
-        bias: [out], or None.
-        stride, before, after: per axis of the image; zeros padded at its beginning and at its end.
+        weight: the source of the weight [out, in / groups, *kernel]; None if the convolution is the identity.
+        shape: the shape of the weight.
+        bias: the source of the bias [out], or None.
+        groups: the number of groups.
+        stride: the stride per axis of the image.
+        before, after: the numbers of zeros padded at the beginning and at the end of each axis.
     """
 
     weight: Source | None
@@ -73,13 +75,13 @@ class Kernel:
 
 
 def itself(channels: int, rank: int) -> Kernel:
-    """Returns the input as a convolution."""
+    """Returns the identity as a convolution of an input with `channels` channels and `rank` image axes."""
     ones, zeros = (1,) * rank, (0,) * rank
     return Kernel(None, (channels, 1, *ones), None, channels, ones, zeros, zeros)
 
 
 def padded(kernel: Kernel, amounts: Sequence[int]) -> Kernel | None:
-    """Pads the image with zeros, in the order of F.pad; None if the kernel is no longer the identity."""
+    """Pads the input of the identity with zeros (`amounts` as in F.pad); returns None for any other kernel."""
     rank = len(kernel.size)
     pairs = [tuple(amounts[i : i + 2]) for i in range(0, len(amounts), 2)]
     if kernel.weight is not None or len(pairs) > rank:
@@ -93,7 +95,7 @@ def padded(kernel: Kernel, amounts: Sequence[int]) -> Kernel | None:
 
 
 def normalized(kernel: Kernel, norm: Any, path: str) -> Kernel:
-    """Appends the BatchNorm at `path`, with its running statistics."""
+    """Returns the kernel followed by the BatchNorm at `path` with its running statistics."""
     weight, shift = (None if getattr(norm, name) is None else f"{path}.{name}" for name in ("weight", "bias"))
     factor = Call(_factor, (f"{path}.running_var", weight, norm.eps))
     column = Call(_column, (factor, len(kernel.size)))
@@ -105,9 +107,10 @@ def normalized(kernel: Kernel, norm: Any, path: str) -> Kernel:
 
 
 def convolved(first: Kernel, second: Kernel, dilation: Sizes) -> Kernel | None:
-    """Appends a convolution; None if the result is not a convolution of the input.
+    """Returns `first` followed by the convolution `second`; None if that is not one convolution of the input.
 
-    A convolution that pads the output of a bias or of a wide window sees zeros that exist nowhere in the input.
+    It is not if `second` pads, and `first` has a bias or a wide window: such zeros correspond to no zeros around
+    the input.
     """
     pads = any(second.before) or any(second.after)
     wide = math.prod(first.size) > 1 or any(first.before) or any(first.after)
@@ -139,7 +142,7 @@ def convolved(first: Kernel, second: Kernel, dilation: Sizes) -> Kernel | None:
 
 
 def added(one: Kernel, other: Kernel) -> Kernel | None:
-    """Adds two kernels; None if the sum is not a convolution of the input."""
+    """Returns the sum of two kernels; None if it is not one convolution of the input."""
     if one.weight is None and other.weight is None:
         return None
     groups = other.groups if one.depthwise else one.groups
@@ -162,7 +165,7 @@ def added(one: Kernel, other: Kernel) -> Kernel | None:
 
 
 def in_groups(kernel: Kernel, groups: int) -> Kernel | None:
-    """Expands a depthwise weight to fewer groups; None if the kernel has other groups and is not depthwise."""
+    """Returns the kernel with `groups` groups; None unless it has this number already or is depthwise."""
     if kernel.groups == groups:
         return kernel
     if not kernel.depthwise:
@@ -173,12 +176,12 @@ def in_groups(kernel: Kernel, groups: int) -> Kernel | None:
 
 
 def _behind(kernel: Kernel) -> Sizes:
-    """Returns the end of each window, counted from the beginning of the image."""
+    """Returns, per axis, how far the first window reaches, counted from the beginning of the image."""
     return tuple(k - b for k, b in zip(kernel.size, kernel.before, strict=True))
 
 
 def _widened(kernel: Kernel, like: Source, before: Sizes, behind: Sizes) -> Kernel:
-    """Pads a weight with zeros up to a window that reaches as far as given."""
+    """Pads a weight with zeros, to a window that begins `before` pixels before the image and ends at `behind`."""
     front = tuple(b - a for a, b in zip(kernel.before, before, strict=True))
     back = tuple(b - a for a, b in zip(_behind(kernel), behind, strict=True))
     weight = (
@@ -216,7 +219,7 @@ def _shifted(bias: Tensor | None, factor: Tensor, mean: Tensor, shift: Tensor | 
 
 
 def _ones(like: Tensor, channels: int, groups: int) -> Tensor:
-    """Returns the weight of the identity."""
+    """Returns the weight of the identity, a 1x1 kernel [channels, channels / groups, 1, ...]."""
     weight = like.new_ones(channels, 1, *[1] * (like.ndim - 2))
     return weight if groups == channels else _spread(weight, groups)
 
@@ -229,7 +232,7 @@ def _spread(weight: Tensor, groups: int) -> Tensor:
 
 
 def _dilated(weight: Tensor, steps: Sequence[int]) -> Tensor:
-    """Puts zeros between the values of each row."""
+    """Returns the kernel of a dilated convolution, with zeros between the values along each axis."""
     sizes = [(k - 1) * s + 1 for k, s in zip(weight.shape[2:], steps, strict=True)]
     wide = weight.new_zeros(*weight.shape[:2], *sizes)
     every = [slice(None, None, step) for step in steps]
@@ -238,22 +241,25 @@ def _dilated(weight: Tensor, steps: Sequence[int]) -> Tensor:
 
 
 def _chained(first: Tensor, second: Tensor, groups: int) -> Tensor:
-    """Joins two weights: `first` [mid, in / groups, ...], then `second` [out, mid / groups, ...]."""
+    """Returns the weight that applies `first` [mid, in / groups, ...], then `second` [out, mid / groups, ...]."""
     axes = tuple(range(2, first.ndim))
     outputs, middle = len(second) // groups, second.shape[1]
     turned = first.reshape(groups, middle, *first.shape[1:]).transpose(1, 2).flatten(0, 1).flip(axes)
     by_group = second.reshape(groups, outputs, *second.shape[1:]).transpose(0, 1).flatten(1, 2)
     pads = [size - 1 for size in first.shape[2:]]
-    with torch.autocast(
-        first.device.type, enabled=False
-    ):  # training in bfloat16 keeps its weights in float32
+    with torch.autocast(first.device.type, enabled=False):  # in bfloat16 training, weights stay float32
         found: Tensor = CONVOLUTIONS[len(axes) - 1](by_group, turned, padding=pads, groups=groups)
     return found.reshape(outputs, groups, -1, *found.shape[2:]).transpose(0, 1).flatten(0, 1)
 
 
 def _pushed(weight: Tensor, bias: Tensor, groups: int, own: Tensor | None) -> Tensor:
-    """Returns a bias [mid] passed through a convolution with `weight` [out, mid / groups, ...] and a bias of
-    its own.
+    """Returns the bias [out] of a convolution whose input has a constant added.
+
+    Args:
+        weight: the weight of the convolution, [out, mid / groups, ...].
+        bias: the constant of each input channel, [mid].
+        groups: the number of groups.
+        own: the convolution's own bias [out], or None.
     """
     given = bias.reshape(groups, 1, -1)
     moved = (weight.flatten(2).sum(2).reshape(groups, -1, weight.shape[1]) * given).sum(2).flatten()

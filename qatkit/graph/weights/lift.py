@@ -1,4 +1,4 @@
-"""Lifts weights into modules: a product with a weight that no module of torch.nn holds becomes such a module.
+"""Lifts weights into modules: a product with a weight outside of torch.nn's modules becomes such a module.
 
     F.conv2d(x, self.weight), F.linear(x, w, b)      →  Conv2d, Linear with the same parameters
     x @ w + b, w @ x, addmm, bmm, einsum             →  Linear, with operators that move axes where needed
@@ -6,8 +6,9 @@
     ConvTranspose2d                                  →  Conv2d, DepthToSpace (`qatkit.graph.weights.transposed`)
     F.linear(x, g · v / |v|)                         →  Linear with a computed weight (`qatkit.quant.computed_weights`)
 
-A weight is a value that depends only on parameters and buffers. It keeps its parameters: a tied one is trained by all
-its readers, a frozen one stays frozen. A product that can't be written in this way stays as it is, with a reason.
+A weight is a value that depends only on parameters and buffers. It keeps its parameters: all readers of a tied
+parameter train it, and a frozen parameter stays frozen. A product that can't be written in this way stays unchanged,
+and the reason is reported.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ _NO_WEIGHT = "stays float: the operator of the file does not multiply by a const
 
 
 def lift_weights(graph_module: fx.GraphModule) -> PassResult:
-    """Lifts weights in place in `graph_module`, which is traced and, if an example is available, propagated.
+    """Lifts weights in a traced graph, in place; it has to be propagated if an example is available.
 
-    `changed` counts the operators that got a module; new nodes have no value in their meta yet.
+    `changed` in the result is the number of operators that got a module. New nodes have no value in their meta yet.
     """
     result = PassResult(graph_module, open_held(graph_module))
     _drop_identities(graph_module)
@@ -48,7 +49,7 @@ def lift_weights(graph_module: fx.GraphModule) -> PassResult:
     if result.changed:
         for node in reversed(
             list(graph_module.graph.nodes)
-        ):  # nodes that read a tensor at a path that an operator replaced
+        ):  # such a node reads a tensor below a path where an operator is now
             if node in builder.constants and not node.users:
                 graph_module.graph.erase_node(node)
         tidy(graph_module)
@@ -57,7 +58,7 @@ def lift_weights(graph_module: fx.GraphModule) -> PassResult:
 
 
 def _drop_identities(graph_module: fx.GraphModule) -> None:
-    """Removes an nn.Identity before a function of the same module, whose place the operator may take."""
+    """Removes an nn.Identity before a function of the same module, so that an operator may take the module's place."""
     for node in [n for n in graph_module.graph.nodes if n.op == "call_module"]:
         inside = site(node).rpartition(".")[0]
         if isinstance(module_of(node), nn.Identity) and all(
@@ -68,7 +69,7 @@ def _drop_identities(graph_module: fx.GraphModule) -> None:
 
 
 def _drop_unread(graph_module: fx.GraphModule) -> None:
-    """Removes tensors that operators hold now from the modules that held them and that are not called."""
+    """Removes tensors that moved into operators from their former modules, unless these are still called."""
     called = {str(n.target) for n in graph_module.graph.nodes if n.op == "call_module"}
     read = {str(n.target) for n in graph_module.graph.nodes if n.op == "get_attr"}
     for path, module in graph_module.named_modules():

@@ -1,7 +1,7 @@
 """Builds the operator for a weight: its type, its place in the model and the names of its parameters.
 
-If nothing else is called in the module that holds the weight, the operator replaces that module, and the parameters
-keep their names. Otherwise it becomes a child, named by the function's site ("attn.linear").
+If nothing else is called in the module that has the weight, the operator replaces this module, and the parameters
+keep their names. Otherwise the operator becomes a child, named by the function's site ("attn.linear").
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Kind = type[nn.Conv1d] | type[nn.Conv2d] | type[nn.Conv3d] | type[nn.Linear]
 
 
 class OperatorBuilder:
-    """A builder of the operators of one graph; equal computations of the same tensors share one program."""
+    """A builder of operators for one graph; equal computations of the same tensors share one program."""
 
     def __init__(self, constants: Constants) -> None:
         self.constants, self.graph_module = constants, constants.graph_module
@@ -34,10 +34,14 @@ class OperatorBuilder:
         bias: fx.Node | None = None,
         **settings: Any,
     ) -> fx.Node:
-        """Inserts a call of a new operator before `node`, which it is meant to replace.
+        """Inserts a call of a new operator before `node`; the caller replaces `node` by it.
 
         Args:
-            weight, bias: constants [out, in, ...] and [out].
+            node: the node that the operator is for.
+            kind: the type of the operator.
+            x: the input of the operator.
+            weight: the node of the constant weight, [out, in, ...].
+            bias: the node of the constant bias, [out], or None.
             settings: further arguments of a Conv's constructor.
         """
         sources = {"weight": self.constants.source(weight)}
@@ -52,7 +56,7 @@ class OperatorBuilder:
         return new
 
     def hang(self, node: fx.Node, module: nn.Module, x: fx.Node, weight: fx.Node) -> fx.Node:
-        """Inserts a call of `module`, which has the constant `weight` as a parameter already, before `node`."""
+        """Inserts a call of `module` before `node`; the module already has the constant `weight` as a parameter."""
         path = self._path(node, self.constants.source(weight), self.constants.behind(weight))
         self._own(path, module, {})
         with node.graph.inserting_before(node):
@@ -61,7 +65,7 @@ class OperatorBuilder:
         return new
 
     def attribute(self, before: fx.Node, path: str) -> fx.Node:
-        """Inserts a parameter of the model as a constant before `before`."""
+        """Inserts a node that reads a parameter of the model before `before`; it counts as a constant."""
         with before.graph.inserting_before(before):
             new = before.graph.get_attr(path)
         new.meta["site"] = path
@@ -77,9 +81,14 @@ class OperatorBuilder:
         return free_path(self.graph_module, site(node))
 
     def _free(self, path: str, node: fx.Node, own: Collection[fx.Node]) -> bool:
-        """Returns whether only the computation of `node`, its weight and its bias (`own`) uses the module at `path`.
+        """Returns whether the module at `path` is used only by `node` and by the computation of its weight and bias.
 
-        Renames paddings if they are the only other users.
+        If paddings are the only other users, they are renamed so that the path becomes free.
+
+        Args:
+            path: the path of the module.
+            node: the node that is replaced.
+            own: the nodes that compute the weight and the bias.
         """
         given = (n for n in node.all_input_nodes if n in self.constants)
         own = {*own, *(one for n in given for one in self.constants.behind(n))}
@@ -92,7 +101,7 @@ class OperatorBuilder:
         return True
 
     def _own(self, path: str, module: nn.Module, sources: Mapping[str, WeightOrigin]) -> str:
-        """Attaches the operator at its path, with the tensors that its programs take."""
+        """Puts the operator at its path, with the tensors that its programs read, and returns the path."""
         graph_module, modules = self.graph_module, dict(self.graph_module.named_modules())
         if isinstance(module, Computed):
             module.leaves, home = {}, modules.get(path)
@@ -113,10 +122,14 @@ class OperatorBuilder:
     def _adopt(
         self, module: nn.Module, home: nn.Module | None, path: str, leaf: str, taken: Collection[str]
     ) -> str:
-        """Gives `module` a tensor of the model, by its old name if the operator replaces the old module.
+        """Gives `module` a tensor of the model and returns its name there.
 
         Args:
-            taken: names that have another meaning here.
+            module: the new operator.
+            home: the module that the operator replaces, or None. Its tensors keep their names.
+            path: the path of the operator.
+            leaf: the name of the tensor in the model.
+            taken: names that the operator itself uses.
         """
         tensor = tensor_at(self.graph_module, leaf)
         if home is not None and leaf.startswith(f"{path}."):
@@ -138,18 +151,18 @@ class OperatorBuilder:
 
 
 def _is_inside(node: fx.Node, path: str) -> bool:
-    """Returns whether a node belongs to the module at `path`: by its name, or by what it calls or reads."""
+    """Returns whether the name of a node, or the module or tensor that it uses, is inside the module at `path`."""
     names = [site(node)] + [str(node.target)] * (node.op in ("call_module", "get_attr"))
     return any(f"{name}.".startswith(f"{path}.") for name in names)
 
 
 def _means_another(module: nn.Module, name: str, tensor: Tensor) -> bool:
-    """Returns whether a module has an attribute of that name which is not this tensor."""
+    """Returns whether a module has an attribute of this name that is not `tensor`."""
     return hasattr(module, name) and getattr(module, name) is not tensor
 
 
 def _empty(kind: Kind, sources: Mapping[str, WeightOrigin], settings: Mapping[str, Any]) -> nn.Module:
-    """Returns a module of the right sizes, with those parameters that are not computed."""
+    """Returns an operator with the sizes of its weight; it has only parameters that are not computed."""
     value, bias = sources["weight"].value, sources.get("bias")
     inputs = value.shape[1] * int(settings.get("groups", 1))
     make: Any = kind
@@ -167,7 +180,7 @@ def _empty(kind: Kind, sources: Mapping[str, WeightOrigin], settings: Mapping[st
 
 
 def _parameter(source: WeightOrigin) -> nn.Parameter:
-    """Returns a weight's parameter; a value that depends on no parameter is not trained."""
+    """Returns the parameter for a weight; if its value depends on no parameter, it is frozen."""
     value: Tensor = source.value
     return value if isinstance(value, nn.Parameter) else nn.Parameter(value.detach(), requires_grad=False)
 

@@ -1,6 +1,6 @@
 """Rules for functions that multiply by a weight: each rewrites one kind of product.
 
-A rule rewrites its node (None), returns why it can't, or finds that it does not apply ("").
+A rule returns None after it has rewritten its node, the reason if it can't, or "" if it does not apply.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _UNKNOWN = "the shape of its input is not known without an example"
 
 
 def rule_of(node: fx.Node) -> Rule | None:
-    """Returns the rule for a node; None for a node that is not such a product."""
+    """Returns the rule for a node; None if the node is no product that a rule knows."""
     if node.op == "call_module" and type(module_of(node)) in TYPES:
         return lower_transposed
     if node.op == "call_function":
@@ -38,7 +38,7 @@ def rule_of(node: fx.Node) -> Rule | None:
 
 
 def _given(node: fx.Node, *names: str) -> dict[str, Any]:
-    """Returns the arguments of a call by the names that a built-in function gives them."""
+    """Returns the arguments of a call by name, given the parameter names of a built-in function."""
     return dict(zip(names, node.args, strict=False)) | node.kwargs
 
 
@@ -74,7 +74,7 @@ def _linear(builder: OperatorBuilder, node: fx.Node) -> str | None:
 def _linear_call(
     builder: OperatorBuilder, node: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | None = None
 ) -> None:
-    """Replaces `node` by a Linear, including the constant that is added right after it."""
+    """Replaces `node` by a Linear; a constant that is added right after it becomes its bias."""
     last = node
     if bias is None:
         last, bias = _added(builder, node, len(builder.constants.value(weight)))
@@ -82,8 +82,9 @@ def _linear_call(
 
 
 def _added(builder: OperatorBuilder, node: fx.Node, outputs: int) -> tuple[fx.Node, fx.Node | None]:
-    """Returns the Add of a vector [outputs] that is the only reader of `node`, and the vector; else `node`
-    and None.
+    """Returns the node after the bias, and the bias.
+
+    These are an Add that is the only reader of `node` and its vector [outputs], else `node` and None.
     """
     user = next(iter(node.users)) if len(node.users) == 1 else None
     if user is None or called(user) not in ("add", "add_", "iadd") or user.kwargs or len(user.args) != 2:
@@ -134,9 +135,9 @@ def _product(builder: OperatorBuilder, node: fx.Node, a: Any, b: Any) -> str | N
 def _batched(
     shape: tuple[int, ...], weight: tuple[int, ...], *, weight_first: bool
 ) -> tuple[str, str, str] | str:
-    """Returns the letters of x, of the weight and of the result of a matmul, or why there are none.
+    """Returns the letters of the axes of x, of the weight and of the result of a matmul, or why there are none.
 
-    An axis that is broadcast along the other operand's is "1".
+    The letter of an axis that is broadcast to the other operand is "1".
     """
     if len(shape) < 2 or len(weight) < 1 or (len(weight) == 1 and weight_first):
         return "one of its operands is a vector, so it stays float"
@@ -223,7 +224,7 @@ def _contract(
 
 
 def _embedding(builder: OperatorBuilder, node: fx.Node) -> str | None:
-    """Rewrites a lookup of rows in a table that is a parameter."""
+    """Rewrites a lookup in a table that is a parameter as an Embedding."""
     given = _given(node, "input", "weight", "padding_idx", "max_norm")
     table, rows = builder.constants.tensor(given["weight"]), given["input"]
     if table is None or given.get("max_norm") is not None:
@@ -239,7 +240,7 @@ def _embedding(builder: OperatorBuilder, node: fx.Node) -> str | None:
 
 
 def _addmm(builder: OperatorBuilder, node: fx.Node) -> str | None:
-    """Rewrites beta · input + alpha · a @ b as a product and, if the input is not a vector, an Add."""
+    """Rewrites beta · input + alpha · a @ b as a product and, unless `input` becomes its bias, an Add."""
     given = _given(node, "input", "mat1", "mat2")
     a, b = (given.get(f"mat{i}", given.get(f"batch{i}")) for i in (1, 2))
     if builder.constants.tensor(a) is None and builder.constants.tensor(b) is None:

@@ -1,9 +1,9 @@
-"""Splits an einsum of several operands, one of them a weight: the product with the weight first, then the rest.
+"""Splits an einsum of several operands, one of which is a weight: the product with the weight is computed first.
 
     einsum("bi,ijk,bj->bk", x, w, y)   →  t = einsum("bi,ijk->bjk", x, w), einsum("bjk,bj->bk", t, y)
 
-Constants are multiplied with each other before. Of the other operands, the one that shares the largest summed
-axes with the weight is taken first.
+Before that, constants are multiplied with each other. The first operand to be multiplied with the weight is the one
+that shares the largest summed axes with it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from qatkit.graph.weights.operator import OperatorBuilder
 
 
 def take_product(builder: OperatorBuilder, node: fx.Node, operands: list[fx.Node]) -> fx.Node | None:
-    """Inserts a node for the product with the weight before `node`, which continues with it; None if there is none."""
+    """Inserts the product with the weight before `node`, which then multiplies the result with the other operands.
+
+    Returns the new node; None if the einsum can't be split in this way.
+    """
     text = str(node.args[0]).replace(" ", "")
     left, arrow, result = text.partition("->")
     parts = left.split(",")
@@ -53,7 +56,7 @@ def take_product(builder: OperatorBuilder, node: fx.Node, operands: list[fx.Node
 def _with_one_constant(
     builder: OperatorBuilder, node: fx.Node, pairs: list[tuple[str, fx.Node]], result: str
 ) -> list[tuple[str, fx.Node]]:
-    """Multiplies the constants among the operands into one."""
+    """Replaces the constants among the operands by their product."""
     while len(found := [pair for pair in pairs if pair[1] in builder.constants]) > 1:
         (one, a), (other, b) = found[:2]
         pairs = [pair for pair in pairs if pair not in found[:2]]
@@ -68,5 +71,5 @@ def _einsum(equation: str, *operands: torch.Tensor) -> torch.Tensor:
 
 
 def _kept(letters: str, wanted: str) -> str:
-    """Returns the wanted letters of `letters`, without duplicates."""
+    """Returns the letters of `letters` that are in `wanted`, without duplicates."""
     return "".join(c for c in dict.fromkeys(letters) if c in wanted)

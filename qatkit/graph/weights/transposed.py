@@ -1,9 +1,9 @@
 """Rewrites a transposed convolution as a convolution, which has an 8-bit kernel, and operators that move values.
 
-With stride s, output q·s + r - padding is a sum over the taps r, r + s, r + 2s, ... of the kernel only. So each
-phase r has a convolution of its own with ceil(k / s) taps. All phases together are one convolution with s times the
-channels, whose output is interleaved (in ONNX: DepthToSpace) and cut to size. For k = s, the usual upsampling in a
-U-Net, that is a 1x1 convolution without a cut.
+With stride s, output q·s + r - padding is a sum over only the taps r, r + s, r + 2s, ... of the kernel. Each phase r
+is thus a convolution with ceil(k / s) taps. All phases together are one convolution with s times the channels, whose
+output is interleaved (in ONNX: DepthToSpace) and cut to size. For k = s, the usual upsampling in a U-Net, that is a 1x1
+convolution without a cut.
 
     weight [in, out / groups, k, ...]  →  [out · s · ..., in / groups, taps, ...], computed at each step
 """
@@ -32,8 +32,13 @@ def by_phases(weight: Tensor, stride: Sequence[int], taps: Sequence[int], groups
     """Returns the weight of the convolution that computes all phases.
 
     Args:
-        weight: of the transposed convolution, [in, out / groups, kernel...].
-        taps: of each phase, along each axis; beyond the kernel they are zero.
+        weight: the weight of the transposed convolution, [in, out / groups, kernel...].
+        stride: the stride of the transposed convolution, per axis.
+        taps: number of taps of each phase, per axis; taps beyond the kernel are zero.
+        groups: the number of groups.
+
+    Returns:
+        [out · phases, in / groups, taps...]
     """
     rank = len(stride)
     missing = [(0, t * s - k) for t, s, k in zip(taps, stride, weight.shape[2:], strict=True)]
@@ -58,7 +63,7 @@ def from_phases(weight: Tensor, kernel: Sequence[int], stride: Sequence[int], gr
 
 
 def lower_transposed(builder: OperatorBuilder, node: fx.Node) -> str | None:
-    """Rewrites a call of nn.ConvTranspose or F.conv_transpose (None), or returns why it stays."""
+    """Rewrites a call of nn.ConvTranspose or F.conv_transpose and returns None, or returns why it can't."""
     given = _given(builder, node)
     shape, weight, bias = shape_of(given["input"]), given["weight"], given["bias"]
     value = builder.constants.tensor(weight)
@@ -124,10 +129,10 @@ def _interleave(node: fx.Node, y: fx.Node, stride: Sequence[int], channels: int)
 def _cut(
     node: fx.Node, y: fx.Node, begin: Sequence[int], sizes: Sequence[int], made: Sequence[int]
 ) -> fx.Node:
-    """Cuts each axis to the part that the transposed convolution outputs."""
+    """Cuts each axis of `y` to the part that is the output of the transposed convolution."""
     if list(sizes) == list(made) and not any(begin):
         return y
-    # Counted from the end, which is right for inputs of any size.
+    # Ends are counted from the back, which is correct for inputs of any size.
     rests = [m - b - size for b, size, m in zip(begin, sizes, made, strict=True)]
     parts = [slice(b, -rest if rest else None) for b, rest in zip(begin, rests, strict=True)]
     return _new(node, "cut", operator.getitem, y, (slice(None), slice(None), *parts))

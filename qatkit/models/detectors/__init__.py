@@ -1,4 +1,4 @@
-"""Detectors from pixels to boxes and scores, with the arithmetic of boxes in the graph.
+"""Detectors that compute boxes and scores from pixels; the arithmetic of boxes is part of the graph.
 
 detector.py               `Detector`: the outputs and the loss of a detector for task=detection
 torchvision_detectors.py  torchvision's SSD, SSDlite, RetinaNet and FCOS, with their own losses

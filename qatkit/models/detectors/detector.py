@@ -17,8 +17,8 @@ class Detector(nn.Module):
     Further outputs are the inputs of the loss.
 
     Attributes:
-        inference_outputs: number of first outputs that a file has: corners and scores.
-        unordered: rows of boxes have no fixed place in the image but are ordered by scores
+        inference_outputs: number of outputs in an exported file: corners and scores.
+        unordered: whether rows of boxes have no fixed place in the image but are ordered by scores
             (`qatkit.tasks.unordered_boxes`).
     """
 
@@ -28,11 +28,14 @@ class Detector(nn.Module):
     @property
     @abstractmethod
     def criterion(self) -> Callable[[Sequence[Tensor], Tensor], Tensor]:
-        """The loss: (further outputs, labelled boxes [N, n, 6] of `qatkit.data.box_targets`) to a scalar."""
+        """The loss, a function from (further outputs, labelled boxes [N, n, 6]) to a scalar.
+
+        The boxes are in the form of `qatkit.data.box_targets`.
+        """
 
 
 def boxes_of(targets: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Returns the corners [n, 4] and classes [n] of each picture, without those that are ignored."""
+    """Returns the corners [n, 4] and classes [n] of each picture, without ignored boxes."""
     found = []
     for rows in targets:
         kept = rows[(rows[:, 0] >= 0) & (rows[:, 5] < IGNORED)]

@@ -1,8 +1,8 @@
 """torchvision's one-stage detectors as graphs: SSD, SSDlite, RetinaNet and FCOS, with their own losses.
 
 torchvision's models normalise and resize pictures and select boxes in Python. Here the network and the arithmetic of
-boxes are one graph of tensors. Pictures are prepared by the data, and boxes are selected by non-maximum suppression
-after the graph. Parameters keep torchvision's names, so that its checkpoints load.
+boxes are one graph of tensors. `qatkit.data` prepares the pictures, and boxes are selected by non-maximum
+suppression after the graph. Parameters keep torchvision's names, so that its checkpoints load.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _HEADS = ("cls_logits", "bbox_regression", "bbox_ctrness")
 
 
 class TorchvisionDetector(Detector):
-    """A detector of torchvision.
+    """A one-stage detector of torchvision.
 
     Args:
-        model: torchvision's model; its `backbone`, `head` and `anchor_generator` are those of this one.
-        ratios: for an SSD, sides of the smallest and the largest anchors relative to the input's; None: its
-            own.
+        model: torchvision's model; this module uses its `backbone`, `head` and `anchor_generator`.
+        ratios: for an SSD, the sides of the smallest and the largest anchors as shares of the input's side;
+            None keeps the anchors of the model.
 
     Raises:
-        ConfigError: the model is not a detector of one stage.
+        ConfigError: the model is not a one-stage detector.
     """
 
     def __init__(self, model: nn.Module, ratios: Sequence[float] | None = None) -> None:
@@ -53,7 +53,7 @@ class TorchvisionDetector(Detector):
         self._model: tuple[Any, ...] = (model,)  # in a tuple, since its parameters are registered above
         self._known: dict[
             int, tuple[Tensor, list[int]]
-        ] = {}  # anchors and cells of each level, by their number
+        ] = {}  # (anchors, cells of each level), by the number of anchors
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
         """Returns boxes and scores, followed by the outputs of the heads."""
@@ -72,7 +72,7 @@ class TorchvisionDetector(Detector):
         return {"boxes": boxes, "scores": scores} | {name: heads[name] for name in _HEADS if name in heads}
 
     def anchors(self, images: Tensor, features: Sequence[Tensor]) -> Tensor:
-        """Returns the corners of all anchors, [boxes, 4], which depend only on sizes."""
+        """Returns the corners of all anchors, [boxes, 4]; they depend only on the sizes of the tensors."""
         sizes = [(int(one.shape[2]), int(one.shape[3])) for one in (images, *features)]
         like = [torch.empty(1, 1, *size) for size in sizes]
         with torch.no_grad():
@@ -86,7 +86,7 @@ class TorchvisionDetector(Detector):
         return self._loss
 
     def _loss(self, outputs: Sequence[Tensor], targets: Tensor) -> Tensor:
-        """Returns the sum of torchvision's own losses."""
+        """Returns the sum of torchvision's own losses, a scalar."""
         (model,) = self._model
         heads = dict(zip(_HEADS, outputs, strict=False))
         anchors, cells = self._known[outputs[0].shape[1]]
@@ -111,14 +111,14 @@ class TorchvisionDetector(Detector):
 
 
 def counts_background(name: str) -> bool:
-    """Returns whether torchvision's detector of that name counts the background among its classes."""
+    """Returns whether torchvision's detector of that name counts the background as a class."""
     return name.startswith(("ssd", "fasterrcnn"))
 
 
 def check_ratios(model: nn.Module, ratios: Sequence[float]) -> None:
-    """Raises a `ConfigError` unless the model is an SSD and the ratios are sides of its anchors."""
+    """Raises ConfigError unless the model is an SSD and the ratios are two ascending shares up to 1."""
     if not isinstance(model, SSD):
-        raise ConfigError("model.kwargs", {"anchor_ratios": list(ratios)}, "an SSD for anchor_ratios")
+        raise ConfigError("model.kwargs", {"anchor_ratios": list(ratios)}, "anchor_ratios only for an SSD")
     if len(ratios) != 2 or not 0 < ratios[0] < ratios[1] <= 1:
         allowed = "[SMALLEST, LARGEST], the sides of anchors as ascending shares of the input's side, up to 1"
         raise ConfigError("model.kwargs", {"anchor_ratios": list(ratios)}, allowed)
@@ -134,7 +134,7 @@ def _from_offsets(offsets: Tensor, anchors: Tensor, weights: Sequence[float]) ->
 
 
 def _from_distances(distances: Tensor, anchors: Tensor) -> Tensor:
-    """Returns corners [N, boxes, 4] from distances to the sides, in units of anchor sides."""
+    """Returns corners [N, boxes, 4] from the distances of an anchor's centre to the sides, in anchor sides."""
     sides = anchors[:, 2:] - anchors[:, :2]
     centers = anchors[:, :2] + 0.5 * sides
     low, high = (distances[..., start : start + 2] * sides for start in (0, 2))

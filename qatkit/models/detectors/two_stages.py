@@ -37,8 +37,8 @@ _ABOVE = 1e-6  # added before a level is rounded down, as torchvision's mapper d
 class TwoStageDetector(Detector):
     """A Faster R-CNN of torchvision.
 
-    K proposals with C classes make K * C boxes; row k * C + c has a score only in class c. Training samples among the
-    same K proposals, without the labelled boxes that torchvision adds to its own.
+    K proposals with C classes make K * C boxes; row k * C + c has a score only in class c. In training, the
+    second stage samples from the same K proposals. torchvision also adds the labelled boxes to its proposals.
 
     Args:
         model: torchvision's model, whose `backbone`, `rpn` and `roi_heads` this one uses.
@@ -55,7 +55,7 @@ class TwoStageDetector(Detector):
             allowed = "a detector that only predicts boxes (ssd..., ssdlite..., retinanet..., fcos..., fasterrcnn...)"
             raise ConfigError("model.name", type(model).__name__, allowed)
         self.backbone, self.rpn, self.roi_heads = model.backbone, model.rpn, model.roi_heads
-        self._known: dict[int, Tensor] = {}  # anchors by their number
+        self._known: dict[int, Tensor] = {}  # anchors, by the number of anchors
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
         """Returns boxes and scores, followed by the inputs of both stages' losses."""
@@ -85,7 +85,7 @@ class TwoStageDetector(Detector):
         return torch.cat(rows[0], 1), offsets, [int(one.shape[1]) for one in rows[0]]
 
     def _anchors(self, images: Tensor, features: Sequence[Tensor]) -> Tensor:
-        """Returns the corners of all anchors, [anchors, 4], which depend only on sizes."""
+        """Returns the corners of all anchors, [anchors, 4]; they depend only on the sizes of the tensors."""
         sizes = [(int(one.shape[2]), int(one.shape[3])) for one in (images, *features)]
         like = [torch.empty(1, 1, *size) for size in sizes]
         with torch.no_grad():
@@ -151,7 +151,7 @@ class TwoStageDetector(Detector):
         return self._loss
 
     def _loss(self, outputs: Sequence[Tensor], targets: Tensor) -> Tensor:
-        """Returns the sum of torchvision's losses of both stages."""
+        """Returns the sum of torchvision's losses of both stages, a scalar."""
         objectness, offsets, logits, shifts, proposals = outputs
         found = boxes_of(targets)
         first = self._loss_of_anchors(objectness, offsets, [boxes for boxes, _ in found])
@@ -169,7 +169,7 @@ class TwoStageDetector(Detector):
     ) -> Tensor:
         heads = self.roi_heads
         valid = (proposals[..., 2:] > proposals[..., :2]).all(2)
-        used = valid.any(1)  # torchvision matches no image without proposals
+        used = valid.any(1)  # torchvision cannot match boxes in an image without proposals
         logits, shifts, proposals = logits[used], shifts[used], proposals[used]
         found = [one for one, any_valid in zip(found, used.tolist(), strict=True) if any_valid]
         boxes, there = [one for one, _ in found], list(valid[used])
@@ -192,7 +192,7 @@ class TwoStageDetector(Detector):
 
 
 def _picked(boxes: Tensor, places: Tensor) -> Tensor:
-    """Returns the corners [N, k, 4] at places [N, k]."""
+    """Returns the corners [N, k, 4] of the boxes with the indices `places` [N, k]."""
     return boxes.gather(1, places.unsqueeze(2).expand(-1, -1, 4))
 
 
@@ -206,7 +206,7 @@ def _moved(offsets: Tensor, boxes: Tensor, weights: Sequence[float]) -> Tensor:
 
 
 def _within(boxes: Tensor, images: Tensor) -> Tensor:
-    """Returns the corners, clipped to the image."""
+    """Returns the corners [..., 4], clipped to the images."""
     height, width = int(images.shape[2]), int(images.shape[3])
     return torch.minimum(boxes.clamp(min=0), boxes.new_tensor([width, height, width, height]))
 

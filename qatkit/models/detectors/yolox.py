@@ -21,7 +21,7 @@ from qatkit_verify.errors import ConfigError
 _ACTIVATIONS = {"silu": nn.SiLU, "relu": nn.ReLU, "relu6": nn.ReLU6, "hardswish": nn.Hardswish}
 _STRIDES, _CHANNELS = (8, 16, 32), (256, 512, 1024)
 _PRIOR = 0.01  # initial score of every cell
-_LARGEST_LOG = 10.0  # maximum logarithm of a side in strides, larger than in any picture
+_LARGEST_LOG = 10.0  # maximum logarithm of a side in strides; no picture reaches it
 Conv = Callable[..., nn.Module]
 
 
@@ -43,7 +43,7 @@ class Yolox(Detector):
         depth: number of blocks, as a share of YOLOX-L's.
         width: number of channels, as a share of YOLOX-L's.
         activation: silu | relu | relu6 | hardswish.
-        depthwise: 3x3 convolutions are depthwise, followed by a 1x1 convolution.
+        depthwise: whether 3x3 convolutions are depthwise, each followed by a 1x1 convolution.
 
     Raises:
         ConfigError: the activation is unknown.
@@ -70,10 +70,14 @@ class Yolox(Detector):
                 module.eps, module.momentum = 1e-3, 0.03
         self._known: dict[
             int, tuple[Tensor, Tensor]
-        ] = {}  # corners of the cells and strides, by their number
+        ] = {}  # (corners, strides) of the cells, by the number of cells
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
-        """Returns boxes and scores, followed by the logits and offsets that the loss takes."""
+        """Returns boxes and scores, followed by the logits and offsets that the loss takes.
+
+        Raises:
+            ConfigError: a side of the images is not a multiple of 32 pixels.
+        """
         if images.shape[2] % _STRIDES[-1] or images.shape[3] % _STRIDES[-1]:
             told = [int(images.shape[2]), int(images.shape[3])]
             raise ConfigError("data.image_size", told, f"a multiple of {_STRIDES[-1]} on each side for YOLOX")
@@ -180,7 +184,7 @@ class _CSPLayer(nn.Module):
 
 
 class _Focus(nn.Module):
-    """A convolution over blocks of 2 x 2 pixels as channels."""
+    """A convolution over blocks of 2 x 2 pixels, which become channels."""
 
     def __init__(self, inputs: int, outputs: int, act: type[nn.Module]) -> None:
         super().__init__()

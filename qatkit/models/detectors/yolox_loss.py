@@ -13,17 +13,19 @@ from torchvision.ops import box_iou
 from qatkit.models.detectors.detector import boxes_of
 
 _RADIUS = 1.5  # strides around the centre of a box within which cells may be assigned to it
-_OVERLAPS = 10  # largest overlaps of a box, whose sum is the number of its cells
+_OVERLAPS = 10  # number of largest overlaps of a box; their sum is the number of its cells
 _OUTSIDE = 1e6  # cost of a cell that is not near a box's centre
 _IOU_COST, _BOX_WEIGHT = 3.0, 5.0
 
 
 class YoloxLoss:
-    """The loss: cross entropy of classes and objectness, 1 - IoU² of boxes, over the number of assigned cells.
+    """The loss of classes, objectness and boxes, divided by the number of assigned cells.
+
+    It is the cross entropy of classes and objectness plus 5 times 1 - IoU² of boxes.
 
     Args:
-        cells: top left corners in pixels, [boxes, 2].
-        strides: [boxes, 1].
+        cells: the top left corners of the cells in pixels, [boxes, 2].
+        strides: the strides of the cells in pixels, [boxes, 1].
     """
 
     def __init__(self, cells: Tensor, strides: Tensor) -> None:
@@ -33,10 +35,10 @@ class YoloxLoss:
         """Returns the loss of a batch.
 
         Args:
-            logits: of the classes, [N, boxes, classes].
-            objectness: logits, [N, boxes, 1].
-            boxes: corners, [N, boxes, 4].
-            targets: [N, n, 6] (`qatkit.data.box_targets`).
+            logits: the logits of the classes, [N, boxes, classes].
+            objectness: the logits of the objectness, [N, boxes, 1].
+            boxes: the corners of the predicted boxes, [N, boxes, 4].
+            targets: the labelled boxes, [N, n, 6] (`qatkit.data.box_targets`).
         """
         found = torch.zeros_like(objectness)
         classes, overlaps, count = logits.new_zeros(()), logits.new_zeros(()), 0
@@ -59,7 +61,7 @@ class YoloxLoss:
     def _assigned(
         self, logits: Tensor, objectness: Tensor, boxes: Tensor, truth: Tensor, labels: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Returns the assigned cells of one picture, and the box of each."""
+        """Returns the indices of the assigned cells of one picture, and the index of the box of each cell."""
         middles = (truth[:, :2] + truth[:, 2:]) / 2
         near = ((self._centers - middles[:, None]).abs() < _RADIUS * self._strides).all(2)  # [truth, boxes]
         cells = near.any(0).nonzero()[:, 0]

@@ -1,4 +1,4 @@
-"""Rounding of float32 to an element of fewer bits: to the nearest, ties to an even mantissa.
+"""Rounding of float32 to an element of fewer bits: to nearest, ties to an even mantissa.
 
 Normal numbers are rounded on their bits: half a step (one bit less where the mantissa is even) is added, a
 carry moves into the exponent by itself, and the bits below a step are cut off. Denormals are rounded by

@@ -1,1 +1,1 @@
-"""Training on the Lightning Trainer: one process or several, validation, and continuing from a checkpoint."""
+"""Training with the Lightning Trainer: single or several processes, validation, and resuming from a checkpoint."""

@@ -1,8 +1,8 @@
 """Training through torch.compile (`trainer.compile`), with counts for the report.
 
-Phases of the schedule (observing, frozen statistics, validation) are attributes that the compiler guards. So
-each phase compiles one more graph; a step never runs the graph of an old phase. A call that can't be compiled
-breaks the graph in two, which works and is slower; such breaks are counted.
+The phases of the schedule (observing, frozen statistics, validation) are stored in attributes that the
+compiler guards. Each phase therefore compiles another graph, and a step never runs the graph of an old phase.
+A call that cannot be compiled breaks the graph in two, which is slower; such breaks are counted.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Compiled:
     """Counts of what torch.compile did.
 
     Attributes:
-        graphs: compiled graphs: one, and one more for each phase.
-        breaks: calls that could not be compiled.
+        graphs: the number of compiled graphs: one, and one more for each further phase.
+        breaks: the number of calls that could not be compiled.
     """
 
     graphs: int = 0
@@ -31,14 +31,14 @@ class Compiled:
 
     @property
     def note(self) -> str:
-        """A line for the report."""
+        """The note for the report."""
         graphs, breaks = counted(self.graphs, "graph"), counted(self.breaks, "graph break")
         return f"torch.compile: {graphs} (one per phase of the schedule), {breaks}"
 
 
 @contextmanager
 def compiled(graph: nn.Module, wanted: bool) -> Iterator[Compiled]:
-    """Compiles calls of `graph` within the context, if wanted; parameters and state stay unchanged."""
+    """Compiles calls of `graph` within the context, if wanted; does not change its parameters and state."""
     found = Compiled()
     if not wanted:
         yield found

@@ -1,4 +1,4 @@
-"""The listener to each epoch's score during training: a search, which may end the run there."""
+"""A listener for the score of each epoch during training: a search uses it and may end the run early."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _LISTENER: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
 
 class Pruned(Exception):  # noqa: N818  no error: what Optuna calls it too
-    """Ends a trial early."""
+    """An exception that a listener raises to end a trial early."""
 
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Calls `listener` for each epoch within the context; it may raise Pruned."""
+    """Sets the listener that is called after each epoch within the context; it may raise Pruned."""
     token = _LISTENER.set(listener)
     try:
         yield
@@ -26,7 +26,7 @@ def listening(listener: Listener) -> Iterator[None]:
 
 
 def validated(stage: str, epoch: int, score: float) -> None:
-    """Reports a finished and measured epoch to the listener, if there is one."""
+    """Reports the score of a finished epoch to the listener, if there is one."""
     listener = _LISTENER.get()
     if listener is not None:
         listener(stage, epoch, score)

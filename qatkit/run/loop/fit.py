@@ -1,4 +1,4 @@
-"""A training on Lightning's Trainer: fresh, or continued from an earlier attempt's checkpoint."""
+"""Training with Lightning's Trainer: from the start, or resumed from the checkpoint of an earlier attempt."""
 
 from __future__ import annotations
 
@@ -41,11 +41,12 @@ class Stage:
     """The settings of one training stage.
 
     Attributes:
-        title: of the progress bar.
-        epochs, max_steps: the length; the shorter of the two applies.
-        judging: judges its epochs.
-        logger: of a tracking server, where there is one.
-        finish: called after the last step: turns the last weights into those that ship.
+        title: the title of the progress bar.
+        epochs, max_steps: the length of the stage; the shorter one applies.
+        judging: the callback that validates the epochs, if they are validated.
+        logger: the logger of a tracking server, if there is one.
+        finish: a function that is called after the last step; it turns the last weights into the exported
+            ones.
     """
 
     title: str
@@ -60,10 +61,10 @@ class Stage:
 def fit(
     module: Learner, data: DataModule, checkpoint: Path, config: TrainerConfig, stage: Stage
 ) -> lightning.Trainer:
-    """Trains `module` for the length of `stage`, writing `checkpoint` on the way and at the end.
+    """Trains `module` for the length of `stage`, and writes `checkpoint` regularly and at the end.
 
-    If `checkpoint` exists the training continues from it, in mid-epoch if needed; a finished one is only
-    loaded.
+    If `checkpoint` exists, training continues from it, within an epoch if needed. A finished checkpoint is
+    only loaded.
     """
     steps = stage.epochs * data.steps_per_epoch(batches_a_step(config)) if stage.epochs else 0
     steps = steps if stage.max_steps is None else min(steps, stage.max_steps)
@@ -110,9 +111,7 @@ def _innermost_channels(graph: nn.Module, wanted: bool) -> Iterator[None]:
 
 
 def _lay_out(graph: nn.Module, layout: torch.memory_format) -> None:
-    """Changes the layout of 4-D tensors only: `Module.to` fails on tensors of five axes, which have their own
-    layout.
-    """
+    """Changes the layout of 4-D tensors only, since `Module.to` fails on 5-D tensors."""
     for tensor in (*graph.parameters(), *graph.buffers()):
         if tensor.ndim == 4:
             tensor.data = tensor.data.contiguous(memory_format=layout)
@@ -135,7 +134,7 @@ def _trainer(config: TrainerConfig, checkpoint: Path, steps: int, stage: Stage) 
         precision=config.precision,  # type: ignore[arg-type]
         deterministic=config.deterministic,
         gradient_clip_val=config.gradient_clip,
-        # Bounded only by steps: Lightning counts an epoch twice when it resumes at the end of one.
+        # Limited by steps only, since Lightning counts an epoch twice if it resumes at its end.
         max_epochs=-1,
         max_steps=steps,
         callbacks=callbacks,
@@ -144,22 +143,22 @@ def _trainer(config: TrainerConfig, checkpoint: Path, steps: int, stage: Stage) 
         logger=stage.logger or False,
         log_every_n_steps=every,
         num_sanity_val_steps=0,
-        limit_val_batches=0,  # `Judging` validates
+        limit_val_batches=0,  # `Judging` validates instead
         use_distributed_sampler=False,
         plugins=[_AtomicCheckpoints(), *environment_of(processes(config))],
     )
 
 
 def processes(config: TrainerConfig) -> int:
-    """Returns how many processes share the images of an epoch; `devices=-1` is every GPU of each node."""
+    """Returns how many processes share the images of an epoch; `devices=-1` means all GPUs of each node."""
     return (max(1, torch.cuda.device_count()) if config.devices == -1 else config.devices) * config.num_nodes
 
 
 def accelerator(config: TrainerConfig) -> torch.device:
-    """Returns the device for simulations after the training: the first of its kind, in full float32.
+    """Returns the device for simulations after the training: the CPU, or the first GPU in full float32 precision.
 
-    The converted module stays on the CPU: its integer sums are exact there, while a GPU's library may choose
-    convolutions (Winograd's) that are not.
+    The converted module stays on the CPU, where its integer sums are exact. A GPU library may choose
+    convolution algorithms that are not exact, such as Winograd's.
     """
     if not on_gpu(config):
         return torch.device("cpu")
@@ -168,26 +167,27 @@ def accelerator(config: TrainerConfig) -> torch.device:
 
 
 def on_gpu(config: TrainerConfig) -> bool:
-    """Returns whether a CUDA device trains. Lightning may choose an Apple device, which lacks float64 for scales."""
+    """Returns whether to use a CUDA device. Apple devices, which Lightning may choose, lack float64 for scales."""
     return config.accelerator != "cpu" and torch.cuda.is_available()
 
 
 def batches_a_step(config: TrainerConfig) -> int:
-    """Returns the number of batches in an optimizer step, over all processes."""
+    """Returns the number of batches per optimizer step, over all processes."""
     return processes(config) * config.accumulate
 
 
 class _AtomicCheckpoints(TorchCheckpointIO):
-    """Writes a temporary file next to the target and renames it.
+    """Checkpoint IO that writes a temporary file next to the target and renames it.
 
-    Lightning's own temporary file may be on another file system, and a kill during the copy would leave half
-    a checkpoint.
+    Lightning's own temporary file may be on another file system. A process killed during the copy would then
+    leave an incomplete checkpoint.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        # As a stream: torch.save puts the name of a path into the file, and equal checkpoints would differ.
+        # Written to a stream: torch.save would store the name of a path in the file, and equal checkpoints
+        # would differ.
         with secret(target) as temporary:
             with temporary.open("wb") as stream:
                 torch.save(checkpoint, stream)
@@ -199,7 +199,7 @@ class _AtomicCheckpoints(TorchCheckpointIO):
 
 
 class _Saving(ModelCheckpoint):
-    """Saves every so many steps, and at the end of the current step where a signal ends the run.
+    """Saves every `every` steps, and at the end of the current step if a signal ends the run.
 
     All ranks end at the same step.
     """
@@ -216,8 +216,8 @@ class _Saving(ModelCheckpoint):
 
     def on_train_start(self, trainer: lightning.Trainer, *args: Any) -> None:
         super().on_train_start(trainer, *args)
-        # Where several batches make a step, the first ones end where it began: their gradients are in no
-        # checkpoint.
+        # With several batches per step, the step count changes only after the last one. Nothing is saved
+        # before, since accumulated gradients are not part of a checkpoint.
         self._done = self._last_global_step_saved = trainer.global_step
         stopping.wait(True)
 
@@ -241,11 +241,11 @@ class _Bar(TQDMProgressBar):
 
     def on_exception(self, *args: Any) -> None:
         """Closes the bar, so that the next message begins on its own line."""
-        with suppress(TypeError):  # there is no bar yet
+        with suppress(TypeError):  # the bar does not exist yet
             self.train_progress_bar.close()
 
     def get_metrics(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> dict[str, Any]:
-        """Adds the loss and the latest score; called only at each refresh."""
+        """Adds the loss and the latest score to the metrics of the bar; called only when the bar is refreshed."""
         shown = super().get_metrics(trainer, module)
         if self._loss is not None:
             shown["loss"] = float(self._loss)
@@ -263,7 +263,7 @@ class _Bar(TQDMProgressBar):
 
 
 class _Tracked(Callback):
-    """Logs loss and learning rate to a tracking server every few steps; Lightning would read them at each step."""
+    """Logs loss and learning rate to a tracking server every few steps; Lightning itself would read them each step."""
 
     def __init__(self, every: int) -> None:
         self.every, self._last = every, 0
@@ -272,7 +272,7 @@ class _Tracked(Callback):
         step = trainer.global_step
         if step % self.every or step == self._last or trainer.logger is None:
             return
-        self._last = step  # where gradients are accumulated, the first batch counts
+        self._last = step  # with accumulated gradients, the first batch of a step counts
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs
         rate = trainer.optimizers[0].param_groups[0]["lr"]
         trainer.logger.log_metrics({"loss": float(loss), "lr": float(rate)}, step)

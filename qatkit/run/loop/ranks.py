@@ -1,16 +1,16 @@
-"""Several processes that train one model: they start from the same checkpoint, and end together.
+"""Several processes that train one model. They start from the same checkpoint and end together.
 
     rank 0   calibration, searches ── last.ckpt of step 0 ── starts the others ── trains ──> verifies
     others                                 the same command ── read last.ckpt ── train ──> done
 
-Lightning starts the others by repeating the command line when the first process begins to train. Work that
-depends on the clock or takes long (searches, calibration) is thus done once: the others read its result as a
-resumed run does.
+When the first process begins to train, Lightning starts the others by repeating the command line. Work that
+depends on the clock or takes long (searches, calibration) is therefore done only once: the others read its
+result as a resumed run does.
 
-A process that dies leaves the others waiting in a collective, for ever with some backends; Lightning's own
-observer kills all processes without a message. Here each process watches its relatives, and the one that the
-user sees reports what happened. While it waits in torch's library no signal handler is called; a thread
-receives the signal.
+If a process dies, the others wait in a collective, with some backends forever. Lightning's own observer kills
+all processes without a message. Here each process watches its parent and children, and the first process
+reports what happened. Python calls no signal handler while it waits in torch's library, so a thread receives
+the signal.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ from qatkit_verify import stopping
 from qatkit_verify.errors import ConfigError
 
 _EVERY = 0.2  # seconds between two checks
-_LEAVING = 3.0  # seconds in which a process whose job is over ends by itself
-_PATIENCE = 10.0  # seconds in which a death that caused a failed collective is noticed
+_LEAVING = 3.0  # seconds within which a process whose job is over ends by itself
+_PATIENCE = 10.0  # seconds within which the dead process that caused a failed collective is noticed
 _BEHIND = (
-    30.0  # seconds by which the first process may end later than others that a signal ended at the same step
+    30.0  # seconds that the first process may end after the others if a signal ended all at the same step
 )
-_A_CALL = 5.0  # seconds that a library call may delay a signal, if no step is waited for
-_A_STEP = 60.0  # the same where a step is waited for
-_NOBODY = 300.0  # seconds that tasks of a cluster may be apart when they begin
+_A_CALL = 5.0  # seconds that a library call may delay a signal if the step need not be finished
+_A_STEP = 60.0  # the same if the step is finished first
+_NOBODY = 300.0  # seconds that the start times of a cluster's tasks may differ
 PARENT = "QATKIT_PARENT"  # the process that started this one
 _REFUSED = 2  # the status of a ConfigError
 _STOPPED = {128 + number for number in stopping.SIGNALS}
 
 
 def strategy_of(name: str, processes: int) -> Any:
-    """Returns Lightning's strategy of that name, with its processes watched here."""
+    """Returns Lightning's strategy of that name, with a launcher that leaves watching the processes to this module."""
     if processes == 1 or name not in ("auto", "ddp", "ddp_find_unused_parameters_true"):
         return name
     return _Watched(find_unused_parameters=name == "ddp_find_unused_parameters_true")
@@ -66,8 +66,9 @@ def strategy_of(name: str, processes: int) -> Any:
 def environment_of(processes: int) -> list[LightningEnvironment]:
     """Returns [Lightning's own environment] in a Slurm job whose tasks are not this run's processes; else [].
 
-    Lightning takes every Slurm task for a rank: a run of two processes in a job of one task would train
-    alone, on half of the images, and a run of one in a job of four is refused.
+    Lightning treats every Slurm task as a rank. In a job of one task, the first process of a run of two would
+    train without the other, on half of the images. In a job of four tasks, a run of one process would be
+    refused.
     """
     tasks = os.environ.get("SLURM_NTASKS")
     alone = processes == 1 or tasks != str(processes)
@@ -82,7 +83,7 @@ class _Watched(DDPStrategy):
 
 
 class _Launcher(_SubprocessScriptLauncher):
-    """A launcher without Lightning's observer, which kills this process too, without a message."""
+    """A launcher without Lightning's observer, since that also kills this process without a message."""
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
@@ -100,10 +101,11 @@ class _Launcher(_SubprocessScriptLauncher):
 
 @contextmanager
 def part_of_cores(processes: int) -> Iterator[None]:
-    """Limits torch to this process's share of the threads within the context: one per core over all processes.
+    """Limits torch's threads within the context, so that all processes together use one thread per core.
 
-    Lightning's launcher does not restore it, but the first process continues alone after the training.
-    Settings of the user or the cluster (OMP_NUM_THREADS, the cores of a task) stay.
+    The previous number is restored, since only the first process continues after the training; Lightning's
+    launcher does not restore it. Settings of the user or the cluster (OMP_NUM_THREADS, the cores of a task)
+    are respected.
     """
     threads = torch.get_num_threads()
     if processes > 1 and "OMP_NUM_THREADS" not in os.environ:
@@ -123,7 +125,7 @@ class _Family:
 
 @contextmanager
 def peers(several: bool) -> Iterator[None]:
-    """Ends this process within the context when another one dies; does nothing in a single process."""
+    """Ends this process if another one of the run dies within the context; does nothing for a single process."""
     if not several:
         yield
         return
@@ -134,11 +136,11 @@ def peers(several: bool) -> Iterator[None]:
     try:
         with stopping.heard(partial(_end_by_signal, over)):
             yield
-    except (ConfigError, Pruned):  # every process has come to the same result, and none is at fault
+    except (ConfigError, Pruned):  # every process raised the same error, so no single one has failed
         raise
     except Exception:
         if main_process():
-            watch.join(_PATIENCE)  # perhaps a collective has failed: the cause is known in a moment
+            watch.join(_PATIENCE)  # a collective may have failed: the dead process is noticed soon
         raise
     finally:
         over.set()
@@ -149,8 +151,8 @@ def _look_after_children(over: threading.Event) -> None:
         for rank, child in enumerate(_Family.children, 1):
             status = child.poll()
             if status:
-                # On a signal all end at the same step, and a training that diverges does so in every process:
-                # this one may be about to end as well.
+                # After a signal all processes end at the same step, and a diverging training diverges in all
+                # of them, so this process may be about to end as well.
                 own = {_REFUSED: _PATIENCE, **dict.fromkeys(_STOPPED, _BEHIND)}.get(status, 0.0)
                 if not over.wait(own):
                     _end(rank, status)
@@ -165,14 +167,14 @@ def _look_after_parent(over: threading.Event) -> None:
 
 
 def _parent() -> int:
-    """Returns the process that started this one, which may have ended already."""
+    """Returns the id of the process that started this one; that process may have ended already."""
     return int(os.environ.get(PARENT) or os.getppid())
 
 
 def _end_by_signal(over: threading.Event, number: int) -> None:
-    """Ends this process where no handler is called in time: it may wait for others that never come.
+    """Ends this process if no signal handler is called in time, since it may wait for processes that have died.
 
-    A second SIGINT ends it at once, as usual.
+    A second SIGINT ends the process at once, as usual.
     """
     if _Family.signals and number == signal.SIGINT:
         os._exit(128 + number)
@@ -190,7 +192,7 @@ def _end_if_unheard(over: threading.Event, number: int) -> None:
 
 
 def _end(rank: int, status: int) -> None:
-    """Reports which process died, and ends the others and this one, which may wait for the dead for ever."""
+    """Reports which process died, and ends all others, since they might wait for it forever."""
     number = -status if status < 0 else status - 128 if status in _STOPPED else 0
     how = f"was ended by {signal.Signals(number).name}" if number else f"ended with status {status}"
     print(
@@ -213,12 +215,12 @@ def _leave(status: int) -> None:
 def leave_none_behind() -> None:
     """Ends the processes that this one has started for a finished job, and forgets them.
 
-    The next job of a sweep has its own. After a job that went well there are none.
+    The next job of a sweep starts its own processes. After a successful job none are left.
     """
     for child in _Family.children:
         try:
             child.wait(_LEAVING)
-        except subprocess.TimeoutExpired:  # it waits for others that will not come
+        except subprocess.TimeoutExpired:  # it may wait for processes that have died
             child.kill()
             child.wait()
     _Family.children = ()
@@ -227,14 +229,14 @@ def leave_none_behind() -> None:
 def start_together(
     module: Learner, data: DataModule, checkpoint: Path, steps: int, writer: CheckpointIO
 ) -> None:
-    """Makes several processes start from one checkpoint: rank 0 writes that of step 0 if needed, the others wait.
+    """Makes several processes start from one checkpoint: rank 0 writes one of step 0 if needed, the others wait.
 
     Args:
-        module: before the first step.
-        data: its images.
-        checkpoint: of the stage.
-        steps: of the whole training, which its first learning rate depends on.
-        writer: of checkpoints.
+        module: the module before its first step.
+        data: the data that it trains on.
+        checkpoint: the path of the stage's checkpoint.
+        steps: the number of steps of the whole training, on which the first learning rate depends.
+        writer: the writer of checkpoints.
     """
     if not main_process():
         wait_for_first(checkpoint)
@@ -251,10 +253,10 @@ def start_together(
 
 
 def wait_for_first(checkpoint: Path) -> None:
-    """Waits, in every process but the first, until that one has written the checkpoint with its choices.
+    """Waits, in every process but the first, until the first one has written the checkpoint with its choices.
 
     Raises:
-        ConfigError: no process is active there that could write it.
+        ConfigError: no active process could write the checkpoint.
     """
     parent, seen = _parent(), time.monotonic()
     while not main_process() and not checkpoint.is_file():

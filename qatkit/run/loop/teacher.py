@@ -1,6 +1,4 @@
-"""The teacher of a fine-tuning: the float model itself, or another one, checked against the data before any long
-work.
-"""
+"""The teacher of a fine-tuning: the float model itself or another model, which is checked before the long stages."""
 
 from __future__ import annotations
 
@@ -23,18 +21,17 @@ _NAME, _FILE = "schedule.distill_teacher", "schedule.distill_checkpoint"
 def teacher_of(config: Config, data: DataModule) -> nn.Module | None:
     """Returns the model of `schedule.distill_teacher` and `schedule.distill_checkpoint`.
 
-    None: the float model itself.
-
-    It sees the same images as the model that learns.
+    None means that the float model itself is the teacher. The teacher gets the same images as the student.
 
     Raises:
-        ConfigError: it can't be built, does not accept the images, or has other classes than the data.
+        ConfigError: the teacher cannot be built, does not accept the images, or has other classes than the
+            data.
     """
     name, file = config.schedule.distill_teacher, config.schedule.distill_checkpoint
     if name is None and file is None:
         return None
     key, shown = (_NAME, name) if name is not None else (_FILE, file)
-    own = replace(config.model, weights=None)  # a checkpoint without a name is one of the run's own model
+    own = replace(config.model, weights=None)  # without a name it belongs to the run's own model
     wanted = own if name is None else ModelConfig(name, weights=_pretrained(name, file))
     try:
         if wanted.weights is not None:
@@ -51,7 +48,7 @@ def teacher_of(config: Config, data: DataModule) -> nn.Module | None:
 
 
 def _pretrained(name: str, file: str | None) -> str | None:
-    """Returns the weights to load; a user's own builder loads them itself."""
+    """Returns the name of the weights to load; None for a user's own builder, which loads them itself."""
     return "DEFAULT" if file is None and models.has_weights(name) else None
 
 
@@ -60,7 +57,7 @@ def _check(teacher: nn.Module, data: DataModule, key: str, shown: str | None) ->
     try:
         with inference(teacher):
             output = output_leaves(call(teacher, batch))[1][0]
-    except Exception as error:  # any error of a forward pass
+    except Exception as error:  # a forward pass may raise any error
         raise ConfigError(
             key,
             shown,

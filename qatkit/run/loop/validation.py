@@ -1,10 +1,11 @@
-"""Judges epochs where they end; training continues as if it had not been interrupted.
+"""Validates the model at the end of each epoch; training then continues as if it had not been interrupted.
 
     the last step of an epoch ─ checkpoint ─ judged, state restored ─ a row of the curve ─ the listener is called
     stopped before the row    ─ the first step of the continued run makes up for it, or its end
 
-Lightning's own loop omits the validation of an epoch where the run was stopped between its last step and its
-validation, so `Validating` runs the module itself. `qatkit.choose.epochs` judges by files.
+Lightning's own loop skips the validation of an epoch if the run was stopped between the epoch's last step and
+its validation. `Validating` therefore runs the module itself. `qatkit.choose.epochs` judges epochs by their
+files.
 """
 
 from __future__ import annotations
@@ -30,29 +31,30 @@ from qatkit_verify import stopping
 
 
 class Judging(Callback, ABC):
-    """Judges the model in training at each epoch's end.
+    """Judges the model in training at the end of each epoch.
 
     Args:
-        module: the one that is trained; its `curve` gets a row for each judgement.
-        checkpoint: written before a judgement, so that a stop need not wait for it.
-        interval: optimizer steps from one judgement to the next; there is one at the end of the training too.
+        module: the trained module; a row is added to its `curve` for each judgement.
+        checkpoint: the checkpoint that is written before a judgement, so that a stop need not wait for the
+            judgement.
+        interval: the number of optimizer steps between judgements; there is also one at the end of the
+            training.
     """
 
-    judges_start = False  # whether there is also one before the first step
+    judges_start = False  # whether there is also a judgement before the first step
 
     def __init__(self, module: Learner, checkpoint: Path, interval: int) -> None:
         self.module, self.path, self.interval = module, checkpoint, interval
 
     @abstractmethod
     def row(self, trainer: lightning.Trainer) -> dict[str, float]:
-        """Returns the results for the current weights: `score`, the task's main metric, and further values for
-        the curve.
+        """Returns the results for the current weights: `score` (the task's main metric) and more values of the curve.
 
-        The module may be put into any state here.
+        The module may be left in any state, since the caller restores it.
         """
 
     def on_train_batch_start(self, trainer: lightning.Trainer, *_: Any) -> None:
-        if self._due(trainer):  # of a run that was stopped while it judged
+        if self._due(trainer):  # the run was stopped during a judgement
             self._judge_in_between(trainer)
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
@@ -61,7 +63,7 @@ class Judging(Callback, ABC):
             self._judge_in_between(trainer)
 
     def make_up(self, trainer: lightning.Trainer) -> None:
-        """Judges the last step where a run was stopped before that."""
+        """Judges the last step if the run was stopped before that judgement."""
         if self._due(trainer):
             self._judge(trainer)
 
@@ -88,16 +90,16 @@ class Judging(Callback, ABC):
         self.module.curve.append({"step": step, **row})
         if trainer.logger is not None:
             trainer.logger.log_metrics({self.module.task.names.main.key: row[SCORE]}, step)
-        if step > 0:  # the last interval may be a short one
+        if step > 0:  # the last interval may be shorter
             epoch_listener.validated(self.path.stem, -(-step // self.interval), row[SCORE])
 
 
 class Validating(Judging):
-    """Validates with the module in PyTorch, in the training precision; every process takes its share of the images.
+    """Validates the module in PyTorch, in the training precision. The processes share the validation images.
 
     Args:
-        data: gives the validation images, which are not trained on.
-        title: of the bar; None shows none.
+        data: the data module with the validation images, which are not used for training.
+        title: the title of the progress bar; None shows no bar.
     """
 
     def __init__(
@@ -105,7 +107,7 @@ class Validating(Judging):
     ) -> None:
         super().__init__(module, checkpoint, interval)
         self.data, self.title = data, title
-        self._batches: Any = None  # with the processes that load them, kept from epoch to epoch
+        self._batches: Any = None  # kept from epoch to epoch with its worker processes
 
     def row(self, trainer: lightning.Trainer) -> dict[str, float]:
         if self._batches is None:

@@ -1,4 +1,4 @@
-"""Decisions, the rules by which the outputs of two models agree: values of `verify.decision`.
+"""Decisions: the rules that decide whether the outputs of two models agree (values of `verify.decision`).
 
 base.py       `Request` and `Decision`, and the parser of requests
 plain.py      argmax, threshold, equal, cosine, a user's function
@@ -39,10 +39,10 @@ __all__ = [
 
 
 def request_of(asked: str) -> Request:
-    """Returns the decision that a value of `verify.decision` requests; for `auto`, the cosine.
+    """Returns the request that a value of `verify.decision` describes; the cosine for `auto`.
 
     Raises:
-        ConfigError: the word is unknown, arguments are not allowed, or a path leads to no function.
+        ConfigError: the name is unknown, arguments are not allowed, or a path does not lead to a function.
     """
     if asked == AUTO:
         return Cosine()
@@ -51,7 +51,7 @@ def request_of(asked: str) -> Request:
 
 
 def fit(asked: str, seen: Seen) -> Decision:
-    """Returns the decision for a model with these first outputs.
+    """Returns the decision for a model, from its first outputs.
 
     Raises:
         ConfigError: the decision does not fit the outputs; the error names them and the decisions that fit.
@@ -66,7 +66,7 @@ def fit(asked: str, seen: Seen) -> Decision:
 
 
 def guessed(seen: Seen) -> str:
-    """Returns the decision that the outputs clearly imply, else the cosine.
+    """Returns the name of the decision that the outputs clearly imply, else that of the cosine.
 
     argmax(1)         rows of probabilities
     threshold(0.5)    one probability

@@ -1,9 +1,10 @@
-"""The base classes of decisions, and the parser of their typed form: argmax(1), boxes(score=0.4).
+"""The base classes of decisions, and the parser of values such as argmax(1) and boxes(score=0.4).
 
     Request ── fitted(first outputs of the float model) ──> Decision ── joined, agree, agreement ──> figures
 
-`joined` takes all outputs of a model, so a decision may cover several of them. All later checks store, compare
-and count its result. Only functions that compute import NumPy, since the command line parses decisions.
+`joined` takes all outputs of a model, so a decision may cover several of them. Later checks store, compare
+and count only what it returns. Only functions that compute import NumPy, since the command line parses
+decisions.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ _CALL = re.compile(r"([a-z]+)(?:\((.*)\))?", re.DOTALL)
 
 @dataclass(frozen=True)
 class Seen:
-    """The first outputs of a float model.
+    """All outputs of a float model for its first batch.
 
     Attributes:
-        outputs: all outputs of one batch.
+        outputs: all outputs for that batch.
         names: names of the outputs.
         samples: number of samples in the batch.
     """
@@ -56,11 +57,11 @@ class Seen:
 
 
 class Request(ABC):
-    """A decision as the user typed it. Subclasses are frozen dataclasses; their fields are the arguments.
+    """A decision as the user requests it. Subclasses are frozen dataclasses whose fields are the arguments.
 
     Attributes:
-        name: the typed name.
-        call: the name with its arguments, for messages.
+        name: the name that the user types.
+        call: the name with its main argument, for messages.
     """
 
     name: ClassVar[str]
@@ -69,11 +70,11 @@ class Request(ABC):
     @property
     @abstractmethod
     def title(self) -> str:
-        """The name in reports, as in "same ..."."""
+        """The name in reports, after "same"."""
 
     @classmethod
     def takes(cls, seen: Seen) -> bool:
-        """Returns whether some arguments fit outputs of these shapes; by default always true."""
+        """Returns whether the decision fits these outputs with some arguments; by default true."""
         return True
 
     @abstractmethod
@@ -85,15 +86,15 @@ class Request(ABC):
         """
 
     def fits(self, shape: Sequence[int], samples: int) -> bool:
-        """Returns whether the first output may have this shape for `samples` samples; for one it may have rank 0."""
+        """Returns whether the first output may have this shape for `samples` samples; rank 0 fits one sample."""
         return shape[0] % samples == 0 if shape else samples == 1
 
 
 class Decision(ABC):
-    """A rule by which the outputs of two models agree.
+    """A rule that decides whether the outputs of two models agree.
 
     Attributes:
-        decides: `decide` returns a decision of the first output.
+        decides: whether `decide` returns a decision on the first output.
     """
 
     decides: ClassVar[bool] = False
@@ -101,52 +102,52 @@ class Decision(ABC):
     @property
     @abstractmethod
     def title(self) -> str:
-        """The name in reports, as in "same ..."."""
+        """The name in reports, after "same"."""
 
     def agree(self, exact: Array, found: Array) -> Array:
-        """Returns where two models decide the same, booleans [N, ...], from the `joined` outputs of each.
+        """Returns where two models agree, booleans [N, ...], from the `joined` outputs of each.
 
-        By default these are the places where `decide` returns the same.
+        By default they agree where `decide` returns equal values.
         """
         same: Array = self.decide(exact) == self.decide(found)
         return same
 
     def agreement(self) -> Agreement:
-        """Returns a new count, the figure in reports; by default the share of `agree`."""
+        """Returns a new `Agreement`, the figure in reports; by default the share of `agree`."""
         return Agreed(self.agree)
 
     def joined(self, outputs: Sequence[Array]) -> Array:
-        """Returns the outputs to judge, float32 [N, ...], from all outputs; by default the first one."""
+        """Returns the outputs to compare, float32 [N, ...], from all outputs; by default the first."""
         import numpy as np
 
         return np.atleast_1d(np.asarray(outputs[0], np.float32))
 
     def decide(self, output: Array) -> Array:
-        """Returns the decision of the first output, [N, ...]; decisions without such a form return the output."""
+        """Returns the decision on the first output, [N, ...]; by default the output itself."""
         return output
 
     @property
     def rule(self) -> Callable[[Array], Any] | None:
         """The rule for `Task.rule`.
 
-        If there is no decision on the first output, outputs agree if their values are less than a step apart.
+        Without a decision on the first output, outputs agree if their values are less than a step apart.
         """
         return self.decide if self.decides else undecided
 
 
 def undecided(output: Array) -> None:
-    """Decides nothing: the rule for `qatkit_verify.compare` if outputs have no decision."""
+    """Decides nothing; it is the rule for `qatkit_verify.compare` if outputs have no decision."""
 
 
 class MisfitError(ValueError):
-    """An error for outputs that do not fit a decision; its text is a noun phrase for accepted outputs."""
+    """An error for outputs that do not fit a decision; its message is a noun phrase for accepted outputs."""
 
 
 def parsed(asked: str, known: Mapping[str, type[Request]]) -> Request | None:
-    """Returns the decision that a text requests; None if it is neither a word nor a call.
+    """Returns the request that a text describes; None if the text is neither a name nor a call.
 
     Raises:
-        ConfigError: a word or an argument is unknown, or its value is not allowed.
+        ConfigError: a name or an argument is unknown, or the value of an argument is not allowed.
     """
     call = _CALL.fullmatch(asked.strip())
     if call is None and "(" not in asked:
@@ -165,7 +166,7 @@ def parsed(asked: str, known: Mapping[str, type[Request]]) -> Request | None:
 
 
 def _arguments(asked: str, kind: type[Request], inside: str) -> dict[str, Any]:
-    """Returns the arguments of a call by name; the first may be given without its name."""
+    """Returns the arguments of a call by name; the user may omit the name of the first one."""
     hints = {
         one.name: typing.get_type_hints(kind)[one.name]
         for one in dataclasses.fields(kind)  # type: ignore[arg-type]  # subclasses are dataclasses
@@ -189,4 +190,4 @@ def _value(asked: str, name: str, text: str, kind: type) -> Any:
     with contextlib.suppress(ValueError, OverflowError):
         if math.isfinite(number := kind(text)):
             return number
-    raise ConfigError(KEY, asked, f"{'a whole number' if kind is int else 'a number'} for {name}")
+    raise ConfigError(KEY, asked, f"{'an integer' if kind is int else 'a number'} for {name}")

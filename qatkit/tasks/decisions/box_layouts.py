@@ -5,7 +5,7 @@
     "pair"         scores [N, boxes, classes], boxes [N, boxes, 4]   SSD, RetinaNet, DETR
     "final"        [N, boxes, 6]: corners, score, class      after non-maximum suppression
 
-Each layout is first converted to rows [N, boxes, values] (`Layout.rows`), which are then judged.
+Each layout is first converted to rows [N, boxes, values] (`Layout.rows`); boxes are read from these.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from qatkit.tasks.decisions.matched_boxes import Boxes, suppressed
 
 Array = NDArray[Any]
 CENTER, CORNERS = "center", "corners"
-_LARGEST_LOG = 10.0  # maximum logarithm of a side in strides, larger than in any picture
+_LARGEST_LOG = 10.0  # maximum logarithm of a side in strides; no picture reaches it
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,14 @@ class Layout:
     """The place and meaning of boxes in the outputs of a model.
 
     Attributes:
-        kind: one of the four above.
-        places: indices of the outputs: that of the rows, or for "pair" those of the boxes and of the scores.
-        transposed: the boxes are on the last axis.
-        form: "center" (x, y, width, height) or "corners" (x1, y1, x2, y2).
-        grids: (stride, columns, rows) of the cells whose offsets the boxes are, in order; () without offsets.
-        background: the class for background, if there is one.
-        scores: conversion of scores to probabilities: "as_they_are", "sigmoid" or "softmax".
+        kind: one of the four layouts above.
+        places: the index of the output with the rows; for "pair", the indices of the boxes and of the scores.
+        transposed: whether the boxes are on the last axis.
+        form: the form of a box, "center" (x, y, width, height) or "corners" (x1, y1, x2, y2).
+        grids: the (stride, columns, rows) of each grid of cells from which the boxes are offsets, in order;
+            () if the boxes are not offsets.
+        background: the class for background; None if there is none.
+        scores: the conversion of scores to probabilities: "as_they_are", "sigmoid" or "softmax".
     """
 
     kind: str
@@ -57,8 +58,8 @@ class Layout:
 
         Args:
             rows: the rows of one picture, from `rows`.
-            least: score that a box must exceed to count.
-            overlap: overlap above which a box suppresses a worse one of the same class.
+            least: the score that a box must exceed.
+            overlap: the IoU above which a box suppresses a box of the same class with a lower score.
         """
         values = np.asarray(rows, np.float64)
         if self.kind == "final":
@@ -82,7 +83,7 @@ class Layout:
         return by_class[np.arange(len(by_class)), classes], classes
 
     def _corners(self, values: Array, kept: NDArray[np.bool_]) -> Array:
-        """Returns the corners of the kept rows."""
+        """Returns the corners [n, 4] of the kept rows."""
         boxes = values[:, :4]
         if self.grids:
             cells, strides = _cells(self.grids)
@@ -115,12 +116,12 @@ def _cells(grids: Sequence[tuple[int, int, int]]) -> tuple[Array, Array]:
 
 
 def grids_of(strides: Sequence[int], height: int, width: int) -> tuple[tuple[int, int, int], ...]:
-    """Returns the grids of cells of a picture of `height` x `width` pixels."""
+    """Returns the (stride, columns, rows) of the grids of a picture of `height` x `width` pixels."""
     return tuple((stride, -(-width // stride), -(-height // stride)) for stride in strides)
 
 
 def cells_in(grids: Sequence[tuple[int, int, int]]) -> int:
-    """Returns the number of cells."""
+    """Returns the number of cells in all grids."""
     return sum(columns * rows for _, columns, rows in grids)
 
 
@@ -137,7 +138,7 @@ def square(strides: Sequence[int], boxes: int) -> tuple[tuple[int, int, int], ..
 def offsets(rows: Array, grids: Sequence[tuple[int, int, int]]) -> bool:
     """Returns whether the centres of rows [N, boxes, values] are offsets from cells rather than pixels.
 
-    They are offsets if the median distance from the cells is smaller than in the other interpretation.
+    They are offsets if this interpretation gives the smaller median distance from the centres of the cells.
     """
     cells, strides = _cells(grids)
     centers = np.asarray(rows[..., :2], np.float64)

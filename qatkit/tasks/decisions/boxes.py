@@ -1,7 +1,7 @@
-"""The decision on boxes of detectors: two models agree if non-maximum suppression leaves the same boxes.
+"""The decision on detected boxes: two models agree if they find the same boxes after non-maximum suppression.
 
-The figure is F1 over all samples: twice the number of matches over the number of boxes of both models. A sample
-without boxes does not count. A single sample agrees if all its boxes are matched.
+The figure is F1 over all samples: twice the number of matches, divided by the number of boxes of both models.
+A sample without boxes does not count. A single sample agrees if all its boxes are matched.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Pattern(Limit):
-    """A limit that requires a text of a form.
+    """A limit that requires a text to match a pattern.
 
     Args:
         form: a regular expression.
-        words: its description.
+        words: a description of the form for messages.
     """
 
     form: str
     words: str
 
     def holds(self, value: Any) -> bool:
-        """Returns whether all of `value` has the form."""
+        """Returns whether the whole of `value` matches the form."""
         return re.fullmatch(self.form, value) is not None
 
     def __str__(self) -> str:
@@ -43,7 +43,7 @@ class Pattern(Limit):
 
 @dataclass(frozen=True)
 class BoxRequest(Request):
-    """A request: the same boxes, of the same class."""
+    """A request that models find the same boxes, with the same classes."""
 
     name: ClassVar[str] = "boxes"
     call: ClassVar[str] = "boxes(SCORE)"
@@ -85,12 +85,12 @@ class BoxRequest(Request):
 
     @property
     def cells(self) -> tuple[int, ...]:
-        """The strides that the user typed."""
+        """The strides that the user set; () if none are set."""
         return () if self.strides in ("auto", "none") else tuple(map(int, self.strides.split("/")))
 
     @property
     def pixels(self) -> tuple[int, int] | None:
-        """The height and width that the user typed."""
+        """The height and width that the user set; None if none are set."""
         if self.size == "auto":
             return None
         height, _, width = self.size.partition("x")
@@ -110,11 +110,11 @@ class BoxRequest(Request):
 
 @dataclass(frozen=True)
 class MatchedBoxes(Decision):
-    """The decision: the same boxes, with a known layout.
+    """The decision whether models find the same boxes, for outputs with a known layout.
 
     Attributes:
-        asked: scores and overlaps.
-        layout: layout of the boxes in the outputs.
+        asked: the request with the limits on scores and overlaps.
+        layout: the layout of the boxes in the outputs.
     """
 
     asked: BoxRequest
@@ -138,7 +138,7 @@ class MatchedBoxes(Decision):
         return np.array([2 * same == boxes for same, boxes in self.counts(exact, found)], np.bool_)
 
     def counts(self, exact: Array, found: Array) -> list[tuple[int, int]]:
-        """Returns for each sample the number of matched boxes, and the number of boxes of both models."""
+        """Returns the number of matched pairs, and the number of boxes of both models, for each sample."""
         from qatkit.tasks.decisions.matched_boxes import matches
 
         pairs = zip(self.boxes(exact), self.boxes(found), strict=True)
@@ -152,7 +152,7 @@ class _F1(Agreement):
     """The F1 score of matched boxes.
 
     Args:
-        boxes: reads the outputs.
+        boxes: the decision that reads boxes from the outputs.
     """
 
     def __init__(self, boxes: MatchedBoxes) -> None:

@@ -1,6 +1,6 @@
-"""The search for a detector's boxes in its outputs, by typed arguments, and by shapes and values for the rest.
+"""The search for a detector's boxes in its outputs, by the user's arguments, and else by shapes and values.
 
-If anything remains ambiguous, an error asks for it; `sure` returns whether nothing is ambiguous.
+If anything remains ambiguous, an error asks the user for it; `sure` returns whether nothing is.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _TAKES = (
     "outputs [N, boxes, 4 + 1 + classes], [N, 4 + classes, boxes], [N, boxes, 6], or scores [N, boxes, classes] and "
     "boxes [N, boxes, 4]"
 )
-_SLACK = 1e-3  # by which a probability may exceed 0..1
-_FEWEST = 10  # number of boxes from which values are conclusive
-_BOXES, _SCORES = ("box",), ("score", "conf", "class", "prob", "cls")  # in the names of outputs
+_SLACK = 1e-3  # amount by which a probability may exceed 0..1
+_FEWEST = 10  # minimum number of boxes for conclusions from values
+_BOXES, _SCORES = ("box",), ("score", "conf", "class", "prob", "cls")  # parts of the names of outputs
 
 
 def found(asked: BoxRequest, seen: Seen) -> Layout:
     """Returns the layout of the boxes.
 
     Raises:
-        MisfitError: the outputs are not a detector's, or something is ambiguous and was not typed.
+        MisfitError: the outputs are not a detector's, or something is ambiguous and the user did not set it.
     """
     layout = _placed(asked, seen)
     rows = layout.rows(seen.outputs)
@@ -55,9 +55,9 @@ def possible(seen: Seen) -> bool:
 
 
 def sure(seen: Seen) -> bool:
-    """Returns whether the outputs are clearly boxes in a clear layout.
+    """Returns whether the outputs are boxes and their layout is clear.
 
-    This requires a shape of a detector, scores within 0..1, and depending on the layout:
+    This requires the shape of a detector's outputs, scores within 0..1, and, depending on the layout:
 
     "pair"        many rows that all hold ordered corners but are not just sorted values; or an output of positive
                   values that is named like boxes
@@ -86,7 +86,11 @@ def sure(seen: Seen) -> bool:
 
 
 def _placed(asked: BoxRequest, seen: Seen) -> Layout:
-    """Returns the outputs that hold the boxes, and their layout."""
+    """Returns a layout with its kind, places and orientation; the caller adds the rest.
+
+    Raises:
+        MisfitError: no outputs fit the requested layout.
+    """
     pairs, singles = _pairs(seen), _singles(seen)
     if asked.layout == "pair" or (asked.layout == "auto" and pairs):
         if len(pairs) != 1:
@@ -116,7 +120,7 @@ def _kind(rows: Array, transposed: bool) -> str:
 
 
 def _singles(seen: Seen) -> list[int]:
-    """Returns the outputs that may hold boxes and scores together."""
+    """Returns the indices of the outputs that may hold boxes and scores together."""
     return [
         place
         for place, one in enumerate(seen.outputs)
@@ -125,7 +129,7 @@ def _singles(seen: Seen) -> list[int]:
 
 
 def _pairs(seen: Seen) -> list[tuple[int, int]]:
-    """Returns the pairs of outputs that may be boxes and their scores; among several, those with fitting names."""
+    """Returns the indices (boxes, scores) of outputs that may be a pair; fitting names decide among several."""
     fitting = [
         place for place, one in enumerate(seen.outputs) if one.ndim == 3 and one.shape[0] == seen.samples
     ]
@@ -145,7 +149,7 @@ def _named(seen: Seen, place: int, words: Sequence[str]) -> bool:
 
 
 def _oriented(output: Array) -> tuple[Array, bool]:
-    """Returns [N, boxes, values], and whether the boxes were on the last axis, since there are more than values."""
+    """Returns [N, boxes, values], and whether boxes were on the last axis; the longer axis holds them."""
     transposed = output.shape[2] > output.shape[1] >= 5
     return (output.swapaxes(1, 2) if transposed else output), transposed
 
@@ -161,7 +165,7 @@ def _ordered(boxes: Array) -> bool:
 
 
 def _surely_corners(boxes: Array) -> bool:
-    """Returns whether all rows are ordered corners, enough of them with an area, and not all of them sorted values."""
+    """Returns whether all rows are ordered corners, enough have an area, and some are not sorted."""
     around = (boxes[..., 2:] > boxes[..., :2]).all(-1).sum() >= _FEWEST
     return _ordered(boxes) and bool(around) and not (np.diff(boxes, axis=-1) >= 0).all()
 
@@ -203,7 +207,7 @@ def _form(asked: BoxRequest, layout: Layout, rows: Array) -> str:
 
 
 def _grids(asked: BoxRequest, layout: Layout, rows: Array) -> tuple[tuple[int, int, int], ...]:
-    """Returns the grids of cells whose offsets the boxes are; () if the boxes are not offsets."""
+    """Returns the grids of cells from which the boxes are offsets; () if the boxes are not offsets."""
     boxes, strides = rows.shape[1], asked.cells or _STRIDES
     if asked.strides == "none" or layout.kind == "final":
         return ()
@@ -227,7 +231,8 @@ def _check_scores(layout: Layout, rows: Array) -> None:
 def _background(asked: BoxRequest, layout: Layout, rows: Array) -> int | None:
     """Returns the background class; None if there is none.
 
-    If probabilities sum to 1, it is the first or the last class if that has the largest mean.
+    If the probabilities sum to 1, it is the class with the largest mean, provided that this is the first or
+    the last class.
     """
     if asked.background == "none" or layout.kind == "final":
         return None

@@ -1,4 +1,4 @@
-"""The decision on masks of segmentation and saliency: values above a threshold, or classes of places.
+"""The decision on masks of segmentation and saliency: values above a threshold, or classes of pixels.
 
 [N, 1, H, W], [N, H, W], [N, H, W, 1]   pixels above a threshold; the figure is their intersection over union
 [N, C, H, W] (axis=-1: [N, H, W, C])    the class of each pixel; the figure is the share of equal pixels
@@ -25,7 +25,7 @@ _ONE = 1e-3  # tolerance of the sum of probabilities at a pixel
 
 @dataclass(frozen=True)
 class Mask(Request):
-    """A request: similar masks."""
+    """A request that masks are similar."""
 
     name: ClassVar[str] = "mask"
     call: ClassVar[str] = "mask(THRESHOLD)"
@@ -56,7 +56,7 @@ class Mask(Request):
 
 @dataclass(frozen=True)
 class _Masks(Decision):
-    """A decision on masks: its figure is the mean of `likeness`; a single sample agrees from `same` on."""
+    """A decision on masks: the figure is the mean `likeness`; a sample agrees if it is at least `same`."""
 
     decides: ClassVar[bool] = True
     same: float
@@ -76,7 +76,7 @@ class _Masks(Decision):
 
 @dataclass(frozen=True)
 class _OneChannel(_Masks):
-    """A decision on places above a threshold."""
+    """A decision on the pixels above a threshold."""
 
     threshold: float
 
@@ -99,7 +99,7 @@ class _OneChannel(_Masks):
 
 @dataclass(frozen=True)
 class _Classes(_Masks):
-    """A decision on the class with the largest value at each place."""
+    """A decision on the class with the largest value at each pixel."""
 
     axis: int
 
@@ -121,7 +121,7 @@ class _MeanLikeness(Agreement):
     """The mean of `_Masks.likeness`.
 
     Args:
-        masks: reads the outputs.
+        masks: the decision that reads masks from the outputs.
     """
 
     def __init__(self, masks: _Masks) -> None:
@@ -160,7 +160,7 @@ def class_maps(outputs: Sequence[Array]) -> bool:
 def one_mask(outputs: Sequence[Array]) -> bool:
     """Returns whether the first output is clearly a mask [N, 1, H, W].
 
-    That is: its values are within 0..1, nearly all of them near 0 or 1, and some near each.
+    This requires values within 0..1: nearly all of them near 0 or 1, and some near each.
     """
     first = outputs[0]
     if first.ndim != 4 or first.shape[1] != 1 or min(first.shape[2:]) < 2:

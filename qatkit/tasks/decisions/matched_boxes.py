@@ -18,9 +18,9 @@ class Boxes:
     """The boxes of one picture, by descending score.
 
     Attributes:
-        corners: [n, 4].
-        scores: [n].
-        classes: [n].
+        corners: the corners, [n, 4].
+        scores: the scores, [n].
+        classes: the class numbers, [n].
     """
 
     corners: Array
@@ -44,7 +44,10 @@ def overlap(first: Array, second: Array) -> Array:
 
 
 def suppressed(boxes: Boxes, most: float) -> Boxes:
-    """Returns the boxes, best first, without those that overlap a better one of their class by more than `most`."""
+    """Returns the boxes by descending score, after non-maximum suppression within each class.
+
+    A box is dropped if its IoU with a better box of the same class exceeds `most`.
+    """
     order = np.argsort(-boxes.scores, kind="stable")
     corners, scores, classes = boxes.corners[order], boxes.scores[order], boxes.classes[order]
     kept = np.zeros(0, np.int64)
@@ -56,9 +59,9 @@ def suppressed(boxes: Boxes, most: float) -> Boxes:
 
 
 def matches(exact: Boxes, found: Boxes, least: float) -> int:
-    """Returns the number of matching boxes: pairs of one class with an overlap of at least `least`.
+    """Returns the number of matching pairs of boxes: same class and an IoU of at least `least`.
 
-    Boxes are matched in the order of their scores, each with the free box that it overlaps most.
+    Boxes of `found` are matched by descending score, each with the free box that it overlaps most.
     """
     near = overlap(found.corners, exact.corners)
     near[found.classes[:, None] != exact.classes[None]] = -1

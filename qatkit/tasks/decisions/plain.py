@@ -18,7 +18,7 @@ ALIKE = 0.99  # cosine similarity from which two outputs for a sample count as t
 
 @dataclass(frozen=True)
 class Argmax(Request, Decision):
-    """A decision: the largest value along an axis is at the same place, everywhere."""
+    """A decision on the index of the largest value along an axis."""
 
     name: ClassVar[str] = "argmax"
     call: ClassVar[str] = "argmax(AXIS)"
@@ -54,7 +54,7 @@ class Argmax(Request, Decision):
 
 @dataclass(frozen=True)
 class _ClassArgmax(Argmax):
-    """The largest value along the class axis of `qatkit_verify.compare`, which handles ties there."""
+    """A decision on the largest value along the class axis; `qatkit_verify.compare` handles ties there."""
 
     @property
     def rule(self) -> None:
@@ -63,7 +63,7 @@ class _ClassArgmax(Argmax):
 
 @dataclass(frozen=True)
 class Threshold(Request, Decision):
-    """A decision: the same values are above a limit."""
+    """A decision on which values are above a limit."""
 
     name: ClassVar[str] = "threshold"
     call: ClassVar[str] = "threshold(VALUE)"
@@ -84,7 +84,7 @@ class Threshold(Request, Decision):
 
 @dataclass(frozen=True)
 class Equal(Request, Decision):
-    """A decision: all values are equal, for classes and other whole numbers that a model returns."""
+    """A decision on the values themselves, for classes and other whole numbers that a model returns."""
 
     name: ClassVar[str] = "equal"
     call: ClassVar[str] = "equal"
@@ -104,7 +104,7 @@ class Equal(Request, Decision):
 
 @dataclass(frozen=True)
 class Cosine(Request, Decision):
-    """A decision: the outputs for a sample point in the same direction."""
+    """A decision on the direction of the outputs for a sample, compared by cosine similarity."""
 
     name: ClassVar[str] = "cosine"
     call: ClassVar[str] = "cosine(LEAST)"
@@ -124,7 +124,7 @@ class Cosine(Request, Decision):
 
 @dataclass(frozen=True)
 class Function(Request, Decision):
-    """A decision: a user's function of the first output [N, ...] returns the same integers or booleans [N, ...]."""
+    """A decision by a user's function from the first output [N, ...] to integers or booleans [N, ...]."""
 
     name: ClassVar[str] = "function"
     call: ClassVar[str] = "DOTTED.PATH"
@@ -157,7 +157,7 @@ class Function(Request, Decision):
 
 
 def cosines(exact: Array, found: Array) -> Array:
-    """Returns the cosine similarity [N] of outputs [N, ...], sample by sample; 1 where both are zero."""
+    """Returns the cosine similarity [N] of outputs [N, ...], sample by sample; 1 if both are zero."""
     import numpy as np
 
     a, b = (np.asarray(one, np.float64).reshape(len(exact), -1) for one in (exact, found))

@@ -1,4 +1,4 @@
-"""The decision on texts of CTC recognizers: the best class of each step, with repeats merged, without blanks.
+"""The decision on texts of CTC recognizers: the best class of each step, with repeats merged and blanks removed.
 
     steps   a a _ a b b _ _        the best classes, _ the blank
     string  a     a b
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Strings(Request, Decision):
-    """A decision: the strings are equal, for outputs [N, steps, classes] or [steps, N, classes]."""
+    """A decision on the recognized strings, for outputs [N, steps, classes] or [steps, N, classes]."""
 
     name: ClassVar[str] = "strings"
     call: ClassVar[str] = "strings(BLANK)"
@@ -48,7 +48,7 @@ class Strings(Request, Decision):
         return _StepsFirst(self.blank, seen.first.shape[0])
 
     def decide(self, output: Array) -> Array:
-        """Returns the strings as objects [N], each the bytes of its classes."""
+        """Returns the strings as objects [N]; each is the bytes of its int32 classes."""
         import numpy as np
 
         texts = np.empty(len(output), object)
@@ -57,7 +57,7 @@ class Strings(Request, Decision):
         return texts
 
     def texts(self, output: Array) -> list[list[int]]:
-        """Returns the classes of each sample's characters."""
+        """Returns the classes of the characters of each sample."""
         import numpy as np
 
         best, blank = output.argmax(2), self.blank % output.shape[2]
@@ -73,9 +73,9 @@ class Strings(Request, Decision):
 
 @dataclass(frozen=True)
 class _StepsFirst(Strings):
-    """Strings of an output [steps, N, classes], which is judged with the samples first."""
+    """A decision on strings in an output [steps, N, classes], after its first two axes are swapped."""
 
-    decides: ClassVar[bool] = False  # its first axis holds no samples
+    decides: ClassVar[bool] = False  # its first axis is not that of the samples
     steps: int = 0
 
     def joined(self, outputs: Sequence[Array]) -> Array:
@@ -89,10 +89,10 @@ class _StepsFirst(Strings):
 
 
 class _Texts(Agreement):
-    """The share of equal strings; it also reports the similarity of the others.
+    """The share of equal strings; it also reports the mean edit similarity of all strings.
 
     Args:
-        strings: reads the outputs.
+        strings: the decision that reads strings from the outputs.
     """
 
     def __init__(self, strings: Strings) -> None:
@@ -120,7 +120,9 @@ class _Texts(Agreement):
 
 
 def similarity(first: Sequence[int], second: Sequence[int]) -> float:
-    """Returns 1 minus the edit distance over the length of the longer sequence, 0..1; 1 for two empty ones.
+    """Returns the edit similarity, 0..1: 1 minus the edit distance divided by the length of the longer sequence.
+
+    It is 1 for two empty sequences.
 
     Source: Levenshtein, "Binary codes capable of correcting deletions, insertions and reversals", 1966.
     """

@@ -1,4 +1,4 @@
-"""Checks how well the task is done by both files, by the simulation and by a float control."""
+"""Checks how well both files, the simulation and a float control do the task."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from qatkit.verify.accuracy import Predictor
     from qatkit_verify.records import Scores
 
-PAIRED = "paired"  # the key of these measured figures
-_FEWEST = 3  # classes: with two, the worse one is no news
+PAIRED = "paired"  # the key of the figures of `_paired` among the measured ones
+_FEWEST = 3  # minimum number of classes: with two, the worse one is obvious
 
 
 class AccuracyCheck(Check):
-    """The task's metrics, and `verify.max_drop` of the first one; without labels see `FidelityCheck`."""
+    """The task's metrics; `verify.max_drop` bounds the first one. Without labels see `FidelityCheck`."""
 
     name = "accuracy"
 
@@ -66,7 +66,7 @@ class AccuracyCheck(Check):
         metric = results.task.main
         drop = round(
             metric.lost(reference.score, int8.score), 6
-        )  # 78.5 - 78.3 is 0.2, and a little more in binary
+        )  # rounded, since 78.5 - 78.3 is a little more than 0.2 in binary
         if drop <= bounds.max_drop:
             return []
         line = (
@@ -103,7 +103,7 @@ def _paired_line(results: Results) -> str:
 
 
 class FilesAccuracyCheck(AccuracyCheck):
-    """The accuracy check of the files only, without the simulation, which takes most of the time."""
+    """The accuracy check for the files only; the simulation, which takes most of the time, is left out."""
 
     def estimate(self, settings: VerifyConfig, speeds: Speeds) -> float:
         return super().estimate(settings, replace(speeds, predictors=()))

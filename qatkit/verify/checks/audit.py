@@ -1,4 +1,4 @@
-"""Checks whether what is int8 in the file runs in int8, operator by operator."""
+"""Checks, operator by operator, whether the int8 operators of the file run in int8."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from qatkit.quant.spec import NARROW_BIAS, SIXTEEN_BITS
 from qatkit.records.results import Audit, Results
 from qatkit.verify.checks.base import Check, Shortfall, Subject, capped
 from qatkit.verify.checks.requested import RequestedSettings
-from qatkit_verify.table import counted
+from qatkit_verify.errors import counted
 
 if TYPE_CHECKING:
     from qatkit.config.schema import VerifyConfig
 
 
 class AuditCheck(Check):
-    """An audit of the graph that really runs, and `verify.audit`."""
+    """An audit of the graph that ONNX Runtime really runs; the bound is `verify.audit`."""
 
     name = "audit"
     early = True
@@ -54,7 +54,7 @@ class AuditCheck(Check):
             return [f"{audit_line(results.audit)}; no kernel computes {without}{rest}"]
         line = audit_line(results.audit, weights_alone=RequestedSettings(results).weights_alone)
         problems = results.audit.problems
-        if not results.output_dir:  # a first export has no report.json to hold the rest
+        if not results.output_dir:  # a first export has no report.json that lists the rest
             return [line, *(f"  problem: {problem}" for problem in problems)]
         return [line, *capped("problem: ", problems)]
 
@@ -86,7 +86,7 @@ def audit_line(audit: Audit, *, weights_alone: bool = False) -> str:
 
 
 def _fix(audit: Audit, asked: RequestedSettings) -> str:
-    """Returns the override that leaves the first operator with a problem in float, where overrides apply."""
+    """Returns the override that keeps the first problematic operator in float; "" if there is none."""
     if asked.mode is not None:
         return (
             "verify.audit=false (in this mode no override applies; the report still lists what runs in float)"

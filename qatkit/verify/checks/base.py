@@ -4,7 +4,7 @@
                                    └─ lines ───────> lines for the terminal and the page
 
 To add a check, write a class in one file and add a line to `verify.checks`. Figures for which `Results` has
-no field are kept under the check's name: `results.with_measured(self.name, {...})`, which report.json holds.
+no field are kept under the check's name by `results.with_measured(self.name, {...})`; report.json has them.
 The same classes check files that belong to no module; `Subject` then lacks the fields that need one.
 """
 
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
     from qatkit.verify.accuracy import Predictor
     from qatkit_verify.free_run import StepSequence
 
-_SHOWN = 10  # lines of one kind before "and N more"
+_SHOWN = 10  # maximum number of lines of one kind before "and N more"
 
 
 class Reference(Protocol):
-    """The converted module, from which the file was made and with which it is compared."""
+    """The converted module, from which the file was made and which is the reference for it."""
 
     def __call__(self, images: Any) -> NDArray[np.float32]:
         """Returns the first output [N, ...] of normalised images [N, C, H, W]."""
 
     def integers(self, images: Any, file: Path) -> Mapping[str, NDArray[Any]]:
-        """Returns its quantized tensors for `images`, by the names of `file`'s QuantizeLinear outputs."""
+        """Returns the module's quantized tensors for `images`, by the names of `file`'s quantized tensors."""
 
 
 @dataclass(frozen=True)
@@ -47,31 +47,31 @@ class Subject:
 
     Attributes:
         folder: the folder of the run.
-        files: the files by name: "int8", the file to judge, "float", the file to compare it with, and perhaps
-            "dynamic", another int8 file of the same float file.
-        batches: returns the test batches (images, labels) from the start.
-        timed: returns what files are timed with for a batch size: the shape of a batch of noise, or arrays by
-            input name.
+        files: the files by name: "int8" is the file to judge, "float" the file to compare it with, and
+            "dynamic", if present, another int8 file of the same float file.
+        batches: returns the test batches, (images, labels), from the start.
+        timed: returns the input for timing at a batch size: the shape of a batch of noise, or arrays by input
+            name.
         settings: the group `verify` of the configuration.
-        options: session config entries of the backend.
+        options: the backend's session config entries.
         predictors: other functions from images to outputs whose accuracy is measured: "simulated", "control".
         reference: the converted module; None for a file that was not made from a module.
-        allow_float: operators left float on purpose, names or globs.
+        allow_float: names or globs of operators that are float on purpose.
         other_runtime: for a file that another runtime executes, the module that knows what that runtime
             accepts.
-        file_shape: an input that the files take, [N, C, H, W], or a batch by input name; None: as the file
-            declares.
+        file_shape: the shape of an input that the files accept, [N, C, H, W], or a batch by input name; None: the
+            shapes that the file declares.
         label: a word or two that name the file to judge.
         labelled: whether the labels of the batches are meaningful.
         progress: whether to show progress bars.
         sample: returns the given number of test images with their labels, balanced over the classes.
         held_out: returns the held-out training images, (images, labels); None if there are none.
         task: the task whose metrics are measured.
-        states: for a model with states, the output of the previous step that each state input takes.
+        states: for a model with states, the output that feeds each state input in the next step.
         sizes: for a file with free axes, sizes other than the example's, by input and axis.
         sequences: returns the sequences of steps that both files run through with their own states; None if
             there are no states.
-        sound: the preparation of recordings as in model.json; None for other samples.
+        sound: the preprocessing of recordings, as in model.json; None for other samples.
     """
 
     folder: Path
@@ -101,7 +101,7 @@ class Subject:
         return [*self._first(count)] if self.sample is None else self.sample(count)
 
     def first_images(self, count: int) -> Iterator[Any]:
-        """Yields batches of images until there are `count`, a few images at a time, as fits the caches."""
+        """Yields the first `count` images in batches that fit the caches."""
         from qatkit.verify.accuracy import parts
 
         for images, _ in self._first(count):
@@ -120,17 +120,17 @@ class Subject:
 
 @dataclass(frozen=True)
 class Speeds:
-    """What a check needs to estimate its time before there is a finished file.
+    """The speeds and counts from which a check estimates its time before there is a finished file.
 
     Attributes:
-        of: returns the measured seconds per sample: of a file ("float", "int8", "unoptimized" for the int8 one
-            without optimizations), of another predictor ("simulated", "control"), of the converted module
-            ("converted"), and of loading ("load"). Raises an exception where a speed is unknown.
-        files: names of the files that are measured.
-        predictors: names of the other predictors.
-        images: samples on which accuracy is measured.
-        tests: samples of the test split.
-        labelled: as in `Subject`.
+        of: returns the measured seconds per sample, by name: of a file ("float", "int8", or "unoptimized" for
+            the int8 file without optimizations), of another predictor ("simulated", "control"), of the
+            converted module ("converted"), or of loading ("load"). Raises an exception if it is unknown.
+        files: the names of the files that are measured.
+        predictors: the names of the other predictors.
+        images: the number of samples on which accuracy is measured.
+        tests: the number of samples in the test split.
+        labelled: whether the labels are meaningful.
     """
 
     of: Callable[[str], float]
@@ -141,7 +141,7 @@ class Speeds:
     labelled: bool = True
 
     def each(self, *names: str) -> float:
-        """Returns the seconds to load a sample and to run it through each of these."""
+        """Returns the seconds to load a sample and to run it through each of `names`."""
         return sum(map(self.of, ("load", *names)))
 
 
@@ -150,8 +150,8 @@ class Shortfall:
     """A bound that is not met.
 
     Attributes:
-        line: what fell short; it begins with the key of the bound, "verify.max_drop=1.0: ...".
-        fix: the proposed fix, as it is typed; "" if none is known.
+        line: what fell short, in one line that begins with the key of the bound: "verify.max_drop=1.0: ...".
+        fix: the proposed fix as the user types it; "" if none is known.
         explained: whether another check measured the cause, which `fix` then removes.
     """
 
@@ -161,12 +161,12 @@ class Shortfall:
 
 
 class Check(ABC):
-    """A measurement, with its bounds. The class takes no arguments.
+    """A measurement with its bounds. Its class is called without arguments.
 
     Attributes:
         name: the key of its figures, and its name on the page.
-        early: whether it reads only the files and finds the same whatever their ranges are. Its bounds are
-            then checked at the first export already, before any long work.
+        early: whether it reads only the files, and its result does not depend on their ranges. Its bounds are
+            then checked right after the first export, before any long work.
     """
 
     name: ClassVar[str]
@@ -177,7 +177,7 @@ class Check(ABC):
         """Returns a copy of `results` with this check's part; the parts of earlier checks are present."""
 
     def estimate(self, settings: VerifyConfig, speeds: Speeds) -> float:
-        """Returns the seconds that `measure` will take, for the plan of a run; 0 for a check that takes few."""
+        """Returns the seconds that `measure` will take, for the plan of a run; 0 if they are negligible."""
         return 0.0
 
     def shortfalls(self, bounds: VerifyConfig, results: Results) -> list[Shortfall]:
@@ -185,7 +185,7 @@ class Check(ABC):
         return []
 
     def explains(self, shortfall: Shortfall, results: Results) -> str | None:
-        """Returns the fix, as typed, if this check found the cause of another's shortfall; else None."""
+        """Returns the fix, as the user types it, if this check found the cause of another's shortfall."""
         return None
 
     def lines(self, results: Results) -> list[str]:
@@ -197,7 +197,7 @@ def load_checks(paths: Iterable[str]) -> list[Check]:
     """Loads the checks at dotted paths, in their order.
 
     Raises:
-        ConfigError: a path does not resolve, is not a `Check`, or two checks have the same name.
+        ConfigError: a path does not resolve or does not lead to a `Check`, or two checks have the same name.
     """
     from qatkit_verify.dotted import resolve
     from qatkit_verify.errors import ConfigError

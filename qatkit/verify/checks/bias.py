@@ -1,6 +1,6 @@
 """Measures whether INT8 outputs of a regression are above or below float's, overall and by target range.
 
-    shift = mean(INT8 - float); beyond noise if it is more than three of its standard errors
+    shift = mean(INT8 - float); beyond noise if it is more than three times its standard error
 
 An error with a constant sign does not average out like noise, and a metric of single samples hides it.
 """
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 NAME = "bias"
 FIX = "algorithm=bias_correction"
-_LOOKED_AT = 2048  # test samples
-_RANGES = 5  # quintiles
+_LOOKED_AT = 2048  # number of test samples
+_RANGES = 5  # number of target ranges: quintiles
 _SURE = 3.0  # standard errors
-_MATTERS = 0.005  # of the targets' deviation: a smaller shift is not worth a fix
-_HALF = 0.5  # of a drop: a shift of at least this share explains it
-_FEWEST = 20  # samples for a meaningful standard error
-_LOOSE = 0.25  # of the targets' deviation: a larger bound is hardly one
+_MATTERS = 0.005  # share of the targets' standard deviation; a smaller shift is not worth a fix
+_HALF = 0.5  # a shift of at least this share of a drop explains the drop
+_FEWEST = 20  # minimum number of samples for a meaningful standard error
+_LOOSE = 0.25  # share of the targets' standard deviation; a larger bound hardly bounds anything
 
 
 class BiasCheck(Check):
@@ -41,7 +41,7 @@ class BiasCheck(Check):
         if not isinstance(subject.task, Regression):
             return results
         exact, found, targets = _outputs(subject)
-        if not np.isfinite(found).all():  # accuracy or fidelity reports it
+        if not np.isfinite(found).all():  # the accuracy or fidelity check reports this
             return results
         by = targets if subject.labelled else exact
         deviations = subject.task.deviations or tuple(exact.std(0))
@@ -79,7 +79,7 @@ class BiasCheck(Check):
 
 
 def fix_of(results: Results) -> str:
-    """Returns the setting that removes the shifts, as typed; "" if no shift matters or it is set already."""
+    """Returns the setting that removes the shifts; "" if no shift matters or it is already set."""
     found, asked = results.measured.get(NAME), RequestedSettings(results)
     if found is None or not asked.has_module or asked.weights_alone:
         return ""
@@ -92,8 +92,10 @@ def fix_of(results: Results) -> str:
 
 
 def rows_of(output: Mapping[str, Any], by: str) -> list[tuple[str, ...]]:
-    """Returns a row for all samples and one for each range: samples, mean shift, two standard errors, share of the
-    targets' deviation, and whether it is beyond noise.
+    """Returns a row for all samples and one for each range.
+
+    Its cells are the number of samples, the mean shift, two standard errors, the ratio of the shift to the
+    targets' standard deviation, and whether the shift is beyond noise.
     """
     rows = [("all", output)]
     rows += [(f"{by} {one['low']:.4g} to {one['high']:.4g}", one) for one in output["ranges"]]
@@ -143,7 +145,7 @@ def _shift(difference: Array) -> dict[str, Any]:
 
 
 def _ranges(by: Array, difference: Array) -> list[dict[str, Any]]:
-    """Returns the shift within each quintile of `by`; ties stay together, so there may be fewer."""
+    """Returns the shift within each quintile of `by`; equal values stay together, so there may be fewer."""
     import numpy as np
 
     edges = np.unique(np.quantile(by, np.linspace(0, 1, _RANGES + 1)))

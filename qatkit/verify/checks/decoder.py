@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from qatkit.records.decoder_files import DECODER_FILE, DECODER_FOLDER
 from qatkit.records.results import Results
 from qatkit.verify.checks.base import Check, Shortfall, Subject
-from qatkit_verify.table import counted
+from qatkit_verify.errors import counted
 
 if TYPE_CHECKING:
     from qatkit.config.schema import VerifyConfig
@@ -21,7 +21,7 @@ _PERPLEXITY = 1e-3  # maximum allowed relative difference between two files of t
 
 
 class DecoderCheck(Check):
-    """Perplexity with cached keys and values and without, greedy text, and tokens per second."""
+    """Perplexity with and without cached keys and values, greedy text, and tokens per second."""
 
     name = "decoder"
 

@@ -1,4 +1,7 @@
-"""Checks a detector's file with non-maximum suppression against PyTorch's on the file without it."""
+"""Compares a detector's file that includes non-maximum suppression with PyTorch's suppression.
+
+PyTorch suppresses the boxes of the file without suppression.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,11 @@ if TYPE_CHECKING:
     from qatkit.config.schema import VerifyConfig
     from qatkit.tasks.decisions.matched_boxes import Boxes
 
-_SAME = 0.99  # overlap of boxes that count as the same, and the required share of such boxes
+_SAME = 0.99  # minimum overlap of boxes that count as the same, and minimum share of such boxes
 
 
 class DetectionsCheck(Check):
-    """The share of the boxes that are the same."""
+    """The share of boxes that are the same in both."""
 
     name = "detections"
 

@@ -1,4 +1,4 @@
-"""Checks whether the error of a model with states accumulates if both files run with their own states."""
+"""Checks whether the error of a model with states accumulates when both files run on their own states."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAME = "drift"
 
 
 class DriftCheck(Check):
-    """Agreement and SQNR of free runs, over growing numbers of steps; nothing for a model without states.
+    """Agreement and SQNR of free runs over growing numbers of steps; skipped for a model without states.
 
     `FidelityCheck` compares their agreement with `verify.min_float_agreement`.
     """
@@ -59,7 +59,7 @@ def heading(found: Mapping[str, Any], label: str) -> str:
 
 
 def columns(found: Mapping[str, Any], task: TaskNames) -> tuple[str, ...]:
-    """Returns the column heads of the table of horizons."""
+    """Returns the column headings of the table of horizons."""
     outputs = found["horizons"][-1]["outputs"]
     return ("first steps", f"same {task.decision} %", *(f"{one['name']} dB" for one in outputs))
 

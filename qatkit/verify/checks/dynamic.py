@@ -1,7 +1,7 @@
-"""Compares with ONNX Runtime's dynamic int8 of the same float file (`verify.dynamic`): is it enough?
+"""Compares the file with ONNX Runtime's dynamic int8 of the same float file, which may be enough.
 
-The dynamic file is one of the measured files, so its figures are rows of the table, from the same rounds and
-the same images as the others'.
+The dynamic file (`verify.dynamic`) is one of the measured files. So its figures are rows of the table, and
+come from the same rounds and images as those of the other files.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from qatkit.verify.checks.requested import RequestedSettings
 
 
 def dynamic_line(results: Results) -> str:
-    """Returns how the dynamic file compares, and which bounds it would not have met; "" if there is none."""
+    """Returns a comparison with the dynamic file, and the bounds it would have missed; "" if there is none."""
     found, metric = results.measured.get(DYNAMIC), results.task.main
     if found is None:
         return ""
@@ -29,16 +29,19 @@ def dynamic_line(results: Results) -> str:
 
 
 def _speed(results: Results) -> float | None:
-    """Returns the speed as a multiple of that of the judged file."""
+    """Returns the speed of the dynamic file relative to the judged file; None if it was not measured."""
     mine, other = results.latency.get("int8"), results.latency.get(DYNAMIC)
     return None if mine is None or other is None else other.ratio / mine.ratio
 
 
 def _verdict(results: Results, found: dict[str, Any]) -> str:
-    """Returns which bounds on accuracy, size and speed it meets, as they are typed; "" if none is set."""
+    """Returns the bounds on accuracy, size and speed that the dynamic file misses, else those that it meets.
+
+    It is "" if no bound is set.
+    """
     asked, latency, sizes = RequestedSettings(results), results.latency.get(DYNAMIC), results.sizes
     ratio = sizes[DYNAMIC] / sizes["float"] if DYNAMIC in sizes and sizes.get("float") else None
-    # Each is a value that must not exceed its bound.
+    # Values with signs: the product of value and sign must not exceed that of bound and sign.
     figures = {
         "max_drop": (round(found["lost"], 6), 1),
         "max_size_ratio": (ratio, 1),

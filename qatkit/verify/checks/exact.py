@@ -1,4 +1,4 @@
-"""Provides the file at accuracy level 0, which computes what the module does, for comparison with the module.
+"""Provides the file at accuracy level 0, at which it computes the same as the module, to compare the two.
 
 A file shipped at level 4 rounds the activations of its products with packed weights to 8 bits. The cost of
 that is measured separately (`qatkit.verify.accuracy_levels`).
@@ -15,7 +15,7 @@ from pathlib import Path
 from qatkit.records.results import Results
 from qatkit.verify.checks.base import Subject
 
-LEVEL = "accuracy_level"  # the key of what was measured, in reports and manifests
+LEVEL = "accuracy_level"  # the key of the measured figures in reports and manifests
 
 
 def is_rounded(results: Results) -> bool:
@@ -25,7 +25,7 @@ def is_rounded(results: Results) -> bool:
 
 @contextmanager
 def exact(subject: Subject, results: Results) -> Iterator[Subject]:
-    """Yields the subject with the file at level 0 in place of one at another level."""
+    """Yields the subject; a file at another level is replaced by the same file at level 0."""
     if subject.reference is None or not is_rounded(results):
         yield subject
         return

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ExamplesCheck(Check):
-    """A drawing of `verify.examples` inspected test samples, the largest differences first; no bound."""
+    """A drawing of the `verify.examples` inspected test samples with the largest differences; no bound."""
 
     name = "examples"
 
@@ -74,7 +74,7 @@ def _samples(subject: Subject, drawing: Drawing, results: Results) -> Iterator[t
 
 
 def _pictures(inputs: Any, preprocessing: Mapping[str, Any] | None) -> NDArray[Any] | None:
-    """Returns the pixels of a batch, uint8 [N, H, W, 3], as in model.json; None for other samples."""
+    """Returns a batch as pixels, uint8 [N, H, W, 3], by undoing its normalisation; None for other samples."""
     import numpy as np
 
     from qatkit_verify.fitting import UNIT

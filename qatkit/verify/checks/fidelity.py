@@ -1,4 +1,4 @@
-"""Measures how close the file's outputs are to the float file's, in place of accuracy without labels."""
+"""Measures how close the file's outputs are to the float file's; replaces accuracy if there are no labels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from qatkit.config.schema import VerifyConfig
 
 
-_DRIFTS = 3.0  # dB: above it, errors of the states make up more than half of the error
+_DRIFTS = 3.0  # dB by which drift lowers SQNR; above it, errors of the states are more than half of the error
 
 
 class FidelityCheck(Check):
@@ -25,8 +25,8 @@ class FidelityCheck(Check):
 
     Without labels, all test images are used, the simulation is measured too, and the bounds are
     `verify.min_float_agreement`, `verify.max_float_kl` and `verify.min_float_sqnr`. With labels, the bound is
-    on accuracy, and the first `verify.parity_images` give these figures. Where states are fed back, agreement
-    and SQNR are those of `DriftCheck`.
+    on accuracy, and these figures come from the first `verify.parity_images` images. If states are fed back,
+    agreement and SQNR are those of `DriftCheck`.
     """
 
     name = "fidelity"
@@ -82,7 +82,7 @@ class FidelityCheck(Check):
 
 
 def _kept(results: Results, found: Mapping[str, Fidelity]) -> Results:
-    """Returns the results with these figures, and with a note where a figure is not meaningful."""
+    """Returns the results with these figures, and with a note if a figure is not meaningful."""
     near = found.get("int8")
     if near is None or not near.doubt:
         return replace(results, fidelity=found)
@@ -91,7 +91,7 @@ def _kept(results: Results, found: Mapping[str, Fidelity]) -> Results:
 
 
 def _broken(bounds: dict[str, float], found: Fidelity, results: Results) -> dict[str, str]:
-    """Returns what was found instead, by the key of each bound that is not met."""
+    """Returns, as text, the measured values that miss their bounds, by the key of the bound."""
     told, label, task = {}, results.label, results.task
     free = results.fidelity.get(FREE)
     decided, over = (found, task.samples) if free is None else (free, "steps, each file with its own states")
@@ -109,7 +109,7 @@ def _broken(bounds: dict[str, float], found: Fidelity, results: Results) -> dict
 
 
 def _without_drift(results: Results) -> str:
-    """Returns overrides that keep recurrent weights float if most of the error is in the states; else ""."""
+    """Returns overrides that keep recurrent weights float if states cause most of the error, else ""."""
     near, free = results.fidelity.get("int8"), results.fidelity.get(FREE)
     recurrent = [site for site, reason in results.skipped if reason == RECURRENT_WEIGHTS]
     if near is None or free is None or not recurrent or free.sqnr_db is None:

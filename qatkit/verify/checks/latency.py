@@ -10,17 +10,23 @@ from typing import TYPE_CHECKING
 from qatkit.records.results import Results
 from qatkit.verify.checks.base import Check, Shortfall, Speeds, Subject
 from qatkit.verify.checks.requested import RequestedSettings, either
+from qatkit_verify.errors import counted
 from qatkit_verify.records import Latency
-from qatkit_verify.table import counted
 
 if TYPE_CHECKING:
     from qatkit.config.schema import VerifyConfig
 
-_FAST = ("avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm")  # instruction sets that multiply bytes
+_FAST = (
+    "avx512_vnni",
+    "avx_vnni",
+    "amx_int8",
+    "asimddp",
+    "i8mm",
+)  # instruction sets for fast products of bytes
 
 
 class LatencyCheck(Check):
-    """Milliseconds per run, and `verify.min_speedup`."""
+    """Milliseconds per run; the bound is `verify.min_speedup`."""
 
     name = "latency"
 
@@ -55,7 +61,7 @@ class LatencyCheck(Check):
         return [Shortfall(line, _fix(bounds.min_speedup, int8, results))]
 
     def lines(self, results: Results) -> list[str]:
-        """Reports a file slower than float, with the proposed fix, where no bound asks for more."""
+        """Reports a file that is slower than float, with a fix, if there is no bound on the speed."""
         int8, asked = results.latency.get("int8"), RequestedSettings(results)
         if int8 is None or int8.ratio >= 1 or asked.get("verify.min_speedup") is not None:
             return []
@@ -99,7 +105,7 @@ def _fix(bound: float, int8: Latency, results: Results) -> str:
 
 
 def _why_float(asked: RequestedSettings) -> str:
-    """Returns why the file computes in float whatever the settings; "" if it does not."""
+    """Returns why the settings make the file compute in float; "" if they do not."""
     if without := asked.without_kernels:
         return f"no kernel computes {without}: such a file runs in float"
     return (
@@ -110,9 +116,9 @@ def _why_float(asked: RequestedSettings) -> str:
 
 
 def _placement(asked: RequestedSettings, results: Results) -> list[str]:
-    """Proposes to measure where int8 pays off.
+    """Proposes to measure which operators are faster in int8.
 
-    This applies to a module for ONNX Runtime whose operators were neither measured nor all requested.
+    It does so for a module for ONNX Runtime, unless placement was measured or every operator is requested.
     """
     elsewhere = results.audit is not None and not results.audit.for_onnxruntime
     elsewhere = elsewhere or asked.simulated

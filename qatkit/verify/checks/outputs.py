@@ -12,8 +12,8 @@ from qatkit.verify.checks.base import Check, Subject
 class OutputsCheck(Check):
     """Figures of all outputs, by name, over `verify.parity_images` test samples. They have no bounds.
 
-    They are measured if `verify.outputs` is set, and without labels also for a task in which every output
-    counts.
+    They are measured if `verify.outputs` is set. Without labels they are also measured for a task in which
+    every output counts.
     """
 
     name = "outputs"

@@ -11,19 +11,18 @@ from qatkit.verify.checks.base import Check, Shortfall, Speeds, Subject
 from qatkit.verify.checks.exact import exact, is_rounded
 from qatkit.verify.checks.requested import RequestedSettings
 from qatkit_verify.classification import NAMES
-from qatkit_verify.errors import ConfigError
+from qatkit_verify.errors import ConfigError, counted
 from qatkit_verify.records import Comparison, TaskNames
-from qatkit_verify.table import counted
 
 if TYPE_CHECKING:
     from qatkit.config.schema import VerifyConfig
 
 _RARELY = 0.05
-_RESOLVED = 10  # images that may differ, to distinguish a value at the bound from one a little below
+_RESOLVED = 10  # expected number of differing images at the bound: enough to tell a lower agreement from it
 
 
 class ParityCheck(Check):
-    """Agreement of the outputs, `verify.min_agreement`, and the first tensor that differs if it is not met.
+    """Agreement of the outputs; below its bound `verify.min_agreement` also the first tensor that differs.
 
     If the first images fall short of the bound by no more than chance would explain, more images decide.
     """
@@ -54,9 +53,7 @@ class ParityCheck(Check):
             return results
         try:
             return replace(results, divergence=_divergence(subject, found, wanted.min_agreement))
-        except (
-            Exception
-        ) as error:  # of any kind: the figures are worth more than knowing where they come from
+        except Exception as error:  # any error: the figures are worth more than knowing their cause
             kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
             note = f"tensor by tensor: not compared ({kind}{' '.join(str(error).split())[:200]})"
             return replace(results, notes=(*results.notes, note))
@@ -103,13 +100,13 @@ def _measured(subject: Subject, count: int) -> Parity:
 def in_doubt(found: Parity, least: float) -> bool:
     """Returns whether chance may explain that a file falls short of the share `least`.
 
-    A file that keeps the share `least` of all images differs on at least as many of these with a probability
-    above 5 %.
+    It may if a file that agrees on exactly the share `least` of all images would differ on at least as many
+    of these images with a probability above 5 %.
     """
     differing, rate = _otherwise(found), 1 - least
     if found.held >= least or rate == 0:
         return False
-    fewer = 0.0  # the probability of fewer, by the binomial distribution
+    fewer = 0.0  # the probability of fewer differences, by the binomial distribution
     for count in range(differing):
         ways = math.lgamma(found.images + 1) - math.lgamma(count + 1) - math.lgamma(found.images - count + 1)
         fewer += math.exp(ways + count * math.log(rate) + (found.images - count) * math.log(least))
@@ -117,14 +114,14 @@ def in_doubt(found: Parity, least: float) -> bool:
 
 
 def _otherwise(found: Parity) -> int:
-    """Returns the number of images that were decided differently, without ties."""
+    """Returns the number of images with another decision; ties do not count."""
     return round((1 - found.held) * found.images)
 
 
 def _divergence(subject: Subject, parity: Parity, least: float) -> Divergence:
-    """Finds the first differing tensor on images that are classified differently.
+    """Finds the first differing tensor on images with different decisions.
 
-    Compares the file with the module, or the optimized file with the file as it is.
+    It compares the file with the module, or the file with optimizations and without.
     """
     from qatkit.verify.divergence import closest, disagreeing, first_divergence, optimizer_divergence
     from qatkit.verify.parity import between_ends, file_predictors, whole_pixels
@@ -147,7 +144,7 @@ def _divergence(subject: Subject, parity: Parity, least: float) -> Divergence:
 
 
 def but_for_ties(found: Parity | Comparison) -> str:
-    """Returns what the share that is compared with a bound leaves out, or "" if it leaves out nothing."""
+    """Returns a remark that the share compared with a bound leaves out ties; "" if there are none."""
     return (
         "" if found.held == found.agreement else f" except for ties ({100 * found.agreement:.2f} % with them)"
     )
@@ -160,7 +157,7 @@ def agreement(comparison: Comparison) -> str:
 
 
 def parity_lines(parity: Parity, task: TaskNames = NAMES) -> list[str]:
-    """Returns the comparisons with the reference, and the size of a step."""
+    """Returns lines with the comparisons with the reference, and with the size of a step."""
     width = max(len(label) for label, _ in parity.compared) + 1
     return [
         f"parity on {parity.images:,} {task.samples} against {parity.reference}"

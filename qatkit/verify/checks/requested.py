@@ -15,7 +15,7 @@ from qatkit_verify.errors import ConfigError
 _REAL_DATA = "data=arrays, data=audio or data=pictures, data.root=DIR"
 _FILES = "onnx/"  # the prefix of the names of models that are files
 _UNQUOTED = re.compile(r"[\w./-]+")  # keys that Hydra reads unquoted
-# For each mode of converting the float model as it is, the modes that lose less.
+# For each mode of conversion without training, the modes that lose less accuracy.
 _MORE_ACCURATE = {
     "dynamic": ("weight_only", "float16"),
     "static": ("weight_only", "float16"),
@@ -25,7 +25,7 @@ _MORE_ACCURATE = {
 
 
 class RequestedSettings:
-    """The settings of the run that produced `results`; a hand-made `Results` without settings has no fix."""
+    """The settings of the run that produced `results`; without settings, no fix is proposed."""
 
     def __init__(self, results: Results) -> None:
         self._config, self._labelled = results.config, results.labelled
@@ -41,7 +41,7 @@ class RequestedSettings:
 
     @property
     def has_module(self) -> bool:
-        """Returns whether the file was made from a module that was calibrated, and perhaps trained, here."""
+        """Returns whether the file was made from a module that this run calibrated and perhaps trained."""
         return "schedule" in self._config and self.get("export.mode") == "static"
 
     @property
@@ -69,9 +69,9 @@ class RequestedSettings:
 
     @property
     def without_kernels(self) -> str:
-        """The setting, as typed, for which ONNX Runtime has no int8 kernels and computes in float.
+        """The setting for which ONNX Runtime has no int8 kernels and so computes in float, as it is typed.
 
-        It is "" if there is none, or if an override concerns only some operators.
+        It is "" if there is no such setting, or if an override sets it only for some operators.
         """
         if self.simulated:
             return f"backend={self._backend.name}"
@@ -116,7 +116,9 @@ class RequestedSettings:
             ways.append("calibration.random=false (ranges of real images)")
         elif self.get("calibration.search") == "none":
             ways.append("calibration=auto")
-        if self.get("export.tensorrt_table") is None:  # its ranges are those of the float weights
+        if (
+            self.get("export.tensorrt_table") is None
+        ):  # with a table, the ranges are those of the float weights
             if self.get("algorithm_choice") != "auto" and not self.get("calibration.random"):
                 ways.append("algorithm=auto (uses the algorithms that help)")
             if self._could_mix:
@@ -172,9 +174,9 @@ class RequestedSettings:
         return override((operator or "").rpartition("/")[0].removesuffix("_quant"))
 
     def gentler(self, lost: float) -> str:
-        """Returns settings for less fine-tuning, where float itself lost `lost` points by it.
+        """Returns settings for less fine-tuning if fine-tuning cost the float model itself `lost` points.
 
-        Quantization settings could not fix such a loss.
+        Quantization settings cannot fix such a loss.
         """
         slower = f"schedule.lr={self.get('schedule.lr') / 10:g}"
         why = f"the float control also lost {lost:.2f} points by this fine-tuning"
@@ -185,12 +187,12 @@ class RequestedSettings:
         return [one for listed in self._floats().values() for one in listed]
 
     def without_float(self) -> str:
-        """Proposes in words to remove those selectors: how they were typed is not known."""
+        """Proposes in words to remove the selectors of `left_float`: it is unknown how they were typed."""
         keys = " or ".join(key for key, listed in self._floats().items() if listed)
         return f"fewer operators in float than {keys} asks for ({', '.join(self.left_float())})"
 
     def _floats(self) -> dict[str, list[str]]:
-        """Returns those selectors by their configuration key."""
+        """Returns the selectors that leave operators in float, by their configuration key."""
         overrides = self.get("backend.overrides", {})
         return {
             "backend.overrides": [name for name, one in overrides.items() if one.get("float")],

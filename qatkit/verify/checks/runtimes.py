@@ -1,4 +1,4 @@
-"""Measures the same file in other runtimes than ONNX Runtime: how fast, how accurate, how much they agree."""
+"""Measures the file in runtimes other than ONNX Runtime: latency, accuracy and agreement."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ABSENT = "-"
 
 
 class RuntimesCheck(Check):
-    """Latency, accuracy and agreement in each further runtime of `verify.runtimes`, if there is one.
+    """Latency, accuracy and agreement in each runtime of `verify.runtimes` other than ONNX Runtime.
 
     At the first export there are no images, and each runtime only has to run the file once.
     """
@@ -51,7 +51,7 @@ class RuntimesCheck(Check):
                     found[runtime.name] = (
                         _compared(subject, runtime, one) if whole else _tried(subject, runtime, one)
                     )
-            except Exception as error:  # whatever a runtime raises, the rest of the report is worth keeping
+            except Exception as error:  # any exception of a runtime: the rest of the report is worth keeping
                 found[runtime.name] = replace(one, failed=described(error))
         return replace(results, runtimes=found)
 
@@ -74,7 +74,7 @@ class RuntimesCheck(Check):
 
 
 def columns(task: TaskNames) -> tuple[str, ...]:
-    """Returns the column heads of the table."""
+    """Returns the column headings of the table."""
     times = ("runtime", "INT8 ms [p10-p90]", "float ms", "speed-up")
     return (*times, task.main.title, f"same {task.alike} as module %", "as ONNX Runtime %")
 
@@ -90,7 +90,7 @@ def _row(name: str, results: Results) -> tuple[str, ...]:
     latency = results.latency if one is None else one.latency
     accuracy = results.accuracy.get("int8") if one is None else one.accuracy
     parity = results.parity
-    trained = parity is not None and parity.unoptimized is not None  # without it there is no module
+    trained = parity is not None and parity.unoptimized is not None  # otherwise there is no module
     module = (parity.optimized if trained and parity else None) if one is None else one.with_module
     versions = results.versions.get(name, "") if one is None else " ".join(one.versions.values())
     int8, exact = latency.get("int8"), latency.get("float")
@@ -106,7 +106,7 @@ def _row(name: str, results: Results) -> tuple[str, ...]:
 
 
 def notes(results: Results) -> list[str]:
-    """Returns which runtime is the fastest, and where a runtime differs from ONNX Runtime."""
+    """Returns lines that say which runtime is the fastest, and where a runtime differs from ONNX Runtime."""
     said = []
     ranking = [(name, found["int8"]) for name, found in results.runtime_latency.items()]
     if len(ranking) > 1:
@@ -141,7 +141,7 @@ def _where(divergence: Divergence) -> str:
 
 
 def _times(subject: Subject, others: Mapping[str, Runtime]) -> dict[str, dict[str, Latency] | str]:
-    """Returns the latency of float and INT8 by dotted path, or why there is none."""
+    """Returns, by dotted path, the latency of float and INT8, or why the runtime failed."""
     from qatkit_verify.feeds import noise_feeds
     from qatkit_verify.latency import from_times
     from qatkit_verify.runtimes.timing import times_in_turns
@@ -159,7 +159,7 @@ def _times(subject: Subject, others: Mapping[str, Runtime]) -> dict[str, dict[st
 
 
 def _tried(subject: Subject, runtime: Runtime, one: InRuntime) -> InRuntime:
-    """Runs the file once on noise, so that any error is raised."""
+    """Runs the file once on noise, which raises the runtime's errors; returns `one` unchanged."""
     from qatkit_verify.feeds import noise_feeds
 
     ports = _ports(subject, "int8")
@@ -203,14 +203,14 @@ def _compared(subject: Subject, runtime: Runtime, one: InRuntime) -> InRuntime:
         return replace(
             one, divergence=_divergence(subject, runtime, session, lambda x: subject.task.joined(outputs(x)))
         )
-    except Exception as error:  # as in parity: the figures are worth more than knowing where they come from
+    except Exception as error:  # any error: the figures are worth more than knowing their cause
         return replace(one, note=f"tensor by tensor: not compared ({described(error)})")
 
 
 def _divergence(
     subject: Subject, runtime: Runtime, session: ort.InferenceSession, predict: Any
 ) -> Divergence:
-    """Finds the first differing tensor on images that the two runtimes classify differently."""
+    """Finds the first differing tensor on images for which the two runtimes decide differently."""
     from qatkit.verify.accuracy import file_predictor
     from qatkit.verify.divergence import disagreeing
     from qatkit.verify.runtime_divergence import runtime_divergence
@@ -222,7 +222,7 @@ def _divergence(
 
 
 def _ports(subject: Subject, name: str) -> ort.InferenceSession:
-    """Opens a session that knows the inputs of a file."""
+    """Opens an ONNX Runtime session of a file for the names and types of its inputs."""
     from qatkit_verify.session import open_session
 
     return open_session(subject.files[name], threads=1, optimize=False, options=subject.options)
@@ -246,7 +246,7 @@ def _shortfall(name: str, one: InRuntime, bounds: VerifyConfig, results: Results
 
 
 def _fix(name: str, divergence: Divergence | None, near: Comparison, asked: RequestedSettings) -> str:
-    """Proposes to keep a wrongly computed operator in float; different rounding is no operator's fault."""
+    """Proposes to keep a wrongly computed operator in float; no override fixes different rounding."""
     way = f"verify.min_agreement={math.floor(10_000 * near.held) / 10_000} (the agreement of {name})"
     if divergence is not None and divergence.reference == ALONE:
         line = asked.override(divergence.operator) if asked.has_module else ""

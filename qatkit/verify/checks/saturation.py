@@ -16,24 +16,23 @@ from qatkit.records.scores import with_key
 from qatkit.verify.checks.base import Check, Shortfall, Subject, capped
 from qatkit.verify.checks.requested import RequestedSettings
 from qatkit_verify.classification import NAMES
+from qatkit_verify.errors import counted
 from qatkit_verify.proofs import never_on_arm, never_on_x86
 from qatkit_verify.records import Metric, TaskNames
-from qatkit_verify.table import counted
 
 if TYPE_CHECKING:
     from qatkit.config.schema import VerifyConfig
     from qatkit.verify.emulation import Emulation
     from qatkit.verify.saturation import Saturation
 
-GUARDS = "guarded_weights"  # the key of the run's figures about its weights, among the measured ones
+GUARDS = "guarded_weights"  # the key of the figures about guarded weights among the measured ones
 _ELSEWHERE = "saturation: not checked, since another runtime executes the file"
-# How close the noise of saturation must be to the whole error against float to be its cause: half of its
-# power.
+# Saturation causes the error against float if its noise has at least half of the error's power.
 _MOSTLY_DB = 3.0
 
 
 class SaturationCheck(Check):
-    """The file as a processor without VNNI computes it, and `verify.min_agreement` there."""
+    """The file as a processor without VNNI computes it; the bound there is `verify.min_agreement`."""
 
     name = "saturation"
 
@@ -43,7 +42,7 @@ class SaturationCheck(Check):
             return results.with_measured(self.name, {"elsewhere": True}) if asked else results
         try:
             return results.with_measured(self.name, _measured(subject))
-        except Exception as error:  # some graphs cannot be cut: the other figures are worth more
+        except Exception as error:  # some graphs cannot be cut, and the other figures are worth more
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             return replace(results, notes=(*results.notes, f"saturation: not measured ({reason})"))
 
@@ -155,7 +154,7 @@ def _causes(key: str, found: Mapping[str, Any], results: Results) -> bool:
 
 
 def saturation_lines(found: Mapping[str, Any], task: TaskNames = NAMES) -> list[str]:
-    """Describes which operators saturate, how far off that makes them, and how the answers change."""
+    """Describes which operators saturate, the error of their outputs, and the effect on the answers."""
     layers = found["layers"]
     open_ones = [name for name, one in layers.items() if one["can_saturate"]]
     proven, others = len(layers) - len(open_ones), found["others"]
@@ -186,7 +185,7 @@ def saturation_lines(found: Mapping[str, Any], task: TaskNames = NAMES) -> list[
 
 
 def _signed_lines(signed: Mapping[str, int | None]) -> list[str]:
-    """Describes a file with int8 activations: on ARM, the sum of two products -128 * -128 exceeds 16 bits."""
+    """Describes a file with int8 activations: on ARM, two products -128 * -128 exceed 16 bits."""
     open_ones = [name for name, channels in signed.items() if channels != 0]
     if not signed:
         return []
@@ -200,7 +199,7 @@ def _signed_lines(signed: Mapping[str, int | None]) -> list[str]:
 
 
 def guard_line(guards: Mapping[str, Any]) -> str:
-    """Describes how many operators are guarded and the cost, from figures of `qatkit.graph.guarded`."""
+    """Describes how many operators are guarded, and at what cost, by figures of `qatkit.graph.guarded`."""
     operators = guards["operators"]
     if guards["choice"] == "auto" and not guards["hazard"]:
         return (

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class SizeCheck(Check):
-    """File sizes in bytes, and `verify.max_size_ratio`."""
+    """File sizes in bytes; the bound is `verify.max_size_ratio`."""
 
     name = "size"
     early = True

@@ -16,7 +16,7 @@ from qatkit.verify.checks.exact import exact
 if TYPE_CHECKING:
     from qatkit.config.schema import VerifyConfig
 
-_ROUNDS = 10  # of latency, at each size
+_ROUNDS = 10  # number of rounds of latency at each size
 
 
 class SizesCheck(Check):
@@ -54,7 +54,7 @@ class SizesCheck(Check):
 
 
 def shown(sizes: Mapping[str, Mapping[int, int]]) -> str:
-    """Returns sizes as a line reports them: "input 65 (axis 2), 97 (axis 3)"."""
+    """Returns sizes as text: "input 65 (axis 2), 97 (axis 3)"."""
     return "; ".join(
         f"{name} " + ", ".join(f"{size} (axis {axis})" for axis, size in axes.items())
         for name, axes in sizes.items()

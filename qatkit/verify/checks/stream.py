@@ -1,4 +1,4 @@
-"""Checks that the file that takes a recording in chunks agrees with the whole file after the last chunk."""
+"""Checks whether the file for chunks agrees with the file for whole recordings after the last chunk."""
 
 from __future__ import annotations
 

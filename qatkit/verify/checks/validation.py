@@ -1,4 +1,4 @@
-"""Measures quality on held-out training images, which may choose between files; test images may not."""
+"""Measures quality on held-out training images; unlike test images, they may decide between files."""
 
 from __future__ import annotations
 

@@ -72,6 +72,11 @@ def matrices(x: Any) -> Any:
     return torch.cat([(y @ z).real, (y @ z).imag], -1) * 0.1
 
 
+def broadcast(x: Any) -> Any:
+    """Adds a row of complex numbers to real ones, and takes real ones from it."""
+    return torch.view_as_real(x + TURNS[0, :1]).sum(-1) + (TURNS[1, :1] - x).imag
+
+
 def state_space(self: Any, x: Any) -> Any:
     y = self.before(x)
     state = torch.zeros(x.shape[0], 3, dtype=torch.cfloat)
@@ -85,7 +90,7 @@ def state_space(self: Any, x: Any) -> Any:
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     **{
         function.__name__: (partial(Of, function), (5, 4, 6))
-        for function in (llama, computed_turns, polar_form, arithmetic, shapes, matrices)
+        for function in (llama, computed_turns, polar_form, arithmetic, shapes, matrices, broadcast)
     },
     "state_space": (
         lambda: Calls(

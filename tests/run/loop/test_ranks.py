@@ -107,7 +107,8 @@ def test_a_slurm_job_of_too_few_tasks_for_its_nodes_is_refused(monkeypatch: pyte
     check_machine(config)
     monkeypatch.setenv("SLURM_NTASKS", "2")
     with pytest.raises(
-        ConfigError, match=r"trainer\.num_nodes=2: expected a job of 4 tasks, .* this one has 2"
+        ConfigError,
+        match=r"trainer\.num_nodes=2: expected a job of 4 tasks \(trainer.devices on each node\); this one has 2",
     ):
         check_machine(config)
 

@@ -1,3 +1,3 @@
-"""The bundle that is handed over: its files (`manifest`), as a folder or a zip (`archive`), its maker
-(`signature`), and the expected answers of the model (`golden`).
+"""Defines the bundle of a run: its files (`manifest`), in a folder or a zip (`archive`), the signature of its
+author (`signature`), and the expected outputs of the model (`golden`).
 """

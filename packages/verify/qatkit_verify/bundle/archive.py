@@ -1,8 +1,8 @@
-"""Reads and writes a bundle as a folder or a zip: same files, same zip, and no zip is trusted.
+"""Reads and writes a bundle as a folder or a zip. The same files give the same zip, and no zip is trusted.
 
 Entries of a zip are uncompressed, have a fixed date and are sorted by name. A zip from others may name files
-outside its folder, contain links, or unpack to a thousand times its size, so it is checked before a byte is
-written.
+outside its folder, contain links, or unpack to a thousand times its size. So every zip is checked before
+anything is unpacked.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BLOCK = 1 << 20
 
 
 def write_zip(folder: Path, path: Path) -> None:
-    """Writes every file of `folder` to a zip, whole or not at all."""
+    """Writes every file of `folder` to a zip. The zip is written completely or not at all."""
     with whole(path) as new, zipfile.ZipFile(new, "w", zipfile.ZIP_STORED) as archive:
         for file in sorted(one for one in folder.rglob("*") if one.is_file()):
             told = zipfile.ZipInfo(file.relative_to(folder).as_posix(), _DATE)
@@ -48,7 +48,7 @@ def unpacked_bundle(path: str | Path) -> Iterator[Path]:
     """Yields the folder of a bundle: the given one, or a temporary one into which the zip is unpacked.
 
     Raises:
-        ConfigError: `path` is neither, or the zip is not one that `write_zip` writes.
+        ConfigError: `path` is neither a bundle's folder nor a zip, or the zip is damaged or not a bundle.
     """
     given = Path(path)
     if given.is_dir():
@@ -88,7 +88,7 @@ def _unpack(path: Path, folder: Path) -> None:
 
 
 def _check(path: Path, entries: list[zipfile.ZipInfo]) -> None:
-    """Rejects what no bundle contains, before anything is written."""
+    """Raises ConfigError for a zip with entries that no bundle has, before anything is unpacked."""
     names = [told.filename for told in entries]
     if len(names) > _FILES or sum(told.file_size for told in entries) > _BYTES:
         raise ConfigError("bundle", path, f"at most {_FILES} files and {_BYTES >> 30} GiB unpacked")

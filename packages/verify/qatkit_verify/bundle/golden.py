@@ -3,15 +3,16 @@
     pixels_0 ..        uint8 [H, W, C], before any preprocessing (for models of images)
     samples_0 ..       float32 [T], before any preprocessing (for models of recordings)
     input:NAME         the file's inputs, [N, ...], by name
-    off:NAME, on:NAME  its outputs where it was made: ONNX Runtime without optimizations, and with all of them
-    runs               integer: number of runs, for a model of arrays. The batch may then be on any axis or on
-                       none, and sizes may differ between runs. NAME is then RUN/NAME, with arrays of one run
+    off:NAME, on:NAME  its outputs where the bundle was made: ONNX Runtime without and with all optimizations
+    runs               integer: number of runs, only for a model of arrays. The batch may then be on any axis
+                       or missing, and sizes may differ between runs. NAME becomes RUN/NAME, with the arrays
+                       of one run
     step:NAME          float: the size of a quantization step of that output
-    tolerance          float: steps by which ONNX Runtime may differ
-    tolerance_other    float: steps by which another runtime may differ, since it rounds elsewhere
+    tolerance          float: number of steps by which ONNX Runtime may differ
+    tolerance_other    float: number of steps by which another runtime may differ, since it rounds elsewhere
 
-If ONNX Runtime's answers with and without optimizations differ already (float residual streams of
-transformers), the tolerance is one step more than twice that difference.
+ONNX Runtime's answers with and without optimizations may differ (float residual streams of transformers).
+The tolerance for ONNX Runtime is therefore one step more than twice that difference.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from qatkit_verify.feeds import Array
 from qatkit_verify.files import whole
 from qatkit_verify.npz import read_npz
 
-STEPS, STEPS_OTHER = 1.0, 8.0  # the minimum tolerances
-_LARGEST = 2**31  # maximum bytes of the file: golden vectors are few
+STEPS, STEPS_OTHER = 1.0, 8.0  # the minimum tolerances, in steps
+_LARGEST = 2**31  # maximum size of the file in bytes; there are few golden vectors
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,12 @@ class Golden:
 
     Attributes:
         pixels: the pixels of each image, uint8 [H, W, C]; empty if the inputs are not images.
-        inputs, off, on: arrays [N, ...] by the names of the file's inputs and outputs; for a model of arrays
-            the inputs of its first run, and the outputs of all runs by RUN/NAME, run after run in the file's
-            order.
-        steps: the step of each output.
-        tolerance, tolerance_other: tolerances in steps.
-        runs: for a model of arrays, the inputs of each run by name; else empty.
+        inputs: the file's inputs, arrays [N, ...] by name; for a model of arrays those of the first run.
+        off, on: the file's outputs without and with optimizations, arrays [N, ...] by name. For a model of
+            arrays they are the outputs of all runs, named RUN/NAME, run after run, in the file's order.
+        steps: the size of a quantization step of each output.
+        tolerance, tolerance_other: the tolerances of ONNX Runtime and of other runtimes, in steps.
+        runs: the inputs of each run, by name; empty unless it is a model of arrays.
         sounds: the samples of each recording [T]; empty if the inputs are not recordings.
     """
 
@@ -64,7 +65,7 @@ class Golden:
 
 @dataclass(frozen=True)
 class Away:
-    """The distance from the golden answers: the largest in steps, and the number of equal decisions."""
+    """The distance from the golden answers: the largest difference in steps, and how many decisions agree."""
 
     steps: float
     same: int
@@ -81,10 +82,10 @@ def tolerances(
 
 
 def away(golden: Mapping[str, Array], steps: Mapping[str, float], found: Sequence[Array]) -> Away:
-    """Compares answers, in the order of the outputs, with the golden ones.
+    """Compares the answers `found`, in the order of the outputs, with the golden ones.
 
     Raises:
-        ConfigError: an answer has another shape.
+        ConfigError: an answer has another shape than the golden one.
     """
     worst, same, images = 0.0, 0, 0
     for index, ((name, wanted), got) in enumerate(zip(golden.items(), found, strict=True)):
@@ -104,12 +105,12 @@ def _apart(one: Array, other: Array, step: float) -> float:
 
 
 def _alike(one: Array, other: Array) -> bool:
-    """Returns whether the largest values along the first axis of an image's output are at equal positions."""
+    """Returns whether two outputs for an image have their maxima along the first axis at equal positions."""
     return bool((one.argmax(0) == other.argmax(0)).all()) if one.ndim else bool(one == other)
 
 
 def run_named(runs: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
-    """Returns the arrays of several runs as RUN/NAME."""
+    """Returns the arrays of several runs in one dictionary, by RUN/NAME."""
     return {f"{place}/{name}": one for place, run in enumerate(runs) for name, one in run.items()}
 
 
@@ -136,7 +137,7 @@ def read_golden(path: Path) -> Golden:
     """Reads golden.npz.
 
     Raises:
-        ConfigError: the file does not exist, or is not one that `write_golden` wrote.
+        ConfigError: the file does not exist, or was not written by `write_golden`.
     """
     try:
         if path.stat().st_size > _LARGEST:
@@ -185,7 +186,7 @@ def _runs(arrays: Mapping[str, Array]) -> int:
 
 
 def _check_runs(found: Golden) -> None:
-    """Rejects, by ValueError, runs with other inputs or outputs than the first."""
+    """Raises ValueError for runs whose inputs or outputs have other names than those of the first run."""
     names = [name.partition("/")[2] for name in found.on if name.startswith("0/")]
     wanted = [f"{place}/{name}" for place in range(len(found.runs)) for name in names]
     if list(found.on) != wanted or any(run.keys() != found.runs[0].keys() for run in found.runs):

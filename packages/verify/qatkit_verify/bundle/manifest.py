@@ -1,15 +1,15 @@
 """Reads, writes and checks manifest.json: every file of a bundle with its size and SHA-256.
 
     {"format": 1, "name": ..., "made_by": {package: version}, "requires": {"onnxruntime", "opset", "ir_version"},
-     "onnxruntime": version that gave the golden answers, "session_options": {entry: value},
+     "onnxruntime": version that computed the golden answers, "session_options": {entry: value},
      "signer": null or the public key, "files": [{"name", "size", "sha256"}, ...], "sha256": of this text itself}
 
-A bundle with a file that differs, is missing or was added is not used.
+A bundle is rejected if a file differs, is missing or was added.
 
 Format 2 is for a model of arrays; a qatkit-verify that knows only format 1 rejects it. The last digest is
-that of the manifest's own bytes with 64 zeros in its place. The session options are all config entries under
-which the figures of the bundle are valid. Bundles of older versions of qatkit have neither these nor the
-version.
+that of the manifest's own bytes with 64 zeros in place of the digest. The session options are all config
+entries under which the figures of the bundle are valid. Bundles of older versions of qatkit have neither the
+session options nor ONNX Runtime's version.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ FORMAT, FORMAT_OF_ARRAYS = 1, 2
 MANIFEST, SIGNATURE = "manifest.json", "manifest.sig"
 INT8_FILE, FLOAT_FILE = "model.onnx", "float.onnx"
 PREPROCESS_FILE, LABELS_FILE, GOLDEN_FILE = "preprocess.json", "labels.txt", "golden.npz"
-TOKENIZER_FILE = "tokenizer.json"  # for a model of texts
-ARRAYS_FILE = "model.json"  # for a model of arrays: its inputs and outputs
+TOKENIZER_FILE = "tokenizer.json"  # only for a model of texts
+ARRAYS_FILE = "model.json"  # only for a model of arrays: describes its inputs and outputs
 REPORT_FILE, PAGE_FILE, CONFIG_FILE, CARD_FILE = "report.json", "report.html", "config.yaml", "card.md"
 # Without these, nothing can be checked.
 NEEDED = (INT8_FILE, GOLDEN_FILE)
@@ -40,7 +40,7 @@ _NOTHING = "0" * 64
 
 @dataclass(frozen=True)
 class Entry:
-    """A file: its name relative to the bundle (with slashes), its bytes, and its digest."""
+    """A file: its path relative to the bundle (with slashes), its size in bytes, and its SHA-256."""
 
     name: str
     size: int
@@ -53,16 +53,16 @@ class Manifest:
 
     Attributes:
         name: the name of the run.
-        made_by: versions of the packages that made it.
-        requires: "onnxruntime" (oldest version that reads the file), "opset", "ir_version".
-        files: all files except manifest.json and manifest.sig.
+        made_by: the versions of the packages that made the bundle.
+        requires: "onnxruntime" (the oldest version that reads the file), "opset" and "ir_version".
+        files: the entries of all files except manifest.json and manifest.sig.
         signer: base64 of the Ed25519 public key that signed it; None for an unsigned bundle.
-        onnxruntime: the version that gave the golden answers; None if the manifest does not say.
-        session_options: config entries under which the figures are valid; None if the manifest does not say.
+        onnxruntime: the version of ONNX Runtime that computed the golden answers; None if it is not stored.
+        session_options: the session config entries under which the figures are valid; None if not stored.
         format: the format of the bundle; an older qatkit-verify rejects a newer one.
         drawn_data: whether calibration and golden answers used random data.
-        accuracy_level: how products with packed weights are computed ("level"), and the figures of both
-            levels; None if no level was chosen.
+        accuracy_level: the accuracy level of products with packed weights ("level"), and the figures that
+            were measured at both levels; None if no level was chosen.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Manifest:
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Writes the manifest.
 
-    It is the last file of a bundle except for its signature, so that a bundle without it is incomplete.
+    It is written after all files except the signature, so a bundle without a manifest is incomplete.
     """
     stored = {
         "format": manifest.format,
@@ -108,7 +108,7 @@ def _runtime(manifest: Manifest) -> dict[str, Any]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads the manifest, without looking at the files.
+    """Reads the manifest, without checking the files.
 
     Raises:
         ConfigError: the manifest does not exist, is damaged, or has a newer format.
@@ -172,7 +172,7 @@ def _options(stored: Any) -> dict[str, str] | None:
 
 
 def check_name(name: str) -> None:
-    """Rejects, by ValueError, a name that leads out of the bundle."""
+    """Raises ValueError for a name that leads out of the bundle."""
     path = PurePosixPath(name)
     bad = path.is_absolute() or ".." in path.parts or "\\" in name or ":" in name or "\0" in name
     if bad or not name or str(path) != name or not name.isprintable():
@@ -186,7 +186,7 @@ def check_files(folder: Path, manifest: Manifest) -> int:
         The total number of bytes.
 
     Raises:
-        ConfigError: a file is missing, differs, is a link, or is not listed; the first ones are named.
+        ConfigError: a file is missing, differs, is a link, or is not listed; the message names the first ones.
     """
     wrong = [*_wrong(folder, manifest.files), *_unlisted(folder, manifest.files)]
     if wrong:
@@ -215,7 +215,7 @@ def _unlisted(folder: Path, files: Iterable[Entry]) -> Iterable[str]:
 
 
 def entry(folder: Path, name: str) -> Entry:
-    """Returns the entry of a file as it is now."""
+    """Returns the entry for the current content of a file."""
     path = folder / name
     return Entry(name, path.stat().st_size, sha256(path))
 

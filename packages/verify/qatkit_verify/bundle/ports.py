@@ -1,4 +1,4 @@
-"""Describes the inputs and outputs of a file by name, as in model.json of a bundle of arrays.
+"""Describes the inputs and outputs of a file, as stored in model.json of a bundle of arrays.
 
     {"format": 1, "inputs": [{"name", "type", "shape", "batch_axis"}, ...], "outputs": [the same, ...]}
 
@@ -23,8 +23,8 @@ class Port:
 
     Attributes:
         name: the name in the file.
-        type: NumPy's name of its type.
-        shape: its axes; None for a dynamic one.
+        type: NumPy's name of its element type.
+        shape: the size of each axis; None for a dynamic axis.
         batch_axis: the batch axis; None if there is none or it is unknown.
     """
 
@@ -61,7 +61,7 @@ class Port:
             ) from error
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns plain containers."""
+        """Returns the port as plain containers for JSON."""
         return {**asdict(self), "shape": list(self.shape)}
 
     def __str__(self) -> str:
@@ -72,11 +72,11 @@ class Port:
         return f"{self.name} {self.type} [{', '.join(axes)}]"
 
     def declares(self, own: Port) -> bool:
-        """Returns whether a file declares the same port."""
+        """Returns whether `own`, a port that a file declares, has the same name, type and shape."""
         return (self.name, self.type, self.shape) == (own.name, own.type, own.shape)
 
     def takes(self, given: Array) -> bool:
-        """Returns whether an array has this type and shape."""
+        """Returns whether an array has this type and shape; a dynamic axis may have any size."""
         fits = len(given.shape) == len(self.shape) and all(
             size in (None, has) for size, has in zip(self.shape, given.shape, strict=True)
         )

@@ -1,4 +1,4 @@
-"""Writes and checks manifest.sig: an Ed25519 signature (RFC 8032) of manifest.json with all digests.
+"""Writes and checks manifest.sig: an Ed25519 signature (RFC 8032) of manifest.json with all digests in it.
 
     openssl genpkey -algorithm ed25519 -out key.pem        # signs: keep it private
     openssl pkey -in key.pem -pubout -out public.pem       # checks: give it to recipients
@@ -41,12 +41,12 @@ def private_key(path: str | Path, key: str = "export.sign") -> Any:
 
 
 def public_of(private: Any) -> str:
-    """Returns the 32 bytes of its public key in base64."""
+    """Returns the public key of a private key: its 32 bytes in base64."""
     return base64.b64encode(private.public_key().public_bytes_raw()).decode()
 
 
 def sign(folder: Path, private: Any) -> None:
-    """Writes manifest.sig."""
+    """Signs manifest.json in `folder` and writes manifest.sig."""
     found = private.sign((folder / MANIFEST).read_bytes())
     write_text(folder / SIGNATURE, base64.b64encode(found).decode() + "\n")
 
@@ -57,14 +57,14 @@ def check_signature(folder: Path, signer: str | None, public: str | Path | None)
     Args:
         folder: the folder of the bundle.
         signer: the public key that the manifest names; None for an unsigned bundle.
-        public: a PEM file of the trusted key. None: the signature is checked with the named key, which proves
-            that nobody without that key changed the bundle, but not whose key it is.
+        public: a PEM file of the trusted key. If it is None, the key that the manifest names is used. This
+            proves that nobody without that key changed the bundle, but not whose key it is.
 
     Returns:
-        A text that reports the signature.
+        A description of the signature for the user.
 
     Raises:
-        ConfigError: the key is wrong, or the signature is missing, damaged, or not of this manifest.
+        ConfigError: the key is wrong, or the signature is missing, damaged, or that of another manifest.
     """
     if signer is None:
         return _unsigned(folder, public)
@@ -124,7 +124,7 @@ def _public(serialization: Any, ed25519: Any, path: str | Path) -> Any:
 
 
 def _decoded(path: Path, text: str, size: int) -> bytes:
-    """Decodes base64 in its canonical form only: other spellings would mean the same bytes."""
+    """Decodes base64, but only in its canonical form, since other spellings would give the same bytes."""
     try:
         found = base64.b64decode(text, validate=True)
     except ValueError:

@@ -1,1 +1,1 @@
-"""The questions that `qatkit-verify` asks of a bundle here, one per file. Each yields `base.Found`."""
+"""The checks that `qatkit-verify` runs on a bundle, one per file. Each returns `base.Found`."""

@@ -1,6 +1,6 @@
 """Checks whether the file gives the same answers here as where it was made.
 
-Checks both steps: from pixels or samples to the input tensor, and from the tensor to the answer. A model of
+There are two steps: from pixels or samples to the input tensor, and from the tensor to the answer. A model of
 arrays has no preprocessing, so its inputs are compared with model.json instead.
 """
 
@@ -15,10 +15,10 @@ from qatkit_verify.bundle.manifest import ARRAYS_FILE, PREPROCESS_FILE
 from qatkit_verify.bundle.ports import Port
 from qatkit_verify.checks.base import OK, OPEN, SHORT, CheckInputs, Found
 from qatkit_verify.classification import names_of
+from qatkit_verify.errors import counted
 from qatkit_verify.feeds import Array
 from qatkit_verify.runtimes.base import REFERENCE, load_runtimes
 from qatkit_verify.session import open_session
-from qatkit_verify.table import counted
 from qatkit_verify.untrusted import read_json
 
 
@@ -41,7 +41,7 @@ def preprocessing(asked: CheckInputs) -> Found:
 
 
 def _prepared(golden: Golden, path: Path) -> tuple[Array, str]:
-    """Returns the golden pixels or samples prepared as in preprocess.json, and a description of them."""
+    """Returns the golden pixels or samples, preprocessed as preprocess.json says, and a description of them."""
     how = read_json(path)
     if golden.sounds:
         from qatkit_verify.sound import SoundPreprocess
@@ -56,7 +56,7 @@ def _prepared(golden: Golden, path: Path) -> tuple[Array, str]:
 
 
 def _inputs(asked: CheckInputs) -> Found:
-    """Compares the golden arrays and the file's own inputs with model.json."""
+    """Compares the golden arrays and the inputs that the file declares with model.json."""
     told = [Port.from_dict(one) for one in read_json(asked.folder / ARRAYS_FILE)["inputs"]]
     session = open_session(asked.int8, threads=1, optimize=False, options=asked.options)
     listed = f"({', '.join(map(str, told))})"
@@ -88,7 +88,7 @@ def answers_elsewhere(asked: CheckInputs) -> list[Found]:
     """Runs the golden inputs in the other requested runtimes."""
     golden, all_found = asked.golden, list[Found]()
     for runtime in load_runtimes(asked.runtimes).values():
-        if runtime.name == REFERENCE:  # with the session's options, which other runtimes do not have
+        if runtime.name == REFERENCE:  # run with the session's options, which other runtimes do not have
             outputs = asked.answers[True]
         else:
             outputs = asked.outputs(runtime.open(asked.int8, asked.threads))
@@ -102,7 +102,7 @@ def _judged(asked: CheckInputs, name: str, found: Away, tolerance: float) -> Fou
     names = names_of(asked.report)
     if asked.golden.runs:
         same = counted(len(asked.golden.runs), "run")
-    elif names.name == "outputs":  # its decisions need more than this package
+    elif names.name == "outputs":  # the decisions of such a task cannot be computed with this package only
         same = counted(found.images, "sample")
     else:
         same = f"same {names.decision} for {found.same} of {found.images}"

@@ -1,4 +1,4 @@
-"""The inputs of a check, and what it finds."""
+"""Defines the inputs and the result of a check."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Found:
 
     Attributes:
         check: the name of the check.
-        verdict: OK, SHORT, or OPEN if it cannot be judged here.
+        verdict: OK if the check passed, SHORT if it fell short, or OPEN if it cannot be judged here.
         seen: the result in words, with the figures.
         fix: the proposed fix if the check falls short.
-        figures: the figures for programs.
+        figures: the figures as a dictionary, for programs.
     """
 
     check: str
@@ -50,11 +50,12 @@ class CheckInputs:
     Attributes:
         folder: the folder of the bundle, whose files match the manifest.
         manifest: the manifest that was read.
-        threads, runs: threads of ONNX Runtime, and timed runs of each file.
-        runtimes: dotted paths of other runtimes.
-        pictures, recordings: a folder of pictures, or of WAV and FLAC files, in class folders, or None.
-        min_speedup: minimum speed-up over float.onnx; None: the run's own bound, if it has one.
-        max_drop: points that pictures or recordings may lose compared with the report.
+        threads, runs: the number of threads of ONNX Runtime, and of timed runs of each file.
+        runtimes: names or dotted paths of other runtimes.
+        pictures: a folder of pictures with one folder per class; None to skip this check.
+        recordings: a folder of WAV and FLAC files with one folder per class; None to skip this check.
+        min_speedup: the minimum speed-up over float.onnx; None: the run's own bound, if it has one.
+        max_drop: the maximum loss of top-1 on pictures or recordings against the report, in points.
     """
 
     folder: Path
@@ -92,7 +93,7 @@ class CheckInputs:
         return fixed_batch(open_session(self.int8, threads=1, options=self.options))
 
     def outputs(self, execute: Execute) -> list[Array]:
-        """Returns the outputs for the golden inputs of a function that runs the file."""
+        """Returns the outputs for the golden inputs; `execute` runs the file."""
         from qatkit_verify.session import in_its_batches
 
         if self.golden.runs:
@@ -101,7 +102,7 @@ class CheckInputs:
 
     @property
     def one_batch(self) -> dict[str, Array]:
-        """The golden inputs as one batch for the file, repeated if it takes more than there are."""
+        """The golden inputs as one batch for the file; they are repeated if the file's batch is larger."""
         if self.golden.runs:
             return dict(self.golden.inputs)
         rows = self.batch or 1
@@ -109,7 +110,7 @@ class CheckInputs:
 
     @property
     def bound(self) -> float | None:
-        """The bound on the speed-up over float: as typed, else the run's own, else 1 for an INT8 file."""
+        """The minimum speed-up over float: the given one, else the run's own, else 1 for an INT8 file."""
         if self.min_speedup is not None:
             return self.min_speedup
         own = ((self.report.get("config") or {}).get("verify") or {}).get("min_speedup")
@@ -118,9 +119,9 @@ class CheckInputs:
 
     @property
     def options(self) -> dict[str, str]:
-        """The session config entries under which the figures are valid, all of them.
+        """All session config entries under which the figures are valid.
 
-        A bundle of an older qatkit has only those of the backend, in its report; the others were unset.
+        The report of an older qatkit's bundle has only the backend's entries; the others were unset.
         """
         from qatkit_verify.session import UNSET_OPTIONS
 
@@ -129,11 +130,11 @@ class CheckInputs:
 
     @cached_property
     def answers(self) -> dict[bool, list[Array]]:
-        """ONNX Runtime's outputs here for the golden inputs, optimized (True) and as written (False)."""
+        """ONNX Runtime's outputs for the golden inputs, with optimizations (True) and without (False)."""
         return {optimize: self.answers_with(self.options, optimize=optimize) for optimize in (False, True)}
 
     def answers_with(self, options: Mapping[str, str], *, optimize: bool = True) -> list[Array]:
-        """Returns ONNX Runtime's outputs here for the golden inputs, with these session config entries."""
+        """Returns ONNX Runtime's outputs for the golden inputs with the given session config entries."""
         from qatkit_verify.session import open_session
 
         session = open_session(self.int8, threads=self.threads, optimize=optimize, options=options)
@@ -141,7 +142,7 @@ class CheckInputs:
 
 
 def _answers(execute: Execute, run: Mapping[str, Array]) -> list[Array]:
-    """Returns the outputs for the arrays of a run, which the runtime may refuse."""
+    """Returns the outputs for the arrays of a run; raises ConfigError if the runtime rejects them."""
     try:
         return [np.asarray(one) for one in execute(run)]
     except Exception as error:  # ONNX Runtime's exceptions have no public common base

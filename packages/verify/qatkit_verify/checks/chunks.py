@@ -1,4 +1,4 @@
-"""Checks whether the file that takes chunks of a recording agrees with the whole file after the last one."""
+"""Checks whether the file for chunks agrees with the file for whole recordings after the last chunk."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def answers_in_chunks(asked: CheckInputs) -> list[Found]:
         return []
     try:
         return [_judged(path.name, _outputs(asked, path))]
-    except ConfigError as error:  # it does not load, does not say how chunks follow, or does not run on them
+    except ConfigError as error:  # the file does not load, or does not run in chunks
         return [Found(NAME, SHORT, f"{path.name} cannot run in chunks ({error})", _fix(path.name))]
 
 
 def _outputs(asked: CheckInputs, path: Path) -> dict[str, list[tuple[Array, Array]]]:
-    """Returns by output name the values for each golden sample: whole file, and after the last chunk."""
+    """Returns pairs by output name: for each golden sample, the value of the whole file and of the chunks."""
     whole, stream = (
         open_session(one, threads=asked.threads, options=asked.options) for one in (asked.int8, path)
     )
@@ -49,14 +49,14 @@ def _outputs(asked: CheckInputs, path: Path) -> dict[str, list[tuple[Array, Arra
 
 
 def _lone(given: Mapping[str, Array]) -> Array:
-    """Returns the single input, which is cut into chunks."""
+    """Returns the single input, which is cut into chunks; raises ConfigError if there are several."""
     if len(given) != 1:
         raise ConfigError("golden", ", ".join(given), "one input, which is cut into chunks")
     return next(iter(given.values()))
 
 
 def _judged(name: str, pairs: Mapping[str, Sequence[tuple[Array, Array]]]) -> Found:
-    """Judges the worst output, and names the sample that is farthest from the whole file's."""
+    """Judges the worst output, and names its golden sample that is farthest from the whole file's answer."""
     kept = {output: kept_db(*map(np.stack, zip(*of_it, strict=True))) for output, of_it in pairs.items()}
     worst = min(kept, key=lambda output: kept[output])
     by_sample = [kept_db(*both) for both in pairs[worst]]

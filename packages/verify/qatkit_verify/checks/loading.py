@@ -15,8 +15,8 @@ def loading(asked: CheckInputs) -> Found:
     """Returns the result if the file loads.
 
     Raises:
-        ConfigError: it does not load; names the required version if this one is older, else ONNX Runtime's
-            reason.
+        ConfigError: the file does not load; the message names the required version if the installed one is
+            older, else ONNX Runtime's reason.
     """
     needed = str(asked.manifest.requires.get("onnxruntime", "0"))
     told = read_onnx(asked.int8)

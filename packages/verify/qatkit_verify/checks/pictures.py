@@ -1,4 +1,4 @@
-"""Measures accuracy on a folder of pictures or recordings, compared with the report's on the test images."""
+"""Measures top-1 on a folder of pictures or recordings, and compares it with that of the report."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _samples(path: Path, rate: int) -> Samples:
 def _judged(
     asked: CheckInputs, kind: str, files: Sequence[tuple[Path, int]], tensor: Callable[[Path], Array]
 ) -> Found:
-    """Classifies all files, prepared by `tensor`, and compares the accuracy with the report."""
+    """Classifies all files, which `tensor` preprocesses, and compares the accuracy with the report's."""
     session = open_session(asked.int8, threads=asked.threads, options=asked.options)
     (port,) = session.get_inputs()
     right, images = 0, len(files)

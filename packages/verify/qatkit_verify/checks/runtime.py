@@ -1,17 +1,17 @@
 """Checks, in dB and not only by decisions, whether ONNX Runtime still computes what was verified.
 
 A version can silently change what a file computes. ONNX Runtime 1.32 turns products of 16-bit activations,
-exact before, into MatMulNBits, which quantizes the activations to 8 bits: 39 dB, and mostly the same
-decisions. So the outputs for the golden inputs here are compared with those there, as noise relative to the
-answers' own power:
+exact before, into MatMulNBits, which quantizes the activations to 8 bits. The SQNR is then 39 dB, and most
+decisions stay the same. So the outputs for the golden inputs on this machine ("here") are compared with those
+of the machine that made the bundle ("there"). The noise is relative to the power of the answers:
 
     optimized here       against optimized there     the noise that is judged
-    optimized there      against as written there    noise that optimizations alone may cause
+    optimized there      against as written there    noise that optimizations may cause
     as written here      against as written there    noise that versions and processors may cause in float
 
-The first may be ten times the sum of the other two. A file that rounds to 8 bits may also move by whole
-steps, which is more than that. The tolerance of the golden vectors then decides, unless the optimized graph
-shows the cause.
+The first may be up to ten times the sum of the other two. The answers of a file that rounds to 8 bits may
+also move by whole steps, which is more than that. The tolerance of the golden vectors then decides, unless
+the optimized graph shows the cause.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from qatkit_verify.session import (
     open_session,
 )
 
-_TIMES = 10.0  # factor over the explained noise, 10 dB
+_TIMES = 10.0  # maximum factor over the explained noise: 10 dB
 _FLOOR = 1e-8  # 80 dB: float32 in another order, and 16-bit values that round the other way
-_INT8_LEVEL = 4  # of MatMulNBits: its activations are rounded to 8 bits
+_INT8_LEVEL = 4  # the accuracy level of MatMulNBits that rounds its activations to 8 bits
 _WIDE = frozenset({4, 5, 6, 12})  # uint16, int16, int32 and uint32 of TensorProto.DataType
 _ROUNDS = (
     "QLinear",
@@ -54,10 +54,10 @@ class _Noise:
     """The noise between the golden answers and those here, as shares of the answers' power.
 
     Attributes:
-        here: optimized, here against there.
-        there: where the file was verified, optimized against as written.
-        written: as written, here against there.
-        steps: the largest distance of the optimized answers, in steps of the output.
+        here: the noise between the optimized answers here and there.
+        there: the noise between the optimized answers and those as written, both there.
+        written: the noise between the answers as written here and there.
+        steps: the largest distance between the optimized answers here and there, in steps of the output.
     """
 
     here: float
@@ -67,12 +67,12 @@ class _Noise:
 
     @property
     def explained(self) -> bool:
-        """Returns whether optimizations there, or versions without optimizations, explain the noise."""
+        """Returns whether `there` and `written` explain the noise `here`."""
         return self.here <= _TIMES * (self.there + self.written) + _FLOOR
 
 
 def runtime(asked: CheckInputs) -> Found:
-    """Compares this ONNX Runtime's answers to the golden inputs with those of the version that verified."""
+    """Compares this ONNX Runtime's answers with those of the version that verified the file."""
     there = (
         asked.manifest.onnxruntime
         or asked.manifest.made_by.get("onnxruntime")
@@ -130,7 +130,7 @@ def noise(wanted: Iterable[Array], found: Iterable[Array]) -> float:
 
 
 def rounds_to_8_bits(file: OnnxFile) -> bool:
-    """Returns whether the file rounds a value to 8 bits or fewer: near a tie, versions may differ."""
+    """Returns whether the file rounds a value to 8 bits or fewer; versions may then differ near a tie."""
     return any(_rounds(node, file.types) for node in file.nodes)
 
 
@@ -154,7 +154,7 @@ def _made_here(asked: CheckInputs) -> list[Node]:
 
 
 def _without_options(asked: CheckInputs, nodes: Sequence[Node]) -> str:
-    """Returns how far the answers move without the session option that keeps `nodes` in float, as text."""
+    """Returns a text on how far the answers move without the session option that keeps `nodes` in float."""
     level = asked.options[ACCURACY_LEVEL]
     if not nodes or level == UNSET_OPTIONS[ACCURACY_LEVEL]:
         return ""
@@ -183,5 +183,5 @@ def _db(share: float) -> str:
 
 
 def _finite(share: float) -> float | None:
-    """Returns decibels; None for equal answers and for completely different ones."""
+    """Returns the SQNR in dB for a share of noise; None for equal answers and for an infinite share."""
     return -10 * math.log10(share) if 0 < share < math.inf else None

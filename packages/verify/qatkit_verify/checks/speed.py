@@ -6,15 +6,15 @@ from typing import Any
 
 from qatkit_verify.bundle.manifest import FLOAT_FILE
 from qatkit_verify.checks.base import OK, OPEN, SHORT, CheckInputs, Found
+from qatkit_verify.errors import counted
 from qatkit_verify.int8_operators import Int8Operator, int8_operators
 from qatkit_verify.kernels import CONVS, MATMULS, executed
 from qatkit_verify.latency import latency
 from qatkit_verify.proofs import never_on_arm, never_on_x86
 from qatkit_verify.saturation import saturates_here
-from qatkit_verify.table import counted
 
-_LESS = 0.01  # of the multiply-accumulates: maximum decrease of the int8 share here
-_NAMED = 1  # operators that can saturate and are named; the figures have all
+_LESS = 0.01  # maximum decrease of the int8 share of the multiply-accumulates here
+_NAMED = 1  # maximum number of saturating operators in the text; the figures list all
 
 
 def speed(asked: CheckInputs) -> Found:
@@ -51,7 +51,7 @@ def speed(asked: CheckInputs) -> Found:
 
 
 def kernels(asked: CheckInputs) -> Found:
-    """Checks which operators ONNX Runtime runs in int8 here, compared with where the bundle was made."""
+    """Compares which operators ONNX Runtime runs in int8 here and on the machine that made the bundle."""
     ran = executed(asked.int8, options=asked.options, threads=asked.threads,
                    given=asked.one_batch,
                    images=asked.batch or 1)  # fmt: skip
@@ -74,7 +74,7 @@ def kernels(asked: CheckInputs) -> Found:
 
 
 def saturation(asked: CheckInputs) -> Found:
-    """Judges from the file's integers whether it can saturate on x86 without VNNI, and whether here."""
+    """Judges from the file's integers whether it can saturate without VNNI, and tests this processor."""
     found = int8_operators(asked.int8, options=asked.options)
     open_ones = [one for one in found if one.saturating != 0]
     here = saturates_here()
@@ -100,7 +100,7 @@ def saturation(asked: CheckInputs) -> Found:
 
 
 def _signed_products(asked: CheckInputs, figures: dict[str, Any]) -> Found:
-    """Judges a file without uint8 x int8 products: on ARM, the sum of two -128 * -128 exceeds 16 bits."""
+    """Judges a file without uint8 x int8 products: on ARM, two products -128 * -128 exceed 16 bits."""
     found = int8_operators(asked.int8, options=asked.options, signed=True)
     open_ones = [one for one in found if one.saturating != 0]
     figures |= {

@@ -1,1 +1,1 @@
-"""Measured placement as a file: contents (`record`), decision (`decide`), `qatkit-measure` (`measure`)."""
+"""A measured placement: its file (`record`), the decision (`decide`), and `qatkit-measure` (`measure`)."""

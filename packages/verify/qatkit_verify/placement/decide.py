@@ -1,4 +1,4 @@
-"""Decides which of the files that were timed in turns is chosen."""
+"""Chooses one of several files that were timed in turns."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from statistics import median
 from qatkit_verify.placement.quiet import Timed
 from qatkit_verify.placement.record import FLOAT, TABLE, Measured
 
-Times = Mapping[str, Sequence[float]]  # by file, milliseconds of the fastest run of each session
+Times = Mapping[str, Sequence[float]]  # milliseconds of the fastest run of each session, by file
 
 
 def chosen(timed: Timed, threads: int) -> str:
     """Returns the name of the file to choose.
 
-    If the machine was not quiet, a missing core may have made any file up to `threads` times slower than
-    another that does not need it: a smaller lead proves nothing.
+    If the machine was not quiet, a busy core may have made a file up to `threads` times slower than a file
+    that does not need that core. A smaller lead then proves nothing.
 
     Args:
-        timed: at least two files, FLOAT and TABLE.
-        threads: threads of a run.
+        timed: the times of the files, which include FLOAT and TABLE.
+        threads: the number of threads of a run.
     """
     return fastest(timed.ms, 1 if timed.quiet else threads)
 
 
 def fastest(times: Times, lead: float = 1) -> str:
-    """Returns the file that beats the backend's table, else the table.
+    """Returns the name of the fastest file if it beats the backend's table, else TABLE.
 
     It must be faster in every session, and by more than the sessions differ. A machine may be slower for
-    seconds, for all files alike, so the ratio within a session is compared.
+    some seconds, which slows all files alike, so ratios within a session are compared.
 
     Args:
-        times: the times of at least two files, FLOAT and TABLE.
+        times: the times of the files, which include FLOAT and TABLE.
         lead: the factor over the table's speed that every session must exceed.
     """
     best = min((name for name in times if name != FLOAT), key=lambda name: min(times[name]))
@@ -40,12 +40,12 @@ def fastest(times: Times, lead: float = 1) -> str:
 
 
 def noise(times: Times) -> float:
-    """Returns the spread of a file's ratio to the table over the sessions, as the median of all files."""
+    """Returns how much a file's ratio to the table varies between sessions, as the median of all files."""
     return median(_spread(_over(times, name)) for name in times if name != TABLE)
 
 
 def _over(times: Times, name: str) -> list[float]:
-    """Returns the table's time over a file's, session by session."""
+    """Returns the table's time divided by a file's, session by session."""
     return [table / mine for table, mine in zip(times[TABLE], times[name], strict=True)]
 
 
@@ -55,7 +55,7 @@ def _spread(ratios: Sequence[float]) -> float:
 
 
 def measured(name: str, floats: int, opened: int, predicted: float | None, times: Times) -> Measured:
-    """Returns the record of a file."""
+    """Returns the record of the file `name` in `times`."""
     ratios = _over(times, name)
     return Measured(
         name, floats, opened, predicted, min(times[name]), median(ratios), min(ratios), max(ratios)

@@ -1,4 +1,4 @@
-"""Describes this machine, as in placements."""
+"""Describes this machine for placements."""
 
 from __future__ import annotations
 

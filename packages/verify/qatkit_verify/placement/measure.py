@@ -1,6 +1,6 @@
 """qatkit-measure FOLDER: times the files that `export.py placement=variants` wrote, on the machine that will run them.
 
-    FOLDER/variants.json and FOLDER/*.onnx ── in turns ──> one table, and placement.json, which training takes
+    FOLDER/variants.json and FOLDER/*.onnx ── in turns ──> one table, and placement.json, which training reads
 
 Only numpy and onnxruntime are needed. The exit status is 0, or 2 for a folder that cannot be used.
 """
@@ -35,7 +35,7 @@ _SESSIONS, _RUNS = 3, 40
 
 @dataclass(frozen=True)
 class Variant:
-    """A file of the folder."""
+    """A file of the folder, with its digest and its sites."""
 
     file: str
     sha256: str
@@ -109,13 +109,13 @@ def _variants(stored: Any) -> Variants:
 
 
 def measure(folder: Path, *, threads: int, batch: int, runs: int) -> Placed:
-    """Times the files of a folder.
+    """Times the files of a folder and returns the placement.
 
     Args:
         folder: the folder of the files.
-        threads: threads of ONNX Runtime.
-        batch: images per run.
-        runs: runs per file and session.
+        threads: the number of threads of ONNX Runtime.
+        batch: the number of images per run.
+        runs: the number of runs per file and session.
 
     Raises:
         ConfigError: see `read_variants`.

@@ -1,15 +1,16 @@
-"""Times files in sessions, of which those count in which the machine was quiet.
+"""Times files in sessions, and uses only the sessions in which the machine was quiet.
 
 Other work during a measurement does not slow all files equally. With one of two cores taken, a float file
 takes up to twice its time. An int8 file takes less than twice, since half of its time may be a
-DequantizeLinear with a single thread anyway. The file that is faster then is slower once the core is free.
+DequantizeLinear with a single thread anyway. So a file that is faster under load may be slower once the core
+is free.
 Two signs reveal such work:
 
 - threads that were ready to run and had no core (`waiting`);
-- a session in which all files take longer than in another: a clock that went down, or a core that another
-  guest of a virtual machine has.
+- a session in which all files take longer than in another: the clock went down, or another virtual machine
+  on the same host uses a core.
 
-Such a session is timed again, a few times. If too few are quiet, all sessions count, and a file has to be
+Such a session is repeated, up to a limit. If too few are quiet, all sessions count, and a file has to be
 faster in each, quiet or not. If none is quiet, only a lead that no busy core explains is accepted.
 """
 
@@ -24,9 +25,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from qatkit_verify.latency import Session
 
-_WAITED = 0.05  # of the time that threads ran
-_SLOWER = 1.15  # than the best session, in the median of all files; the place of weights alone causes 1.07
-_MOST = 2  # maximum sessions as a multiple of the requested ones
+_WAITED = 0.05  # maximum time of waiting, relative to the time that threads ran
+_SLOWER = (
+    1.15  # maximum time relative to the best session (median of files); the place of weights can cause 1.07
+)
+_MOST = 2  # maximum number of sessions, as a multiple of the requested number
 
 
 @dataclass(frozen=True)
@@ -34,8 +37,8 @@ class Timed:
     """The times of the files.
 
     Attributes:
-        ms: by file, milliseconds of the fastest run of each session: of the quiet ones if there are as many
-            as requested, else of all.
+        ms: the time of each session's fastest run in milliseconds, by file. Only quiet sessions are included
+            if there are as many as requested, else all.
         quiet: whether there was a quiet session.
         waited: the time that the threads waited for a core, relative to the time that they ran; the median of
             all sessions.
@@ -56,7 +59,7 @@ def timed_quietly(
     sessions: int,
     options: Mapping[str, str] | None = None,
 ) -> Timed:
-    """Times files in turns until the requested number of sessions was quiet, at most twice as many sessions.
+    """Times files in turns until the requested number of sessions was quiet, but in at most twice as many.
 
     Args:
         files, input_shape, batch, threads, runs, sessions, options: see `latency.quickest`.
@@ -84,7 +87,7 @@ def most_sessions(sessions: int) -> int:
 
 
 def quiet_ones(found: Sequence[Session]) -> list[Session]:
-    """Returns sessions whose threads had their cores and whose files were not all slower than in the best."""
+    """Returns the sessions in which threads rarely waited and files were about as fast as in the best."""
     best = {name: min(one.ms[name] for one in found) for name in found[0].ms}
     return [
         one
@@ -94,7 +97,7 @@ def quiet_ones(found: Sequence[Session]) -> list[Session]:
 
 
 def summed_up(found: Sequence[Session], sessions: int) -> Timed:
-    """Summarizes these sessions, of which `sessions` should be quiet."""
+    """Summarizes the sessions `found`; `sessions` is the requested number of quiet ones."""
     calm = quiet_ones(found)
     kept = calm if len(calm) >= sessions else found
     ms = {name: [one.ms[name] for one in kept] for name in found[0].ms}

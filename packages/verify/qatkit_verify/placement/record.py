@@ -1,6 +1,6 @@
 """Defines placement.json: a measurement, its machine and graph, and the differences from the backend's table.
 
-It needs neither torch nor ONNX.
+This module needs neither torch nor ONNX.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Machine:
     """The machine and the settings of a measurement.
 
     Attributes:
-        cpu, isa: its name, and the instruction sets that decide int8 speed.
-        onnxruntime: the version.
-        threads, batch: threads and batch size of a run.
+        cpu, isa: the name of the CPU, and those of its instruction sets that decide int8 speed.
+        onnxruntime: the version of ONNX Runtime.
+        threads, batch: the number of threads and the batch size of a run.
     """
 
     cpu: str
@@ -37,7 +37,7 @@ class Machine:
     batch: int
 
     def differs(self, other: Machine) -> list[str]:
-        """Returns in words what differs on the other machine."""
+        """Returns descriptions of what differs on the other machine."""
         return [
             f"{name} {_plainly(mine)} (here {_plainly(theirs)})"
             for name, mine in asdict(self).items()
@@ -51,10 +51,13 @@ class Measured:
 
     Attributes:
         name: "float", "fixed" (the backend's table), or a number.
-        floats, opened: number of float operators, and of SiLUs as int8 operators, in addition to the table.
-        predicted_ms: predicted time before it was made; None for the files on which predictions are based.
-        ms: the fastest run.
-        ratio, low, high: the table's time over this file's: median, minimum and maximum of the sessions.
+        floats: the number of operators that are float in addition to those of the table.
+        opened: the number of SiLUs that are int8 operators in addition to those of the table.
+        predicted_ms: the time that was predicted before the file was made; None for the files on which
+            predictions are based.
+        ms: the time of the fastest run.
+        ratio, low, high: median, minimum and maximum over the sessions of the table's time divided by this
+            file's.
     """
 
     name: str
@@ -77,11 +80,11 @@ class Placed:
         machine: the machine that measured.
         sites: the differences from the backend's table.
         files: the files that competed.
-        chosen: the name of one of them.
-        noise: the spread of a file's ratio to the table over the sessions, as a share, in the median.
-        costs: for each differing site, how many more milliseconds it is predicted to take as in the table.
-        quiet: whether the machine did nothing else in a session; else a file needed a lead that no busy core
-            explains.
+        chosen: the name of the chosen file.
+        noise: the variation of a file's ratio to the table between sessions, as a share; median of the files.
+        costs: the predicted additional milliseconds of each differing site if it were as in the table.
+        quiet: whether the machine did nothing else in at least one session. If not, only a lead that no busy
+            core explains was accepted.
         waited: the time that the threads waited for a core, relative to the time that they ran.
     """
 
@@ -99,11 +102,11 @@ class Placed:
     waited: float = 0.0
 
     def of(self, name: str) -> Measured:
-        """Returns a file by its name."""
+        """Returns the file with the given name."""
         return next(one for one in self.files if one.name == name)
 
     def unrest(self) -> str:
-        """Returns a remark about a machine that was not quiet; "" if it was."""
+        """Returns a remark if the machine was not quiet, else ""."""
         if self.quiet:
             return ""
         waited = (
@@ -117,7 +120,7 @@ class Placed:
         return f"the machine was busy with other work while files were timed{waited}, so {taken}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns plain containers."""
+        """Returns the placement as plain containers for JSON."""
         stored = asdict(self)
         stored["sites"] = self.sites.as_dict()
         return {"format": FORMAT, **stored}
@@ -144,7 +147,7 @@ class Placed:
 
 
 def write_placement(path: Path, placed: Placed) -> None:
-    """Writes a placement, whole or not at all."""
+    """Writes a placement, completely or not at all."""
     write_text(path, json.dumps(placed.as_dict(), indent=1) + "\n")
 
 
@@ -168,7 +171,7 @@ def read_placement(path: str | Path, key: str = "placement") -> Placed:
 
 
 def check_fits(placed: Placed, model: str, backend: str, shape: tuple[int, ...], path: Any) -> None:
-    """Rejects a placement of something else, by ConfigError that names what differs."""
+    """Raises ConfigError, which names the differences, if model, backend or input shape differ."""
     pairs = {"model.name": (placed.model, model), "backend": (placed.backend, backend),
              "input": (placed.input_shape, shape)}  # fmt: skip
     differ = [
@@ -183,7 +186,7 @@ def check_fits(placed: Placed, model: str, backend: str, shape: tuple[int, ...],
 
 
 def check_graph(placed: Placed, digest: str, known: Iterable[str], path: Any) -> None:
-    """Rejects a placement of another graph, by ConfigError that names a missing operator."""
+    """Raises ConfigError, which names a missing operator, if the placement is that of another graph."""
     if placed.graph == digest:
         return
     sites = list(known)

@@ -1,4 +1,4 @@
-"""Defines where a run placed its quantizers: operators that stay float, and what else a placement changes.
+"""Defines where a run placed its quantizers: float operators, and the other changes of a placement.
 
 FloatSites   operators that stay float in addition to overrides, by precision=auto and placement=measured
 Sites        a placement, as its differences from the backend's table
@@ -10,17 +10,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-FIXED, MEASURED, VARIANTS = "fixed", "measured", "variants"  # settings in place of a file
+FIXED, MEASURED, VARIANTS = "fixed", "measured", "variants"  # values of `placement` that are not a file
 
-# Paths of operators in the order in which they become overrides, by graph or by name. A list in JSON.
+# Paths of operators in the order in which they become overrides: that of the graph, or that of the names.
+# They are stored as a list in JSON.
 FloatSites = tuple[str, ...]
 
 
 def read_float_sites(stored: Iterable[object]) -> FloatSites:
-    """Reads stored sites.
+    """Reads the paths of float operators from JSON.
 
     Raises:
-        ValueError, TypeError: the value is something else.
+        ValueError, TypeError: the value is not a list of strings.
     """
     found = tuple(stored)
     names = tuple(name for name in found if isinstance(name, str))
@@ -31,11 +32,11 @@ def read_float_sites(stored: Iterable[object]) -> FloatSites:
 
 @dataclass(frozen=True)
 class Sites:
-    """Operators by their paths.
+    """The operators that a placement changes, by their paths.
 
     Attributes:
-        floats: operators in float.
-        opened: SiLUs that are int8 operators (Sigmoid and Mul) where the table has a single float operator.
+        floats: the operators that are float.
+        opened: the SiLUs that are int8 operators (Sigmoid and Mul) where the table has a single float operator.
         for_amx: whether weights of convolutions are stored for AMX (`export.weights_for_amx`).
     """
 
@@ -52,7 +53,7 @@ class Sites:
         return tuple(sorted(self.floats))
 
     def as_dict(self) -> dict[str, list[str] | bool]:
-        """Returns plain containers."""
+        """Returns the sites as plain containers for JSON."""
         stored: dict[str, list[str] | bool] = {"float": [*self.float_sites], "int8": sorted(self.opened)}
         return {**stored, "amx": True} if self.for_amx else stored
 
@@ -65,5 +66,5 @@ class Sites:
         """
         floats, opened = read_float_sites(stored["float"]), read_float_sites(stored["int8"])
         if not isinstance(for_amx := stored.get("amx", False), bool):
-            raise ValueError("amx is true or false")
+            raise ValueError("amx must be true or false")
         return cls(frozenset(floats), frozenset(opened), for_amx)

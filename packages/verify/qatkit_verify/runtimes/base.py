@@ -4,7 +4,7 @@
 
 ONNX Runtime is measured by every check. Any other runtime opens the same files, is timed in a process of its
 own (`timing`), and is compared with ONNX Runtime and the converted module (`qatkit.verify.checks.runtimes`).
-To add a runtime, write a file with a record and name the record by its dotted path. Nothing here imports a
+To add a runtime, write a module with such a record, and list the record's dotted path. Nothing here imports a
 runtime.
 """
 
@@ -23,7 +23,7 @@ from qatkit_verify.installed import install_extra
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# Maps arrays by the names of a file's inputs to all its outputs, in the file's order.
+# A function from arrays by input name to all outputs of a file, in the file's order.
 Execute = Callable[[Mapping[str, "NDArray[Any]"]], Sequence["NDArray[Any]"]]
 
 _KEY = "verify.runtimes"
@@ -33,15 +33,15 @@ REFERENCE = "onnxruntime"
 
 @dataclass(frozen=True)
 class Runtime:
-    """A runtime.
+    """A runtime that can run ONNX files.
 
     Attributes:
-        name: its name for people.
-        open: (an ONNX file, threads) -> a function that runs it, in float32 wherever the file is float. Its
-            outputs stay unchanged when it is called again.
-        versions: returns the versions of the packages that decide its figures; raises ImportError if it is
-            not installed.
-        extra: the extra of qatkit-verify that installs it; "" for none.
+        name: its name in reports.
+        open: returns a function that runs an ONNX file, given the file and the number of threads. It runs in
+            float32 wherever the file is float, and its outputs stay unchanged when it is called again.
+        versions: returns the versions of the packages that affect its figures; raises ImportError if the
+            runtime is not installed.
+        extra: the extra of qatkit-verify that installs the runtime; "" if there is none.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Runtime:
 
 
 def load_runtimes(names: Iterable[str]) -> dict[str, Runtime]:
-    """Returns the named runtimes, by their dotted paths.
+    """Returns the named runtimes, by dotted path.
 
     Raises:
         ConfigError: a name is unknown, a path leads to no `Runtime`, two have the same name, or one is not

@@ -1,10 +1,10 @@
-"""OpenVINO on the CPU, for the latency of a single input at a time, in the file's own precision.
+"""OpenVINO on the CPU, set up for low latency, in the file's own precision.
 
 - INFERENCE_PRECISION_HINT=f32: on CPUs with bfloat16 instructions OpenVINO otherwise computes in bfloat16,
   and the figures are not those of the file. EXECUTION_MODE_HINT=ACCURACY prevents dynamic quantization of
   activations.
-- A file is compiled once for each of the shapes that it is given: with a dynamic batch, 2026.4 cannot compile
-  Swin's INT8 file (its ReshapeTransformation throws), and small networks run at half the speed (decision 26).
+- A file is compiled once for each input shape. With a dynamic batch, OpenVINO 2026.4 cannot compile Swin's
+  INT8 file (its ReshapeTransformation throws), and small networks run at half the speed (decision 26).
 - Its telemetry is not imported: it sends an event while `import openvino` runs, from a fork that outlives its
   parent.
 - It knows com.microsoft.QuickGelu, so it does not need the function of that name in the file (SiLU).
@@ -24,7 +24,7 @@ from typing import Any
 from qatkit_verify.runtimes.base import Execute, Runtime
 
 _Shapes = tuple[tuple[str, tuple[int, ...]], ...]
-_KEPT = 4  # compiled models: whole batches, the last part of a batch, and one image
+_KEPT = 4  # maximum number of compiled models: whole batches, the last part of a batch, and one image
 
 
 def _open(path: Path, threads: int) -> Execute:

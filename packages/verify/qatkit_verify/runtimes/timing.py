@@ -7,10 +7,10 @@
 
 A runtime's workers may keep spinning after a run, each library in its own way. Two files in one process
 therefore steal each other's cores, and so do two processes. The processes take turns of `_TURN` runs, so that
-the machine's drift affects all of them; each timed run follows an untimed one, as in `qatkit_verify.latency`.
+the machine's drift affects all of them. Each timed run follows an untimed one, as in `qatkit_verify.latency`.
 
-The processes run this file: `python -m qatkit_verify.runtimes.timing REQUEST`, with a line of JSON for each
-number of runs that it reads.
+The processes run this file: `python -m qatkit_verify.runtimes.timing REQUEST`, and answer each number of
+runs that they read with a line of JSON.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from qatkit_verify.feeds import Array
 from qatkit_verify.foreign import described
 from qatkit_verify.latency import WARMUP, rounds
 
-_TURN = 5  # runs
+_TURN = 5  # runs per turn
 Times = dict[str, NDArray[np.float64]]  # milliseconds, by file
 
 
@@ -48,14 +48,14 @@ def times_in_turns(
     threads: int,
     runs: int,
 ) -> dict[str, Times | str]:
-    """Returns the milliseconds of every run, [runs] by file, in each runtime; or why a runtime failed.
+    """Returns, by runtime, the milliseconds of every run ([runs] by file), or why the runtime failed.
 
     Args:
-        runtimes: dotted paths of `Runtime` records.
+        runtimes: the dotted paths of `Runtime` records.
         files: ONNX files by name.
         feeds: the inputs of each file, by input name.
-        threads: threads of each runtime.
-        runs: timed runs of each file.
+        threads: the number of threads of each runtime.
+        runs: the number of timed runs of each file.
     """
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         for name in files:
@@ -76,7 +76,7 @@ def times_in_turns(
             for name, path in files.items()
         }
         for one in started.values():
-            one.run(WARMUP)  # the first runs, and any error of the file
+            one.run(WARMUP)  # warms up, and raises no error yet: `failed` keeps it
         for left in range(runs, 0, -_TURN):
             for one in started.values():
                 one.run(min(_TURN, left))
@@ -84,14 +84,14 @@ def times_in_turns(
 
 
 def _gathered(runtime: str, files: Iterable[str], started: Mapping[tuple[str, str], _Process]) -> Times | str:
-    """Returns the times of one runtime's processes without the first runs; or why one of them failed."""
+    """Returns the times of one runtime's processes without the warm-up, or why one of them failed."""
     own = {name: started[runtime, name] for name in files}
     failed = next((one.failed for one in own.values() if one.failed), "")
     return failed or {name: np.concatenate(one.times[1:]) for name, one in own.items()}
 
 
 class _Process:
-    """A file in a runtime, stopped except during its own turns; `failed` says why it gives no more times."""
+    """A file in a runtime, which is stopped except in its own turns; `failed` says why it was given up."""
 
     def __init__(self, request: Mapping[str, Any]) -> None:
         self.failed, self.times = "", list[NDArray[np.float64]]()
@@ -103,7 +103,7 @@ class _Process:
             stderr=subprocess.DEVNULL,
             text=True,
             env={**os.environ, "PYTHONPATH": here},
-            process_group=0,  # the terminal's Ctrl-C is for the parent, which ends it
+            process_group=0,  # Ctrl-C in the terminal goes to the parent, which ends this process
         )
 
     def __enter__(self) -> _Process:
@@ -143,9 +143,9 @@ class _Process:
 
 
 def _serve(request: Mapping[str, Any]) -> None:
-    """Serves requests in the process."""
+    """Runs in the process: opens the file and times as many runs as each line of stdin asks for."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a runtime prints is not an answer
+    os.dup2(2, 1)  # stdout is for answers, not for what a runtime prints
     try:
         runtime = resolve(request["runtime"], "verify.runtimes")
         with np.load(request["feed"]) as arrays:

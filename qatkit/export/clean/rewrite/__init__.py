@@ -1,4 +1,4 @@
-"""Rewrites operators of a given file: as the same function (`rewrite`), or as an approximation (`approximate`).
+"""Rewrites operators of a given file: exactly (`rewrite`) or as an approximation (`approximate`).
 
 Each rewrite is a function of a model, a graph and a node. It returns whether it replaced the node.
 

@@ -18,7 +18,7 @@ from qatkit.export.matching import clip_bounds, is_open
 from qatkit.verify.graph_view import operand
 
 _SIXTH = (2731, 14)  # k / 2^n in place of 1/6
-# k / 2^n in place of 1 / (side · side) of square pools; other sides get the best fraction of few bits.
+# k / 2^n in place of 1 / (side · side), for square pools; other pools get the best fraction with few bits.
 _POOLS = {3: (7, 6), 5: (10, 8), 6: (7, 8), 7: (21, 10), 14: (21, 12)}
 _LARGEST_POOL = 255
 _BITS_OF_SLOPE = 8

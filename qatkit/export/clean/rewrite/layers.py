@@ -28,7 +28,7 @@ def batch_norm_to_conv(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
 
 
 def batch_norm_of_concat(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
-    """Folds a BatchNormalization after a Concat of convolutions into each of them."""
+    """Folds a BatchNormalization after a Concat of convolutions into these convolutions."""
     found = _affine(node)
     joined = operand(node, 0)
     concat = None if joined is None else joined.producer()
@@ -56,7 +56,7 @@ def batch_norm_of_concat(model: ir.Model, graph: ir.Graph, node: ir.Node) -> boo
 
 
 def gelu(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
-    """Joins 0.5 · x · (1 + erf(x / √2)), and the tanh form of it."""
+    """Joins 0.5 · x · (1 + erf(x / √2)), or its approximation by tanh, into a Gelu."""
     x, form = gelu_input(node), "none"
     if x is None:
         x, form = _tanh_gelu(node), "tanh"

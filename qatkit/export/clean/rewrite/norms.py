@@ -12,7 +12,7 @@ from qatkit.export.clean.rewrite.place import axes_of, held, is_number, put, ran
 from qatkit.export.matching import made, number, pairs
 from qatkit.verify.graph_view import constant, operand
 
-_TINY = 1e-6  # largest lower bound of a norm: below it the parts divide by a constant, but LpNormalization does not
+_TINY = 1e-6  # largest lower bound of a norm; the parts divide a shorter vector by it, but LpNormalization does not
 
 
 class Normalized(NamedTuple):
@@ -24,9 +24,9 @@ class Normalized(NamedTuple):
 
 
 def layer_norm(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
-    """Joins (x - mean) / sqrt(variance + epsilon) over the last axes, with the scale and bias after it.
+    """Joins (x - mean) / sqrt(variance + epsilon) over the last axes, with the scale and bias that follow.
 
-    One over all axes after the channels, with a scale for each channel, is left to `instance_norm`.
+    A normalization over all axes after the channels, with a scale for each channel, is left to `instance_norm`.
     """
     found = _normalized(node)
     if found is None or (ranks := rank(found.x)) is None:
@@ -48,7 +48,10 @@ def layer_norm(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
 
 
 def instance_norm(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
-    """Joins the same over all axes after the channels, also as x·a + (bias - mean·a) with a = scale / deviation."""
+    """Joins (x - mean) / sqrt(variance + epsilon) over all axes after the channels, with the following scale and bias.
+
+    The form x·a + (bias - mean·a) with a = scale / sqrt(variance + epsilon) is joined as well.
+    """
     found, scale, bias, last = _normalized(node), None, None, node
     if found is None:
         summed = _scaled_and_shifted(node)
@@ -92,12 +95,12 @@ def l2_norm(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
 
 
 def _kept(node: ir.Node | None) -> bool:
-    """Returns whether a reduction keeps its axes as axes of size 1."""
+    """Returns whether a reduction keeps the axes that it reduces, with size 1."""
     return node is not None and node.attributes.get_int("keepdims", 1) == 1
 
 
 def _mean(value: ir.Value | None) -> tuple[ir.Value, tuple[int, ...]] | None:
-    """Returns the tensor whose mean a value is, and the axes of the mean."""
+    """Returns the tensor x and the axes if the value is mean(x)."""
     pool = made(value, "GlobalAveragePool")
     node = pool or made(value, "ReduceMean")
     x = None if node is None else operand(node, 0)
@@ -109,7 +112,7 @@ def _mean(value: ir.Value | None) -> tuple[ir.Value, tuple[int, ...]] | None:
 
 
 def _centred(value: ir.Value | None) -> tuple[ir.Value, tuple[int, ...]] | None:
-    """Returns x and the axes of x - mean(x)."""
+    """Returns x and the axes of the mean if the value is x - mean(x)."""
     node = made(value, "Sub")
     found = None if node is None else _mean(operand(node, 1))
     return found if node is not None and found is not None and operand(node, 0) is found[0] else None
@@ -163,7 +166,7 @@ def _normalized(node: ir.Node) -> Normalized | None:
 
 
 def _same(a: ir.Value | None, b: ir.Value | None) -> bool:
-    """Returns whether two values are the same, or the same difference written twice."""
+    """Returns whether two values are the same tensor, or two nodes that compute the same difference."""
     if a is b:
         return True
     one, other = _centred(a), _centred(b)
@@ -199,7 +202,7 @@ def _scaled_and_shifted(
 def _affine(
     node: ir.Node, shape: tuple[int, ...]
 ) -> tuple[ir.Node, NDArray[np.floating] | None, NDArray[np.floating] | None]:
-    """Returns the last node of a constant product and sum after a node, and the two constants."""
+    """Finds a multiplication and an addition of constants after a node; returns the last node and both constants."""
     last, found = node, []
     for operator in ("Mul", "Add"):
         reader = _only_reader(last)
@@ -214,7 +217,7 @@ def _affine(
 
 
 def _scaled_by_channel(found: Normalized, node: ir.Node, ranks: int) -> bool:
-    """Returns whether constants for each channel multiply a norm over all axes after the channels."""
+    """Returns whether a norm over all axes after the channels is followed by a product with a constant per channel."""
     channels = size(found.x, 1) if found.axes == tuple(range(2, ranks)) else None
     return channels is not None and _affine(node, (channels, *[1] * (ranks - 2)))[1] is not None
 
@@ -228,7 +231,7 @@ def _only_reader(node: ir.Node) -> ir.Node | None:
 
 
 def _as(vector: NDArray[np.floating], shape: tuple[int, ...]) -> NDArray[np.floating] | None:
-    """Returns a constant with this shape, or None if broadcasting would give it another size."""
+    """Returns a float32 constant broadcast to a shape; None if it has another type or cannot be broadcast to it."""
     extra = max(0, vector.ndim - len(shape))
     if vector.dtype != np.float32 or any(one != 1 for one in vector.shape[:extra]):
         return None
@@ -239,7 +242,7 @@ def _as(vector: NDArray[np.floating], shape: tuple[int, ...]) -> NDArray[np.floa
 
 
 def _unexpanded(value: ir.Value | None, like: ir.Value) -> ir.Value | None:
-    """Returns the tensor that was expanded to the shape of another one."""
+    """Returns the input of an Expand to the shape of `like`; any other value itself."""
     node = made(value, "Expand")
     if node is None:
         return value
@@ -252,7 +255,7 @@ def _unexpanded(value: ir.Value | None, like: ir.Value) -> ir.Value | None:
 
 
 def _length(value: ir.Value | None, x: ir.Value) -> tuple[int, ...] | None:
-    """Returns the axes over which a value is the L2 norm of x, with a lower bound of at most 1e-6."""
+    """Returns the axes of the norm if a value is the L2 norm of x, possibly with a lower bound of at most 1e-6."""
     bounded = _above(value, _TINY)
     norm = made(bounded, "ReduceL2")
     if norm is not None:
@@ -270,7 +273,7 @@ def _length(value: ir.Value | None, x: ir.Value) -> tuple[int, ...] | None:
 
 
 def _above(value: ir.Value | None, most: float) -> ir.Value | None:
-    """Returns the tensor to which a Max or Clip gives a lower bound from 0 to `most`; otherwise the value itself."""
+    """Returns the input of a Max or Clip with a lower bound from 0 to `most`; any other value itself."""
     for operator in ("Max", "Clip"):
         node = made(value, operator)
         if node is None or (operator == "Clip" and operand(node, 2) is not None) or len(node.inputs) < 2:

@@ -63,7 +63,7 @@ def weight_pairs(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
 
 
 def fold_relu(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
-    """Removes a Relu whose readers all quantize with the lowest integer as zero_point, which clips negatives too."""
+    """Removes a Relu if all its readers quantize with the lowest integer as zero_point, which also clips negatives."""
     result, source = node.outputs[0], operand(node, 0)
     if node.op_type != "Relu" or source is None or not result.uses() or result.is_graph_output():
         return False
@@ -79,7 +79,7 @@ def fold_relu(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
 
 
 def bfloat16_clip(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
-    """Clips the input of a Cast to bfloat16 to its largest number, since larger values would become infinite."""
+    """Clips the input of a Cast to bfloat16 to bfloat16's largest number; larger values would become infinite."""
     x = operand(node, 0)
     if node.op_type != "Cast" or node.attributes["to"].as_int() != ir.DataType.BFLOAT16.value:
         return False
@@ -93,11 +93,12 @@ def bfloat16_clip(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
 def drop_pairs(model: ir.Model, asked: Sequence[str]) -> list[str]:
     """Removes pairs between operators, so that the tensor between them is no longer rounded.
 
-    A pair is a QuantizeLinear and a DequantizeLinear, or a Cast to bfloat16 or float16 and one back to float32.
+    A pair is a QuantizeLinear and a DequantizeLinear, or a Cast to bfloat16 or float16 and a Cast back to float32.
 
     Args:
-        model: changed in place.
-        asked: entries MAKER:READER; each part is the type of an operator, the name of a node, or * for any.
+        model: the model, changed in place.
+        asked: entries MAKER:READER for the operators before and after a pair. Each part is the type of an operator, the
+            name of a node, or * for any.
 
     Returns:
         A line for each entry, with the number of removed pairs.
@@ -142,7 +143,7 @@ def _dropped(pair: ir.Node, text: str) -> bool:
 
 
 def _first_of(pair: ir.Node) -> ir.Node | None:
-    """Returns the first node of the pair that ends in `pair`; None if it is not the end of one."""
+    """Returns the first node of the pair whose last node is `pair`; None if `pair` does not end a pair."""
     if pair.op_type == "DequantizeLinear":
         return made(operand(pair, 0), "QuantizeLinear")
     first = made(operand(pair, 0), "Cast")
@@ -151,7 +152,7 @@ def _first_of(pair: ir.Node) -> ir.Node | None:
 
 
 def _matches(text: str, maker: ir.Node | None, reader: ir.Node | None) -> bool:
-    """Returns whether MAKER:READER matches both nodes; None is an input or output of the file, which only * matches."""
+    """Returns whether MAKER:READER matches both nodes; None (an input or output of the file) is matched only by *."""
     first, second = (("*",) if one is None else ("*", one.op_type, one.name) for one in (maker, reader))
     return any(
         text[:place] in first and text[place + 1 :] in second
@@ -171,7 +172,7 @@ def _copy(model: ir.Model, reader: ir.Node, node: ir.Node, inputs: list[ir.Value
 
 
 def _along(values: NDArray[Any], rank: int, axis: int) -> NDArray[Any]:
-    """Returns scales shaped to broadcast along an axis of a tensor."""
+    """Returns scales in a shape that broadcasts along one axis of a tensor with `rank` axes."""
     if values.ndim == 0 or values.size == 1:
         return values.reshape(())
     return values.reshape([-1 if one == axis % rank else 1 for one in range(rank)])

@@ -22,7 +22,7 @@ def put(
     inputs: Sequence[ir.Value | None],
     attributes: Mapping[str, Any] | None = None,
 ) -> None:
-    """Replaces a node with one output by an operator, whose result gets the name and type of that output."""
+    """Replaces a node with one output by an operator; the new output gets the old one's name and type."""
     new = ir.node(operator, inputs, attributes or {}, name=node.name)
     take_over(node.outputs[0], new)
     assert node.graph is not None
@@ -30,7 +30,7 @@ def put(
 
 
 def take_over(old: ir.Value, new: ir.Node) -> None:
-    """Inserts a node after the one that makes a tensor; the new result gets the tensor's readers and name."""
+    """Inserts a node after the one that computes a tensor; the new output gets the tensor's readers and name."""
     node, result, name = old.producer(), new.outputs[0], old.name
     assert node is not None and node.graph is not None
     result.shape, result.type = old.shape, old.type
@@ -46,7 +46,7 @@ def before(
     inputs: Sequence[ir.Value | None],
     attributes: Mapping[str, Any] | None = None,
 ) -> ir.Value:
-    """Inserts an operator before a node, and returns its result."""
+    """Inserts an operator before a node, and returns the operator's output."""
     new = ir.node(operator, inputs, attributes or {})
     base = f"{node.outputs[0].name}/{operator}"
     new.outputs[0].name = free_name(base, taken_names(model))
@@ -59,19 +59,19 @@ def before(
 
 
 def held(model: ir.Model, node: ir.Node, what: str, array: NDArray[Any]) -> ir.Value:
-    """Returns a new constant of a node's graph."""
+    """Adds a constant to a node's graph and returns it; its name is NODE_OUTPUT/`what`."""
     name = free_name(f"{node.outputs[0].name}/{what}", taken_names(model))
     assert node.graph is not None
     return add_constant(node.graph, name, array)
 
 
 def rank(value: ir.Value | None) -> int | None:
-    """Returns the number of axes of a tensor; None where the file does not give it."""
+    """Returns the number of axes of a tensor; None if it is unknown."""
     return None if value is None or value.shape is None else len(value.shape)
 
 
 def size(value: ir.Value | None, axis: int) -> int | None:
-    """Returns the size of an axis; None where it is open."""
+    """Returns the size of an axis; None if it is open or unknown."""
     if value is None or value.shape is None:
         return None
     found = value.shape[axis]
@@ -79,7 +79,7 @@ def size(value: ir.Value | None, axis: int) -> int | None:
 
 
 def axes_of(node: ir.Node) -> tuple[int, ...] | None:
-    """Returns the axes of a reduction, counted from the first; None where they or the rank are unknown."""
+    """Returns the axes of a reduction, as indices from 0; None if the axes or the rank are unknown."""
     axes = constant(operand(node, 1)) if len(node.inputs) > 1 else None
     if axes is None and "axes" in node.attributes:
         axes = np.asarray(node.attributes["axes"].as_ints())
@@ -90,5 +90,5 @@ def axes_of(node: ir.Node) -> tuple[int, ...] | None:
 
 
 def is_number(value: ir.Value | None, wanted: float) -> bool:
-    """Returns whether a value is this constant number."""
+    """Returns whether a value is a constant equal to `wanted`."""
     return number(value) == wanted

@@ -10,7 +10,7 @@ import onnx_ir as ir
 from qatkit.export.clean.rewrite.place import axes_of, before, held, put, rank, size, take_over
 from qatkit.verify.graph_view import constant, operand
 
-LARGEST = 512  # most values that the pools of accelerators average
+LARGEST = 512  # largest number of values that the pools of accelerators average
 
 
 def mean_to_pool(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
@@ -28,7 +28,7 @@ def mean_to_pool(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
 
 
 def split_pool(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
-    """Inserts an AveragePool before a GlobalAveragePool of more than 512 values, so that each averages fewer."""
+    """Inserts an AveragePool before a GlobalAveragePool of more than 512 values, so that both average fewer values."""
     x = operand(node, 0)
     if node.op_type != "GlobalAveragePool" or rank(x) != 4:
         return False
@@ -45,7 +45,7 @@ def split_pool(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
 
 
 def _factor(number: int) -> int:
-    """Returns the largest divisor up to the square root."""
+    """Returns the largest divisor of a number up to its square root."""
     return next(one for one in range(math.isqrt(number), 0, -1) if number % one == 0)
 
 
@@ -58,7 +58,7 @@ def split_to_slice(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
     for part, output in enumerate(list(node.outputs)):
         if not output.uses() and not output.is_graph_output():
             continue
-        # The last part ends where the axis does, whatever its size.
+        # The last part ends at the end of the axis, whose size need not be known.
         stop = np.iinfo(np.int64).max if part == len(sizes) - 1 else ends[part + 1]
         bounds = [
             held(model, node, f"{what}{part}", np.asarray([value], np.int64))
@@ -71,7 +71,7 @@ def split_to_slice(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
 
 
 def _sizes(node: ir.Node) -> list[int] | None:
-    """Returns the sizes of all parts of a Split; None where they are unknown."""
+    """Returns the sizes of all parts of a Split; None if they are unknown."""
     known = constant(operand(node, 1))
     if known is None and "split" in node.attributes:
         known = np.asarray(node.attributes["split"].as_ints())

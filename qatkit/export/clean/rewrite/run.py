@@ -43,7 +43,7 @@ APPROXIMATE: Mapping[str, Rewrite] = {
 }
 EXACT = frozenset(
     ("relu", "split_to_slice", "fold_relu", "bfloat16_clip", "dedicated_pairs", "weight_pairs")
-)  # every value stays
+)  # these keep every value
 _OPSETS = {"layer_norm": 17, "gelu": 20}
 
 
@@ -51,8 +51,8 @@ def rewrite(model: ir.Model, asked: Collection[str], rules: Mapping[str, Rewrite
     """Replaces operators in all graphs of a model.
 
     Args:
-        model: changed in place.
-        asked: names of the rewrites to apply.
+        model: the model, changed in place.
+        asked: the names of the rewrites to apply.
         rules: all rewrites by name, in the order in which they are applied.
         key: the key of the setting, for messages.
 
