@@ -2,9 +2,9 @@
 
     min over V of  |f_a(W x) - f_a(W'(V) x')|²_F + λ·Σ(1 - |2·h(V) - 1|^β)         (`qatkit.algorithms.blocks.learn`)
 
-Operators are rounded in graph order: x' is the output of the earlier operators after rounding, x that of the
-float ones (asymmetric). f_a is the following activation, including a ReLU that a quantizer replaces. Scales
-and biases do not change. `BlockReconstruction` does the same for several operators at once.
+Operators are rounded in graph order: x' is the output of the earlier operators after rounding, x is the
+output of the float operators (asymmetric). f_a is the following activation, including a ReLU that a quantizer
+replaces. Scales and biases do not change. `BlockReconstruction` does the same for several operators at once.
 Source: Nagel et al., "Up or Down? Adaptive Rounding for Post-Training Quantization", 2020, equation 25.
 """
 
@@ -30,7 +30,7 @@ class AdaRound(LearnedRounding):
     """Learns the rounding of every weight by minimizing the output error of its operator."""
 
     def __call__(self, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:
-        """Learns the roundings; `changed` counts the operators that got one. Fake quantization is on afterwards.
+        """Learns the roundings; `changed` counts the changed operators. Fake quantization is on afterwards.
 
         Args:
             graph_module: the calibrated graph.

@@ -2,14 +2,14 @@
 
     reader(x)  =  reader·diag(s) (x / s)        s_j = (E[x_j²])^(α/2)
 
-All weights of a block share one scale and lose equally by rounding, however much their inputs matter. A weight
-that is multiplied by s_j is rounded in steps that are s_j times as fine for the output. The division is free
-where x comes from an operator whose output channels have parameters of their own; pairs are found in the
-graph, as for `SmoothQuant`.
+All weights of a block share one scale and lose equally by rounding, however much their inputs matter. A
+weight that is multiplied by s_j is rounded in steps that are s_j times as fine for the output. The division
+is free where x comes from an operator whose output channels have parameters of their own; pairs are found in
+the graph, as for `SmoothQuant`.
 
-The strength α of each source is the candidate with the least error of the readers' outputs, (W - q(W·s)/s)·H·(W -
-q(W·s)/s)ᵀ with H the second moments of the inputs. One candidate is "none". The paper measures channels by
-E|x_j|.
+The strength α of each source is the candidate with the least error of the readers' outputs, (W -
+q(W·s)/s)·H·(W - q(W·s)/s)ᵀ with H the second moments of the inputs. One candidate is "none". The paper
+measures channels by E|x_j|.
 
 Source: Lin et al., "AWQ: Activation-aware Weight Quantization for On-Device LLM Compression and
 Acceleration", 2024, section 3.2, equations 4 and 5 (figures: docs/decisions/0063-awq.md).

@@ -55,7 +55,7 @@ def scale(settings: AWQ, graph_module: fx.GraphModule, inputs: Iterable[Example]
 
 
 def scalable(graph_module: fx.GraphModule) -> tuple[list[ScalableOperator], list[tuple[str, str]]]:
-    """Returns sources with a reader whose weight is quantized, and (site, reason) of the others."""
+    """Returns the sources that have a reader with a quantized weight, and (site, reason) of the other sources."""
     return chosen_sources(graph_module, lambda reader: weight_quantizer(reader.node) is not None, "scaled")
 
 
@@ -94,7 +94,7 @@ class _Search:
     def _sizes(
         self, operator: QATOperator, reader: Reader, moments: list[Moments], source: ScalableOperator
     ) -> Tensor:
-        """Returns the root mean squares [channels of the source] of the inputs, float64."""
+        """Returns the root mean square of the inputs for each channel of the source, [channels], float64."""
         squares = torch.cat([one.second.diagonal(dim1=1, dim2=2) / one.count for one in moments], 1)
         kernel = operator.weight[0, 0].numel()
         channels = squares.reshape(len(squares), -1, kernel).mean(2).flatten().cpu().double().sqrt()

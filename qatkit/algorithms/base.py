@@ -4,8 +4,8 @@
       equalize: {target: qatkit.algorithms.Equalize, relu6: keep}
       mine: {target: my_package.Mine, strength: 0.5}
 
-They run in the order of their stages, and within a stage as listed. A new one takes two files: a subclass of
-`Algorithm`, and `conf/algorithm/NAME.yaml` with the entry above.
+They run in the order of their stages, and within a stage as listed. A new algorithm needs two files: a
+subclass of `Algorithm`, and `conf/algorithm/NAME.yaml` with the entry above.
 
 `--help` and the check of a command line import the modules of algorithms. These modules therefore hold only
 settings; they import the computing code, and torch, only when they are called.
@@ -48,10 +48,10 @@ class Algorithm(ABC):
         images: the number of calibration images that it needs (observed, calibrated).
         weights_alone: whether it needs a weight-only backend (`backend=weight_only`).
         formats: whether it also supports weights and activations in number formats (`backend=simulated`).
-        expensive: whether it trains weights and thus takes more than a few passes over the images. Where algorithms
-            compete, an expensive one is tried only while the target is missed.
-        changes_weights: whether it writes into weights. If it changes only biases and quantizers, the graph can share
-            the weights with the float model.
+        expensive: whether it trains weights and thus takes more than a few passes over the images. Where
+            algorithms compete, an expensive one is tried only while the target is missed.
+        changes_weights: whether it writes into weights. If it changes only biases and quantizers, the graph
+            can share the weights with the float model.
         rescales: whether it multiplies channels of weights and activations by factors, so that a scale or range that
             was given for the float model no longer fits.
     """
@@ -77,12 +77,12 @@ class Algorithm(ABC):
         """
 
     def notes(self, graph_module: fx.GraphModule) -> list[tuple[str, str]]:
-        """Returns (site, reason) of the operators that a call leaves unchanged, from the prepared graph's
-        structure only.
+        """Returns (site, reason) of the operators that a call leaves unchanged.
 
-        An algorithm that gets images is not called when a run is resumed, since its changes are in the
-        checkpoint. The report must list the same operators nevertheless. The other algorithms are called whenever
-        a module is built, so they report these operators in `PassResult.skipped`.
+        This is determined only from the structure of the prepared graph. An algorithm that gets images is not
+        called when a run is resumed, since its changes are in the checkpoint. The report must list the same
+        operators nevertheless. The other algorithms are called whenever a module is built, so they report
+        these operators in `PassResult.skipped`.
         """
         return []
 
@@ -94,7 +94,8 @@ def algorithms_of(chosen: Mapping[str, Any]) -> dict[str, Algorithm]:
         chosen: `Config.algorithm`, whose structure `validate` has checked.
 
     Raises:
-        ConfigError: a target is not an algorithm, a setting is unknown, or a value has another type or is out of range.
+        ConfigError: a target is not an algorithm, a setting is unknown, or a value has another type or is out
+            of range.
     """
     made = {name: _algorithm(f"algorithm.{name}", entry) for name, entry in chosen.items()}
     return dict(sorted(made.items(), key=lambda item: _ORDER.index(item[1].stage)))

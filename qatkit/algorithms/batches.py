@@ -1,4 +1,4 @@
-"""The calibration images that an algorithm needs, as batches or as a single one."""
+"""The calibration images that an algorithm needs, as several batches or as a single batch."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def correct(settings: BiasCorrection, graph_module: fx.GraphModule, inputs: Iter
 
 
 def targets(graph_module: fx.GraphModule) -> tuple[dict[str, QATOperator], list[tuple[str, str]]]:
-    """Returns the operators that can be corrected, by site, and (site, reason) of the other quantized ones."""
+    """Returns the operators that can be corrected, by site, and (site, reason) of the other quantized operators."""
     return sorted_out(graph_module, _why_not)
 
 
@@ -76,7 +76,8 @@ def _analytic(graph_module: fx.GraphModule, chosen: Iterable[QATOperator], image
 
     def add(operator: QATOperator, args: tuple[Any, ...], _: Tensor) -> None:
         x = args[0].double()
-        # The first axis may be tokens or windows: a Linear treats all positions alike. For a Conv it is images.
+        # The first axis may be tokens or windows: a Linear treats all positions alike. For a Conv it is
+        # images.
         x = x.flatten(0, -2) if isinstance(operator, nn.Linear) else x
         sums[operator] = sums.get(operator, 0) + x.sum(0, keepdim=True)
         counts[operator] += len(x)

@@ -5,9 +5,9 @@
 y and y' are a block's outputs in float and quantized. Blocks follow from the graph's bottlenecks: a residual
 block or a layer of a transformer (`qatkit.algorithms.blocks.partition`). Errors between its operators count
 only as far as they reach the output. Biases may be learned together with the roundings. Scales of activations
-are learned first, in a separate walk. All scales are then aligned again, so that the roundings fit the exported
-scales. F is 1, or the diagonal of the Fisher information (`qatkit.algorithms.blocks.fisher`),
-which costs a backward pass through the rest of the model for every block and image.
+are learned first, in a separate walk. All scales are then aligned again, so that the roundings fit the
+exported scales. F is 1, or the diagonal of the Fisher information (`qatkit.algorithms.blocks.fisher`), which
+costs a backward pass through the rest of the model for every block and image.
 Sources: Li et al., "BRECQ: Pushing the Limit of Post-Training Quantization by Block Reconstruction", 2021,
 equation 10; Hubara et al., "Accurate Post Training Quantization With Small Calibration Sets" (AdaQuant),
 2021, equation 4, for biases and scales.
@@ -43,7 +43,7 @@ class BlockReconstruction(LearnedRounding):
     )
 
     def __call__(self, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:
-        """Learns the roundings; `changed` counts the operators that got one. Fake quantization is on afterwards.
+        """Learns the roundings; `changed` counts the changed operators. Fake quantization is on afterwards.
 
         Args:
             graph_module: the calibrated graph.

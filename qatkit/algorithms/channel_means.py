@@ -26,7 +26,7 @@ class ShiftableOperator:
     """An operator whose output channels can be shifted by constants.
 
     Attributes:
-        bias: [channels], a parameter that nothing else reads.
+        bias: its bias [channels], a parameter that nothing else reads.
         followed: the operators that its channels reach.
     """
 

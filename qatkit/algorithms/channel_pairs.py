@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 # Pairs (first, second, whether a flatten is between them) in which output channels are the input channels.
 _SAME_AXIS = frozenset({("conv", "conv", False), ("linear", "linear", False), ("conv", "linear", True)})
 _FLATTENS = frozenset({"flatten", "reshape", "view"})
-# A channel with a range below this share of the largest is dead: after equalization only its bias would remain.
+# A channel with a range below this share of the largest is dead: after equalization only its bias would
+# remain.
 _DEAD = 1e-5
 
 

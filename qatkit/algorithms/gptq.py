@@ -1,27 +1,27 @@
 """GPTQ: weights rounded column by column, each column's error compensated by the columns that still follow.
 
 For a row w of a weight, rounded to w', the mean squared error of the output is (w - w')·H·(w - w'), with H
-the second moments of the operator's inputs. When column i is rounded, the change of the others that minimizes
-the form is
+the second moments of the operator's inputs. When column i is rounded, the following change of the other
+columns minimizes the error:
 
     w ← w - (w_i - w'_i) / U_ii · U_i        U: upper Cholesky factor of H⁻¹
 
 Columns are rounded in order of decreasing H_ii (`order`), so that the most other columns remain to compensate
-for the most important ones. Scales and zero points are found before any column is rounded ("static groups"), and
-the scales are fitted to the integers afterwards (`qatkit.algorithms.gptq_scales`). Operators are rounded in
-graph order; H is computed from inputs that have passed the operators already rounded. The error of these
-inputs is compensated first. With x the float inputs and x' the quantized ones, the row that best reproduces the
-float output is
+for the most important ones. Scales and zero points are found before any column is rounded ("static groups"),
+and the scales are fitted to the integers afterwards (`qatkit.algorithms.gptq_scales`). Operators are rounded
+in graph order; H is computed from inputs that have passed the operators already rounded. The error of these
+inputs is compensated first. With x the float inputs and x' the quantized ones, the row that best reproduces
+the float output is
 
     w + share · w·E[(x - x')·x'ᵀ]·H⁻¹
 
-If an operator has a bias, H and E are covariances, and the bias compensates for the mean error. A weight that is
-also the table of an Embedding is rounded for the operator, and the table has the same integers. The looked-up
-rows are then a little less accurate, which costs less than rounding the head to the nearest.
+If an operator has a bias, H and E are covariances, and the bias compensates for the mean error. A weight that
+is also the table of an Embedding is rounded for the operator, and the table has the same integers. The
+looked-up rows are then a little less accurate, which costs less than rounding the head to the nearest.
 
 Sources: Frantar et al., "GPTQ: Accurate post-training quantization for generative pre-trained transformers",
-2023, algorithm 1; act-order and static groups: its authors' code; errors of earlier operators: Li et al., "GPTAQ",
-2025.
+2023, algorithm 1; act-order and static groups: its authors' code; errors of earlier operators: Li et al.,
+"GPTAQ", 2025.
 """
 
 from __future__ import annotations

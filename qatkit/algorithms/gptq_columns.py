@@ -11,8 +11,8 @@ from qatkit.quant.formats import elements
 from qatkit.quant.formats.table import Element
 from qatkit.quant.numerics import Ends, clamped
 
-# Number of columns that are rounded before their errors are applied to the others, and largest number of attempts,
-# each with ten times the damping.
+# Number of columns that are rounded before their errors are applied to the others, and largest number of
+# attempts, each with ten times the damping.
 _BLOCK, _TRIES = 128, 6
 
 
@@ -33,10 +33,11 @@ def damped_factor(form: Tensor, damping: float) -> Tensor:
     """Returns the lower Cholesky factor of a damped quadratic form, float64.
 
     Args:
-        form: the form, [groups, inputs, inputs], symmetric and positive semidefinite. A diagonal value of 0 is replaced
-            by 1: the weights of an input that is always 0 are rounded to the nearest, and affect no others.
-        damping: share of the diagonal's mean that is added to the diagonal; it is multiplied by ten as long as the
-            form is singular.
+        form: the form, [groups, inputs, inputs], symmetric and positive semidefinite. A diagonal value of 0
+            is replaced by 1: the weights of an input that is always 0 are rounded to the nearest, and affect
+            no others.
+        damping: share of the diagonal's mean that is added to the diagonal; it is multiplied by ten as long
+            as the form is singular.
 
     Raises:
         ValueError: the form is not finite, or not positive with any damping.
@@ -66,7 +67,8 @@ class Columns:
         damping: the damping of `damped_factor`.
 
     Attributes:
-        importance: the cost of each column's squared error after the others have compensated for it, [groups, inputs].
+        importance: the cost of each column's squared error after the others have compensated for it, [groups,
+            inputs].
     """
 
     def __init__(self, form: Tensor, *, order: bool, damping: float) -> None:

@@ -1,8 +1,8 @@
 """Scales for GPTQ: searched before columns are rounded, fitted to the integers afterwards.
 
 Search. An error e of one weight, compensated as well as possible by the weights that are free to move, costs
-e² / [H⁻¹]_ii. Each block therefore takes, from a few candidates, the scale and zero point with the least sum of
-these costs when its weights are rounded to the nearest.
+e² / [H⁻¹]_ii. Each block therefore takes, from a few candidates, the scale and zero point with the least sum
+of these costs when its weights are rounded to the nearest.
 
 Fit. Once the integers q are known, the error is a quadratic function of the scales. For a row w with integers
 q_b in block b (0 elsewhere) the best scales s solve
@@ -58,16 +58,16 @@ def searched(weight: Tensor, importance: Tensor, spec: QuantSpec) -> tuple[Tenso
 
 
 def fitted(wanted: Tensor, form: Tensor, integers: Tensor, scale: Tensor, spec: QuantSpec) -> Tensor:
-    """Returns the scales, of the shape of `scale`, that leave the least error with these integers.
+    """Returns the scales, in the shape of `scale`, with which these integers have the least error.
 
-    A row keeps its scales where new ones, as stored in the file, are no better.
+    A row keeps its scales if new scales, as stored in the file, are no better.
 
     Args:
-        wanted: the weight that the integers represent, [groups, rows, inputs].
+        wanted: the float weight that the integers represent, [groups, rows, inputs].
         form: the second moments or covariance of the inputs, [groups, inputs, inputs], positive.
         integers: the integers, [groups, rows, inputs].
-        scale: the current scales, [groups · rows] or in blocks [groups · rows, blocks]; a single scale for the tensor
-            is not changed.
+        scale: the current scales, [groups · rows] or in blocks [groups · rows, blocks]; a single scale for
+            the tensor is not changed.
         spec: spec of the weight.
     """
     if not spec.granularity.separates(0):
@@ -97,7 +97,8 @@ def _fitted(wanted: Tensor, integers: Tensor, scale: Tensor, form: Tensor, size:
     joined = torch.einsum("rbi,bik->rbk", steps, form.unflatten(0, (-1, size)))
     system = torch.einsum("rbci,rci->rbc", joined.unflatten(2, (-1, size)), steps).double()
     aim = (steps * towards).sum(2).double()
-    # Solves for the change of the current scales, so that blocks of zeros and undetermined blocks stay unchanged.
+    # Solves for the change of the current scales, so that blocks of zeros and undetermined blocks stay
+    # unchanged.
     lacking = aim - (system @ scale.double()[..., None])[..., 0]
     diagonal = system.diagonal(dim1=1, dim2=2)
     diagonal += 1e-4 * diagonal.mean(1, keepdim=True) + 1e-30

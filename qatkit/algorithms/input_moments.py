@@ -1,8 +1,8 @@
 """Mean and second moments of the inputs that each Conv and Linear multiplies by its weight.
 
-For a Conv these are the patches under its kernel, group by group. A grid of at most `PLACES` positions per image
-is enough. Moments of all operators at once would not fit into memory, so they are computed in rounds, each with
-one pass over the images.
+For a Conv these are the patches under its kernel, group by group. A grid of at most `PLACES` positions per
+image is enough. Moments of all operators at once would not fit into memory, so they are computed in rounds,
+each with one pass over the images.
 """
 
 from __future__ import annotations

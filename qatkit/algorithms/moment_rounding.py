@@ -5,9 +5,9 @@ For a row w of a weight, rounded to w + e, the mean squared error of the output 
     E[(e·x)²]  =  e·C·e + (e·μ)²        C: covariance, μ: mean of the inputs x, from a few images
 
 The bias compensates for e·μ, which leaves e·C·e. Starting from the nearest integers, each weight in turn is
-moved by δ = ± one step to its other neighbour if that makes the form smaller, 2·δ·(C·e)_i + δ²·C_ii < 0. This is
-repeated until hardly any weight moves. For an operator whose bias cannot be changed, C is the matrix of second
-moments, which include the mean.
+moved by δ = ± one step to its other neighbour if that makes the form smaller, 2·δ·(C·e)_i + δ²·C_ii < 0. This
+is repeated until hardly any weight moves. For an operator whose bias cannot be changed, C is the matrix of
+second moments, which include the mean.
 
 Source: Nagel et al., "Up or Down? Adaptive Rounding for Post-Training Quantization", 2020, section 3.2,
 equation 13: AdaRound's objective layer by layer, by coordinate descent on the rounding itself instead of

@@ -24,7 +24,8 @@ from qatkit.quant.qat_layers import QATOperator
 if TYPE_CHECKING:
     from qatkit.algorithms.moment_rounding import MomentRounding
 
-# Number of weights whose moves are applied to the rest of a row together; share of moves below which rounds end.
+# Number of weights whose moves are applied to the rest of a row together; share of moves below which rounds
+# end.
 _BLOCK, _FEW = 64, 1e-4
 
 
@@ -119,7 +120,7 @@ def _descend(step: Tensor, slope: Tensor, form: Tensor, own: Tensor) -> Tensor:
 
 
 def roundable(graph_module: fx.GraphModule) -> tuple[dict[str, QATOperator], list[tuple[str, str]]]:
-    """Returns the operators whose rounding can be chosen, by site, and (site, reason) of the other quantized ones."""
+    """Returns the operators whose rounding can be chosen, by site, and (site, reason) of all other quantized ones."""
     return sorted_out(graph_module, _why_not)
 
 

@@ -1,4 +1,4 @@
-"""Operators whose output channels can be divided by positive factors at no cost, and readers that multiply back.
+"""Divides output channels of operators by positive factors at no cost, and multiplies their readers' weights.
 
 LayerNorm, GroupNorm, RMSNorm, BatchNorm     weight and bias
 Conv, Linear                                 weight and bias, or those of the BatchNorm that follows

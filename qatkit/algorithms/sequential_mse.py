@@ -3,10 +3,10 @@
     clip_c = argmin_k E_images (op(x', W'_k)_c - op(x, W)_c)²        W'_k rounded with the range k · max|W_c|
 
 x is the float input; x' is the quantized one, after operators whose ranges are already chosen. `candidates`
-shares k, evenly from `least` to 1, are tried, each as it would be exported (the scale aligned, the bias in its
-steps). With per-channel scales every channel takes its own share; with one scale per tensor the error is summed
-over the channels. Minimizing the squared error of the weight itself (calibration.weights=mse) ignores the inputs:
-a weight for large inputs then counts as much as one for zeros.
+shares k, evenly from `least` to 1, are tried, each as it would be exported (the scale aligned, the bias in
+its steps). With per-channel scales every channel takes its own share; with one scale per tensor the error is
+summed over the channels. Minimizing the squared error of the weight itself (calibration.weights=mse) ignores
+the inputs: a weight for large inputs then counts as much as one for zeros.
 Sources: AIMET's sequential MSE and NVIDIA Model Optimizer's mse calibration of weights.
 """
 
@@ -43,7 +43,7 @@ class SequentialMSE(BlockAlgorithm):
     )
 
     def __call__(self, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:
-        """Chooses the ranges; `changed` counts those that are smaller now. Fake quantization is on afterwards.
+        """Chooses the ranges; `changed` counts the smaller ranges. Fake quantization is on afterwards.
 
         Args:
             graph_module: the calibrated graph.

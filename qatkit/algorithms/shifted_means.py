@@ -26,7 +26,8 @@ from qatkit.graph.signature import Example, inputs_of
 from qatkit.quant.qat_layers import QATOperator
 from qatkit.quant.spec import WHOLE
 
-# A shift is corrected if the outputs with rounded weights reach less than KEPT dB, and the correction gains WON dB.
+# A shift is corrected if the outputs with rounded weights reach less than KEPT dB, and the correction gains
+# WON dB.
 KEPT, WON = 33.0, 6.0
 _LEAST = 256  # number of values that a channel must have for its mean to be significant
 

@@ -102,7 +102,7 @@ def factors(source: ScalableOperator, largest: Tensor, strength: float) -> Tenso
 
 
 def smoothable(graph_module: fx.GraphModule) -> tuple[list[ScalableOperator], list[tuple[str, str]]]:
-    """Returns sources with a reader whose input is quantized, and (site, reason) of the others."""
+    """Returns the sources that have a reader with a quantized input, and (site, reason) of the other sources."""
     return chosen_sources(graph_module, lambda reader: _fake(reader) is not None, "smoothed")
 
 

@@ -7,12 +7,13 @@ The weights that read an activation are multiplied by the factors that divide it
 The division is free where x comes from an operator whose output channels have parameters of their own: a
 LayerNorm, GroupNorm, RMSNorm or BatchNorm, a Conv or Linear, a product with a parameter. Pairs are found by
 following the channels through the graph (`qatkit.graph.channels`): attention's values through their heads, a
-ReLU, poolings, views; all readers are scaled alike. Channels with a reader that does not commute with a factor
-are not scaled.
+ReLU, poolings, views; all readers are scaled alike. Channels with a reader that does not commute with a
+factor are not scaled.
 
-The strength α of each source is chosen from a grid and "none", by the error of the readers' outputs, |r(q(x/s),
-q(W·s)) - r(x, W)|² / |r(x, W)|². The input is quantized per tensor, and the weights as the backend defines.
-Ranges have the least squared error if the observer keeps a histogram; otherwise they are the extremes.
+The strength α of each source is chosen from a grid and "none", by the error of the readers' outputs,
+|r(q(x/s), q(W·s)) - r(x, W)|² / |r(x, W)|². The input is quantized per tensor, and the weights as the backend
+defines. Ranges have the least squared error if the observer keeps a histogram; otherwise they are the
+extremes.
 
 Source: Xiao et al., "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language
 Models", 2023, section 4, equation 4 (figures: docs/decisions/0019-cheap-algorithms.md).

@@ -4,10 +4,11 @@
     parameter      a constant that a DequantizeLinear reads, by the name of the original float constant
     format         the input of a function of the domain `qatkit`
 
-Names are those of the float file. qatkit (when it edits a given file), onnxruntime.quantization and tools that follow
-it write `X_quantized` and `X_DequantizeLinear_Output` for the constant X. If a pair ends at an output of the graph, the
-output has the tensor's name, and the input of the pair has another one. Pairs may be operators of ONNX, of
-`com.microsoft`, or of AMD Quark (Extended..., Vitis...), whose inputs are in the same order.
+Names are the names in the float file. qatkit (when it edits a given file), onnxruntime.quantization and tools
+that follow it write `X_quantized` and `X_DequantizeLinear_Output` for the constant X. If a pair ends at an
+output of the graph, the output has the tensor's name, and the input of the pair has another one. Pairs may be
+operators of ONNX, of `com.microsoft`, or of AMD Quark (Extended..., Vitis...), whose inputs are in the same
+order.
 """
 
 from __future__ import annotations

@@ -119,7 +119,8 @@ def read_float_file(path: Path, fixed: Mapping[str, Any] | None = None) -> Float
         fixed: values of inputs that become constants, by name.
 
     Raises:
-        ConfigError: the file cannot be used, for any reason.
+        ConfigError: the file is missing, damaged, too large or already quantized, has weights that are not
+            finite, or does not have the inputs in `fixed`.
     """
     if path.is_file() and changed_since_its_report(path):
         allowed = (

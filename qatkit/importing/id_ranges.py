@@ -1,4 +1,4 @@
-"""Finds the tables that an input of a file indexes; valid ids are below their number of rows."""
+"""Finds the tables that an input of a file indexes. Valid indices are below the number of rows of each table."""
 
 from __future__ import annotations
 

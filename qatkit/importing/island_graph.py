@@ -26,7 +26,8 @@ _MAKE_SEQUENCES = (
     *("Optional", "ZipMap"),
 )
 _WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul", "LSTM", "GRU", "RNN")
-# Operators whose functions and modules do not depend on the size of their inputs, which may differ from run to run.
+# Operators whose functions and modules do not depend on the size of their inputs, which may differ from run
+# to run.
 _ANY_SIZE = {
     *SINGLE_VALUES, "Conv", "Gemm", "MatMul", "BatchNormalization", "Concat", "Transpose", "GlobalAveragePool",
     "GlobalMaxPool", "MaxPool", "AveragePool", "Identity", "Dropout", "ReduceMax", "ReduceMin", "ReduceSum",

@@ -1,8 +1,8 @@
 """Groups the nodes of a file that have no PyTorch equivalent (`unsupported_nodes`) into regions.
 
-Such nodes form one region if they read each other's results without a PyTorch node in between, so that only tensors of
-numbers cross its border. A region also contains the constants and sizes that it reads. In the graph, each region
-becomes one node of the domain `DOMAIN`, and its nodes are removed.
+Such nodes form one region if they read each other's results without a PyTorch node in between, so that only
+tensors of numbers cross its border. A region also contains the constants and sizes that it reads. In the
+graph, each region becomes one node of the domain `DOMAIN`, and its nodes are removed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def cut_islands(
         model: the model with shapes inferred; changed in place.
         fixed: values of inputs that are constants.
         unsupported: the reasons why the table of operators refuses nodes, by first output of the node.
-        any_batch: whether the file takes one image per run, but the module several.
+        any_batch: whether the module takes several images per run although the file takes one.
 
     Returns:
         The regions.
@@ -107,7 +107,7 @@ class _Cutter:
     def _groups(self, graph: ir.Graph) -> list[list[ir.Node]]:
         """Returns the regions of a graph: groups of nodes in `why` that read each other's results.
 
-        No path leads from a region through a node of PyTorch back into the same region.
+        No path leads from a region through a PyTorch node back into the same region.
         """
         while True:
             stage = self._stages(graph)

@@ -1,7 +1,7 @@
 """Finds the region of a prepared or converted graph that computes a tensor of the file.
 
-The search passes through nodes of the file that the graph lacks: those that became part of a range (Relu) or of weights
-(a BatchNormalization, a layer scale), and those that only move values.
+The search passes through nodes of the file that the graph lacks, because they became part of a range (Relu)
+or of weights (a BatchNormalization, a layer scale), and through nodes that only move values.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from torch import nn
 from qatkit.importing.program import ImportedModel, Operator, Step
 from qatkit.importing.regions import INPUT, Regions, region_of
 
-# Operators of the file that the graph may lack, because they became part of a range or of weights, or change nothing.
+# Operators of the file that the graph may lack, because they became part of a range or of weights, or change
+# nothing.
 _ABSORBED = ("Relu", "Clip")
 _NOTHING = (
     *(

@@ -303,8 +303,8 @@ def import_onnx(
 ) -> ImportedModel:
     """Returns a float ONNX file as a PyTorch module in inference mode.
 
-    Nodes without a PyTorch equivalent (unknown operators, loops, sizes that depend on values) become an `Island`. It
-    stays float, and no gradient passes through it.
+    Nodes without a PyTorch equivalent (unknown operators, loops, sizes that depend on values) become an
+    `Island`. It stays float, and no gradient passes through it.
 
     Args:
         path: the file, with its external data next to it.

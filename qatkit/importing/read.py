@@ -42,7 +42,8 @@ def read(
     Args:
         path: the file.
         most: the largest allowed number of bytes, including external data; None: any number.
-        check: a function that is called with the graph of the file, before onnx_ir is imported (which takes long).
+        check: a function that is called with the graph of the file, before onnx_ir is imported (which takes
+            long).
         as_is: whether to keep operators whole, and external data in its files.
 
     Raises:

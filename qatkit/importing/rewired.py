@@ -24,7 +24,7 @@ class Rewired:
         Args:
             step: the step.
             name: the name of the old value.
-            place: the position among the inputs of the step, two of which may have the same name.
+            place: the position among the inputs of the step (two inputs may have the same name).
             value: the new value.
         """
         source = origin(self.file.value(name))

@@ -51,8 +51,8 @@ def _tensors(model: ImportedModel) -> Iterator[tuple[str, str]]:
 def _quantizer(regions: Regions, region: str) -> tuple[fx.Node | None, bool]:
     """Returns the quantizer of a region's output, and whether its range belongs to another region.
 
-    The range belongs to another region if this one only moves values. Without a quantizer, or with several, the
-    quantizer is None.
+    The range belongs to another region if this one only moves values. Without a quantizer, or with several,
+    the quantizer is None.
     """
     if region.startswith(INPUT):
         nodes = [node for node, one in regions.region.items() if one == region]

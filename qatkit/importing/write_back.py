@@ -6,10 +6,11 @@
     written_packed.py    writes packed weights of few bits, multiplied with float activations
     written_forms.py     writes nodes in another form: gates, SiLU and transposed convolutions in 8 bits
 
-Each region of the graph is a node of the file. For each of its inputs, the graph shows whether the node reads the value
-directly or after a pair. The pair is inserted after the file's value, and exactly the inputs after a pair read it.
-Nodes that the graph has absorbed (a ReLU in a range that starts at zero, a reshape around a Linear) stay in the file,
-where they change nothing. A BatchNorm or a layer scale that was folded into weights is removed.
+Each region of the graph is a node of the file. For each of its inputs, the graph shows whether the node reads
+the value directly or after a pair. The pair is inserted after the file's value, and exactly the inputs after
+a pair read it. Nodes that the graph has absorbed (a ReLU in a range that starts at zero, a reshape around a
+Linear) stay in the file, where they change nothing. A BatchNorm or a layer scale that was folded into weights
+is removed.
 """
 
 from __future__ import annotations
@@ -63,9 +64,10 @@ _NORM = {"Sub", "ReduceMean"}
 def write_back(model: ImportedModel, converted: fx.GraphModule, path: Path) -> None:
     """Writes the file of `model` to `path` with the integers of its converted module, atomically.
 
-    Nodes, names, inputs, outputs, metadata and doc strings stay, and so does the opset unless pairs need a higher one.
-    An input that was fixed becomes a constant, and an If with a constant condition becomes the branch that it takes. In
-    any other If, the branch that the example does not take stays float. The nodes of an `Island` stay as they are.
+    Nodes, names, inputs, outputs, metadata and doc strings do not change, nor does the opset unless pairs
+    need a higher one. An input that was fixed becomes a constant, and an If with a constant condition becomes
+    the branch that it takes. In any other If, the branch that the example does not take stays float. The
+    nodes of an `Island` stay as they are.
 
     Args:
         model: the file, imported by `import_onnx`.
@@ -156,7 +158,7 @@ class _Writer:
         return [module_of(node) for node in nodes if node.op == "call_module"]
 
     def _branch(self, step: Step) -> None:
-        """Writes packed weights and those of recurrent nodes in the branches of an If that the input chooses."""
+        """Writes the packed weights and the weights of recurrent nodes in the branches of an If."""
         for node in self.regions.nodes.get(region_of(step), ()):
             module = module_of(node) if node.op == "call_module" else None
             inner = self.regions.steps[self.regions.part[node]]

@@ -1,12 +1,12 @@
-"""Writes nodes of the file in the form that `qatkit.export` uses: the nodes of their region.
+"""Replaces nodes of the file by the nodes of their region, in the form that `qatkit.export` uses.
 
     HardSwish, HardSigmoid in 8 bits    Add(x, 3), quantized at 6/255, read at 1/255 (and Mul)
     SiLU after a pair                   com.microsoft.QuickGelu, with a function of standard operators
     ConvTranspose in 8 bits             Conv, DepthToSpace (or Reshape and Transpose), Slice
     ReduceMean of images in 8 bits      GlobalAveragePool (and Flatten)
 
-ONNX Runtime has an int8 kernel for HardSwish and HardSigmoid only in this form, and none for ConvTranspose and
-ReduceMean. It would give each part of a SiLU its own DequantizeLinear, and would then not fuse the parts.
+ONNX Runtime has an int8 kernel for HardSwish and HardSigmoid only in this form, and none for ConvTranspose
+and ReduceMean. It would give each part of a SiLU its own DequantizeLinear, and would then not fuse the parts.
 """
 
 from __future__ import annotations

@@ -142,8 +142,8 @@ class PackedWeights:
     def _stored(self, module: WeightOnly | PackedEmbedding, name: str) -> list[ir.Value | None]:
         """Returns the stored constants; None for those that the weight does not have.
 
-        They are bytes [out, blocks, bytes per block], scales [out, blocks], units of the scales, and zero points
-        [out, bytes].
+        They are bytes [out, blocks, bytes per block], scales [out, blocks], units of the scales, and zero
+        points [out, bytes].
         """
         held = {
             "quantized": module.weight,
@@ -236,7 +236,7 @@ class PackedWeights:
     def _becomes(
         self, node: ir.Node, kind: str, given: Sequence[ir.Value | None], settings: dict[str, int]
     ) -> None:
-        """Changes the operator, inputs and attributes of a node; its output stays."""
+        """Changes the operator, inputs and attributes of a node, but not its output."""
         node.op_type = kind
         node.attributes.clear()
         for name, number in settings.items():

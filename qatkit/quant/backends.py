@@ -1,7 +1,7 @@
 """Backends as data: how each target quantizes each operator class. Placement does not depend on a backend's name.
 
-A new one takes a `Backend` here and a file under conf/backend that names it. The reasons for the tables are in
-docs/onnxruntime-qdq.md.
+A new backend needs a `Backend` here and a file under conf/backend that names it. The reasons for the tables
+are in docs/onnxruntime-qdq.md.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class OpRule:
             Conv is quantized, so that the two can run as one int8 kernel. "output": its output is always
             quantized, as naive tools do. "weight": only its weight is quantized and it computes in float
             (`Backend.weights_alone`).
-        output: whether its output is quantized as well. If not, the output stays float unless a later operator
-            reads int8 (transformers are faster and more accurate with a float residual stream).
+        output: whether its output is quantized as well. If not, the output stays float unless a later
+            operator reads int8 (transformers are faster and more accurate with a float residual stream).
     """
 
     when: str
@@ -37,12 +37,13 @@ class Shifts:
     """Inclusive bounds of the shifts by which hardware with scales 2^-pos requantizes (decision 77).
 
     Attributes:
-        cut: bounds of pos(weight) + pos(input) - pos(output) for a convolution or Linear; moves the weight's scale.
+        cut: bounds of pos(weight) + pos(input) - pos(output) for a convolution or Linear; moves the weight's
+            scale.
         bias: bounds of pos(weight) + pos(input) - pos(bias), not below 0; moves the scale of the bias.
         read: bounds of the distance between the positions of a sum's inputs; moves the finer input's scale.
         sum_write: bounds of the smallest position of a sum's inputs - pos(output); moves the output's scale.
-        product_write: bounds of the sum of both positions of a product's inputs - pos(output); moves the output's
-            scale.
+        product_write: bounds of the sum of both positions of a product's inputs - pos(output); moves the
+            output's scale.
     """
 
     cut: tuple[int, int]
@@ -69,18 +70,20 @@ class Backend:
             no barriers. ONNX Runtime only computes what the pairs define, and the audit reads the file.
         channel_multiples: the multiples of channels that the int8 kernels need for "conv" and "depthwise";
             empty if any number is allowed (`qatkit.graph.pad_channels`).
-        has_amx: whether its CPUs may have AMX, so that weights can be stored for it (`qatkit.export.shift_weights`).
-        every_operator: whether the rules are those of `everywhere`. ONNX Runtime's own tools then also quantize
-            every node that they can.
-        fuses: for each operator class, the activation classes that it computes in one step if nothing else
-            reads its output; no pair is placed between the two.
-        aligned: operator classes whose inputs and output share one scale and zero point; pools only if scales are
-            powers of two. Operators that only select or move values share them with any backend.
-        shifts: bounds of the hardware's shifts, for scales that are powers of two; None if any shift is allowed.
+        has_amx: whether its CPUs may have AMX, so that weights can be stored for it
+            (`qatkit.export.shift_weights`).
+        every_operator: whether the rules are those of `everywhere`. ONNX Runtime's own tools then also
+            quantize every node that they can.
+        fuses: for each operator class, the activation classes that are computed in the same step if nothing
+            else reads the operator's output; no pair is placed between the two.
+        aligned: operator classes whose inputs and output share one scale and zero point; pools only if scales
+            are powers of two. Operators that only select or move values share them with any backend.
+        shifts: bounds of the hardware's shifts, for scales that are powers of two; None if any shift is
+            allowed.
         integer_biases: whether the other runtime reads integer biases, as ONNX Runtime does.
         sixteen_bits: whether the other runtime also supports 16-bit integers, as ONNX Runtime does.
-        all_int8: whether no operator stays float for accuracy (`calibration.mixed_scales` only reports), because
-            another processor would compute it.
+        all_int8: whether no operator stays float for accuracy (`calibration.mixed_scales` only reports),
+            because another processor would compute it.
     """
 
     name: str
@@ -144,9 +147,9 @@ class Backend:
     def with_activations(self, dtype: str) -> Backend:
         """Returns the same target with activations of another number type.
 
-        ONNX Runtime has no kernel for 16-bit activations, so the file is not shaped for its kernels. Version 1.32
-        replaces a MatMul of such activations by one that rounds them to 8 bits, unless the session option for the
-        accuracy level is 0.
+        ONNX Runtime has no kernel for 16-bit activations, so the file is not shaped for its kernels. Version
+        1.32 replaces a MatMul of such activations by one that rounds them to 8 bits, unless the session
+        option for the accuracy level is 0.
         """
         found = replace(self, activation=replace(self.activation, dtype=dtype))
         if not found.activation.wide:
@@ -163,8 +166,9 @@ class Backend:
         """Returns the same target with weights for processors on which 8-bit products saturate (`saturates`).
 
         Args:
-            choice: "auto": weights keep the target's bits, and no two products that a kernel adds can saturate
-                (`qatkit.quant.pairs`); True: 7-bit weights; False: 8-bit weights, which may saturate there.
+            choice: "auto": weights keep the target's bits, and no two products that a kernel adds can
+                saturate (`qatkit.quant.pairs`); True: 7-bit weights; False: 8-bit weights, which may saturate
+                there.
         """
         if choice == "auto":
             weight = replace(self.weight, pairs=self.saturates)
@@ -175,8 +179,8 @@ class Backend:
     def everywhere(self) -> Backend:
         """Returns the same target with every output quantized, LayerNorm, Softmax, GELU and sums included.
 
-        Tools that quantize a whole graph without choosing operators do this. It is meant for comparison, since it
-        costs transformers accuracy and speed.
+        Tools that quantize a whole graph without choosing operators do this. It is meant for comparison,
+        since it costs transformers accuracy and speed.
         """
         own = {name: replace(rule, output=True) for name, rule in self.rules.items() if rule.when == "always"}
         rules = {**self.rules, **dict.fromkeys(_COMPUTE, OpRule("output")), **own}
@@ -216,9 +220,10 @@ QNNPACK = Backend(
     session_options={"session.qdqisint8allowed": "1"},
 )
 
-# NVIDIA GPUs. TensorRT only supports symmetric int8. It needs pairs on the inputs of Conv and Gemm and on one branch
-# of a residual sum, and fuses bias, ReLU and sum itself. It refuses a quantized bias and a zero point other than 0.
-# Source: "Explicit Quantization" and "Q/DQ Layer-Placement Recommendations" of its developer guide.
+# NVIDIA GPUs. TensorRT only supports symmetric int8. It needs pairs on the inputs of Conv and Gemm and on one
+# branch of a residual sum, and fuses bias, ReLU and sum itself. It refuses a quantized bias and a zero point
+# other than 0. Source: "Explicit Quantization" and "Q/DQ Layer-Placement Recommendations" of its developer
+# guide.
 TENSORRT = Backend(
     name="tensorrt",
     activation=QuantSpec("int8", symmetric=True),
@@ -228,7 +233,8 @@ TENSORRT = Backend(
         "add": OpRule("shortcut"),
         **dict.fromkeys(("max_pool", "shape", "pass", "pad", "resize"), OpRule("inputs")),
     },
-    # ONNX Runtime computes in float between the pairs, since its own int8 fusions would apply only to some of them.
+    # ONNX Runtime computes in float between the pairs, since its own int8 fusions would apply only to some of
+    # them.
     session_options={"session.disable_quant_qdq": "1"},
     other_runtime="qatkit.verify.tensorrt_pairs",
 )
@@ -253,14 +259,15 @@ SIMULATED = Backend(
     rules=dict.fromkeys(("conv", "linear"), OpRule("always", output=False)),
 )
 
-# The same, also for products of two activations, such as those of attention: for hardware that can only multiply
-# blocks.
+# The same, also for products of two activations, such as those of attention: for hardware that can only
+# multiply blocks.
 SIMULATED_PRODUCTS = replace(
     SIMULATED, name="simulated_products", rules={**SIMULATED.rules, "matmul": OpRule("always", output=False)}
 )
 
-# AMD's NPUs, as Quark's XINT8 describes them. Every operator is symmetric int8, with one power of two as the scale of
-# each tensor, so that all requantization is a shift. The bounds of the shifts are those of the hardware's compiler.
+# AMD's NPUs, as Quark's XINT8 describes them. Every operator is symmetric int8, with one power of two as the
+# scale of each tensor, so that all requantization is a shift. The bounds of the shifts are those of the
+# hardware's compiler.
 _ACTIVATIONS = ("relu", "relu6", "leaky_relu", "prelu", "gelu")
 _NPU_INT8 = QuantSpec("int8", symmetric=True, scale_type="pow2", bias_dtype="int8")
 NPU_CNN = Backend(

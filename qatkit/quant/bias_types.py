@@ -6,8 +6,8 @@
 
 With an integer multiplier, a bias of 8 or 16 bits is a whole number of steps too. Every bias is thus added to
 the products' sums as an integer, and requantization gets no new ties (`qatkit.graph.scales.align`). A step is
-far finer than the rounding of a result, so nothing is lost. If scales are powers of two, the multiplier is one as
-well, so that hardware shifts to the left.
+far finer than the rounding of a result, so nothing is lost. If scales are powers of two, the multiplier is
+also a power of two, so that hardware shifts to the left.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ def whole_bias(
         bias: the float bias, [out].
         step: input scale times weight scale, [] or [out].
         spec: spec of the weight.
-        shift: the base-2 logarithm of the largest multiplier; a bias that does not fit is clipped. None: no limit.
+        shift: the base-2 logarithm of the largest multiplier; a bias that does not fit is clipped. None: no
+            limit.
 
     Returns:
-        Whole numbers in float64: the integers [out], and the multiplier in the shape of `step`. The multiplier is
-        1 for int32 and float.
+        Whole numbers in float64: the integers [out], and the multiplier in the shape of `step`. The
+        multiplier is 1 for int32 and float.
     """
     steps = bias.detach().double() / step.double()
     if not spec.narrow_bias:

@@ -28,14 +28,14 @@ class Computed(nn.Module):
     """A mixin that computes the weight or bias of a Conv or Linear.
 
     Attributes:
-        leaves: for "weight" and "bias", if computed, the names of the tensors that the program reads, relative to
-            this module. They are parameters and buffers of this module or of its children.
+        leaves: for "weight" and "bias", if computed, the names of the tensors that the program reads,
+            relative to this module. They are parameters and buffers of this module or of its children.
     """
 
     leaves: dict[str, tuple[str, ...]]
 
     def program(self, name: str) -> nn.Module | None:
-        """Returns the module that computes "weight" or "bias"; None where that is a parameter or missing."""
+        """Returns the module that computes "weight" or "bias"; None if this is a parameter or missing."""
         # A ModuleDict, or a plain Module in a graph's own hierarchy.
         parametrized = self._modules.get("parametrizations")
         given = None if parametrized is None else parametrized._modules.get(name)

@@ -5,14 +5,15 @@
 quantizer of a weight is in `qatkit.quant.weight_fake_quantize`.
 
 Alignment, conversion, the cache and the report get the scale and the integers from a quantizer and compute
-neither. Scales and roundings that are learned (LSQ), solved for (GPTQ, AdaRound) or given by the user therefore
-reach the file. `fix` freezes a scale, so that it no longer follows its source. A quantizer that learns its scale
-is a subclass that returns the wanted scale (`settle`, `wanted_scale`). The settings `quantizer.activation` and
-`quantizer.weight` choose it.
+neither. Scales and roundings that are learned (LSQ), solved for (GPTQ, AdaRound) or given by the user
+therefore reach the file. `fix` freezes a scale, so that it no longer follows its source. A quantizer that
+learns its scale is a subclass that returns the wanted scale (`settle`, `wanted_scale`). The settings
+`quantizer.activation` and `quantizer.weight` choose it.
 
 A ReLU or ReLU6 before the edge is absorbed as the edge's `bounds`: quantizing to a range that starts at zero
 implements the activation. This holds in the simulation (one pass less forward and backward) and in the
-exported file (where ONNX Runtime wants no activation between an operator and its QuantizeLinear).
+exported file (where ONNX Runtime's int8 kernels need an operator to be followed by its QuantizeLinear
+directly).
 """
 
 from __future__ import annotations
@@ -107,9 +108,10 @@ class FakeQuantize(Quantizer):
             open end.
 
     Attributes:
-        scale, zero_point: rank 0, float32 and int32, as in the exported file.
+        scale, zero_point: the current scale and zero point, rank 0, float32 and int32, as in the exported
+            file.
         observing: whether the next forward passes update the range.
-        range_limits: [2], the ends to which ranges are cut, since no reader distinguishes values beyond them
+        range_limits: the ends to which ranges are cut, [2], since no reader distinguishes values beyond them
             (`qatkit.calibration.limits`); None if there are none.
         features: number of values of the tensor for one image.
     """
@@ -152,9 +154,9 @@ class FakeQuantize(Quantizer):
     def follow_range(self, low: Tensor, high: Tensor) -> None:
         """Sets scale and zero point from a range, without waiting for a device; an empty range changes nothing.
 
-        If the range is only zero, zero becomes its middle unless a ReLU cuts off values below it. At an end of the
-        range a value has no gradient, so a branch that begins at zero (an adapter, a BatchNorm whose γ is 0) would
-        stay at zero.
+        If the range is only zero, zero becomes its middle unless a ReLU cuts off values below it. At an end
+        of the range a value has no gradient, so a branch that begins at zero (an adapter, a BatchNorm whose γ
+        is 0) would stay at zero.
         """
         scale, zero_point = self.qparams(low, high)
         if self.bounds[0] != 0.0:
@@ -172,7 +174,7 @@ class FakeQuantize(Quantizer):
 
     @property
     def _is_empty(self) -> bool:
-        """Returns whether calibration has seen nothing but zero."""
+        """Returns whether calibration has observed only zeros."""
         return self.observer is not None and bool((self.observer.low == 0) & (self.observer.high == 0))
 
     def _observe_anew(self) -> None:
@@ -240,7 +242,7 @@ class FakeQuantize(Quantizer):
 
     @torch.no_grad()
     def fix(self, scale: Tensor, zero_point: Tensor) -> None:
-        """Freezes scale and zero point, rank 0; the scale becomes the nearest one of the spec's scale type."""
+        """Freezes scale and zero point, rank 0; the scale is rounded to the nearest one of the spec's scale type."""
         self.scale.copy_(scale_types.nearest(scale, self.spec))
         self.zero_point.copy_(zero_point)
         self.fixed_scale = self.scale.clone()

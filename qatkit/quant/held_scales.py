@@ -30,7 +30,8 @@ def held(scale: Tensor, spec: QuantSpec) -> Tensor:
     """Returns the scales that the file holds instead of `scale`, in float32.
 
     Args:
-        scale: the scales, above 0, [out, blocks], [out] or []; in the last two cases all scales share one unit.
+        scale: the scales, above 0, [out, blocks], [out] or []; in the last two cases all scales share one
+            unit.
         spec: spec of the weight; the nearest scales of its type are taken.
     """
     scale = nearest(scale, spec)
@@ -45,6 +46,12 @@ def avoid_overflow(
     If needed, a per-tensor scale becomes one scale per channel; the other channels keep its value. A raised
     step is 2⁻³⁰ of the bias, so that the error of a result is a few times its float32 rounding error
     (docs/decisions/0078).
+
+    Args:
+        scale: the scales of the weight, [] or [out].
+        bias: the float bias, [out].
+        input_scale: the scale of the operator's input, [].
+        spec: spec of the weight.
 
     Returns:
         The scales, and bool [out], true for channels with a raised scale; None if there are none.

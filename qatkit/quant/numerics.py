@@ -21,7 +21,8 @@ from qatkit.quant.spec import QuantSpec
 
 # The smallest and the largest integer, of a tensor or of each of its elements.
 Ends = tuple[int | Tensor, int | Tensor]
-# A smaller float32 scale would make x / scale overflow for ordinary x; so small a channel is practically zero.
+# A smaller float32 scale would make x / scale overflow for ordinary x; so small a channel is practically
+# zero.
 MIN_SCALE = 1e-12
 _PIECE = 2**17  # values per thread that all passes process together, so that they stay in a core's cache
 
@@ -59,8 +60,8 @@ def flat(x: Tensor) -> Tensor | None:
 def to_steps(x: Tensor, scale: float, low: int, high: int, *, in_place: bool = False) -> Tensor:
     """Returns clamp(round(x / scale), low, high)·scale on the CPU, without a gradient.
 
-    Four passes over a large tensor would read memory four times. The tensor is processed piece by piece, so that
-    memory is read once.
+    Four passes over a large tensor would read memory four times. The tensor is processed piece by piece, so
+    that memory is read once.
     """
     x = x.detach()
     made = x if in_place else torch.empty_like(x)
@@ -97,9 +98,9 @@ class _FakeQuantizePerTensor(torch.autograd.Function):
 def _known_behind(x: Tensor, gradient: Tensor) -> Tensor:
     """Returns a copy that a compiler can only make in the backward pass, because it depends on a gradient.
 
-    Comparisons with `x` are then computed in the backward pass. Otherwise a compiler stores their results, one
-    bool per value, in the forward pass. That would take a quarter of the memory, but on the CPU Inductor writes
-    bools one by one (torch 2.13).
+    Comparisons with `x` are then computed in the backward pass. Otherwise a compiler stores their results,
+    one bool per value, in the forward pass. That would take a quarter of the memory, but on the CPU Inductor
+    writes bools one by one (torch 2.13).
     """
     return x.clone()
 
@@ -137,8 +138,8 @@ class _FakeQuantizeTraced(torch.autograd.Function):
 class _FakeQuantizeOnDevice(torch.autograd.Function):
     """Fake quantization on an accelerator by torch's fused kernel, with the same gradient as on the CPU.
 
-    The kernel's own gradient also passes up to half a step outside of the range, where the ReLU of a range that
-    starts at zero has no gradient. Like the kernel, this keeps one byte per value for the backward pass.
+    The kernel's own gradient also passes up to half a step outside of the range, where the ReLU of a range
+    that starts at zero has no gradient. Like the kernel, this keeps one byte per value for the backward pass.
     """
 
     @staticmethod
@@ -176,8 +177,8 @@ def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, spec: QuantSpec)
     qmin, qmax = spec.type_range
     if x.dtype != torch.float32:  # bfloat16 holds neither the scale nor q·scale
         return fake_quantize(x.float(), scale, zero_point, spec).to(x.dtype)
-    # Without training an accelerator has to divide by the scale, as the file does; its fused kernel multiplies by
-    # 1/scale.
+    # Without training an accelerator has to divide by the scale, as the file does; its fused kernel
+    # multiplies by 1/scale.
     if torch.compiler.is_compiling() or (x.device.type != "cpu" and not torch.is_grad_enabled()):
         traced: Tensor = _FakeQuantizeTraced.apply(x, scale, zero_point, qmin, qmax)  # type: ignore[no-untyped-call]
         return traced
@@ -204,8 +205,8 @@ def _(x: Tensor) -> Tensor:
 def computed_once(x: Tensor) -> Tensor:
     """Returns `x` without a gradient, so that a compiler computes it once, at this place.
 
-    A compiler otherwise inlines `x` into the kernels that read it. The scale of a channel, in float64, would then
-    be computed for each of the channel's weights, and again in the backward pass.
+    A compiler otherwise inlines `x` into the kernels that read it. The scale of a channel, in float64, would
+    then be computed for each of the channel's weights, and again in the backward pass.
     """
     return cast(Tensor, _computed_once(x.detach())) if torch.compiler.is_compiling() else x.detach()
 
@@ -283,6 +284,12 @@ def mse_clip(w: Tensor, spec: QuantSpec, *, least: float = 0.4, steps: int = 31)
 
     Below `least`, 2-bit weights have an even smaller error, but clipped weights have no gradient, so that
     training gets worse.
+
+    Args:
+        w: the weight, [out, ...].
+        spec: spec of the weight.
+        least: the smallest share.
+        steps: the number of shares that are tried.
 
     Returns:
         For each scale one of `steps` factors from 1 to `least`, in the scales' shape.

@@ -6,8 +6,8 @@ of two neighbours along the depth of a matrix product and saturates at 16 bits (
     x0·w0 + x1·w1 with x0, x1 in 0..255 fits      ⇔      |w0 + w1| <= 128
 
 if both weights have the same sign, and always if their signs differ. A weight is therefore exact on every
-processor if no two neighbours of the same sign add up to more than 128. Only a few channels need a larger scale for
-this, and it costs them less than the one bit that 7-bit weights cost all channels (figures:
+processor if no two neighbours of the same sign add up to more than 128. Only a few channels need a larger
+scale for this, and it costs them less than the one bit that 7-bit weights cost all channels (figures:
 docs/decisions/0042-guarded-weights.md).
 
 The depth of a convolution runs over the positions of its kernel and, innermost, the channels of its group. If
@@ -33,7 +33,7 @@ def least_scale(weight: Tensor, *, per_channel: bool) -> Tensor:
     """Returns the smallest scale at which no pair of `weight`, rounded to nearest, exceeds the limit.
 
     Args:
-        weight: [out, in / groups, ...], the weight of a convolution or a Linear.
+        weight: the weight of a convolution or a Linear, [out, in / groups, ...].
         per_channel: whether each output channel has its own scale.
 
     Returns:

@@ -112,9 +112,9 @@ def qparams(low: Tensor, high: Tensor, spec: QuantSpec, *, fixed: bool = False) 
     Args:
         low, high: the ends of the range, rank 0.
         spec: spec of the tensor.
-        fixed: whether the range is that of a function (a Sigmoid's 0..1). With powers of two its end may then be
-            one step beyond the largest integer. This costs the values next to the end at most one step, whereas
-            the next larger scale would cost all others half of their resolution.
+        fixed: whether the range is that of a function (a Sigmoid's 0..1). With powers of two its end may then
+            be one step beyond the largest integer. This costs the values next to the end at most one step,
+            whereas the next larger scale would cost all others half of their resolution.
     """
     if not spec.powers_of_two:
         scale = rounded_up(numerics.choose_qparams(low, high, spec)[0], spec)

@@ -73,7 +73,8 @@ _HELD = tuple(name for name, row in DTYPES.items() if row.kind is Kind.INTEGER a
 WHOLE = tuple(name for name in _HELD if not DTYPES[name].wide)
 # Integers of 16 bits: the file holds and rounds to them, and ONNX Runtime multiplies the dequantized floats.
 WIDE = tuple(name for name in _HELD if DTYPES[name].wide)
-# Types of weights with at most 4 bits; they are stored in bytes, so that the kernels for `WHOLE` can read them.
+# Types of weights with at most 4 bits; they are stored in bytes, so that the kernels for `WHOLE` can read
+# them.
 FEW_BITS = tuple(name for name in DTYPES if name not in _HELD)
 # Types of activations. uint4 is simulated in float, wherever the file runs.
 ACTIVATIONS = (*WHOLE, "uint4", *WIDE)
@@ -102,18 +103,19 @@ class QuantSpec:
     Attributes:
         dtype: a name in `DTYPES`, or in `FORMATS` of `qatkit.quant.formats.table`; formats have no integers,
             so that only `granularity` of the other attributes applies to them.
-        symmetric: real zero is the middle of the range and both ends are equally far from it. For a signed
-            type the range is then narrow (int8: -127..127; int2: -1, 0 and 1), and zero_point is 0.
-        granularity: which elements share a scale; an activation has one scale.
-        reduce_range: whether the type loses one bit (0..127, -64..63). On x86 without VNNI the int8 kernels add
-            pairs of products in 16 bits and may saturate; with 7-bit weights they cannot.
-        pairs: for weights: whether scales are chosen so that no pair of products can saturate in such a kernel, with
-            any activations (`qatkit.quant.pairs`), as with `backend.reduce_range=auto`. Asymmetric weights that
-            `may_saturate` are refused.
-        scale_dtype: for weights: the type in `SCALE_TYPES` that holds the scales.
+        symmetric: whether zero is the middle of the range, equally far from both ends. For a signed type the
+            range is then narrow (int8: -127..127; int2: -1, 0 and 1), and zero_point is 0.
+        granularity: the granularity, which defines the elements that share a scale; an activation has one
+            scale.
+        reduce_range: whether the type loses one bit (0..127, -64..63). On x86 without VNNI the int8 kernels
+            add pairs of products in 16 bits and may saturate; with 7-bit weights they cannot.
+        pairs: whether the scales of a weight are chosen so that no pair of products can saturate in such a
+            kernel, with any activations (`qatkit.quant.pairs`), as with `backend.reduce_range=auto`.
+            Asymmetric weights that `may_saturate` are refused.
+        scale_dtype: the type in `SCALE_TYPES` that holds the scales of a weight.
         scale_type: the values that scales may have: "float" (any), or for integers only "pow2" (powers of
             two), "float16" (numbers of float16) or "int16" (15-bit integers times powers of two).
-        bias_dtype: for weights: the type in `BIAS_TYPES` that holds the bias of the operator.
+        bias_dtype: the type in `BIAS_TYPES` that holds the bias of a weight's operator.
     """
 
     dtype: str = "uint8"

@@ -1,7 +1,7 @@
-"""The quantizer of a weight and its bias, and the factory that `prepare_qat` creates all quantizers with.
+"""The quantizer of a weight and its bias, and the factories with which `prepare_qat` creates all quantizers.
 
-The scale follows the largest values and weights are rounded to the nearest, unless an algorithm has set scale and
-rounding (`WeightFakeQuantize.fix`).
+The scale follows the largest values and weights are rounded to the nearest, unless an algorithm has set scale
+and rounding (`WeightFakeQuantize.fix`).
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ class Integers:
 
     Attributes:
         weight: the integers of the weight, of the quantized type, in the weight's shape.
-        scale: the scales, in the granularity's shape, or [out] if a per-tensor scale was raised for some channels.
-        zero_point: the zero points, in the scale's shape and of the weight's type; 0 for a symmetric spec of a signed
-            type.
+        scale: the scales, in the granularity's shape, or [out] if a per-tensor scale was raised for some
+            channels.
+        zero_point: the zero points, in the scale's shape and of the weight's type; 0 for a symmetric spec of
+            a signed type.
         bias: the bias [out] in steps of `bias_scale`, whole numbers in float64; None without a bias.
         bias_scale: input scale times `scale` times the multiplier.
-        bias_multiplier: the multiplier, whole numbers in float64, in the shape of `scale`; always 1 unless biases have
-            8 or 16 bits.
+        bias_multiplier: the multiplier, whole numbers in float64, in the shape of `scale`; always 1 unless
+            biases have 8 or 16 bits.
         repaired: number of channels whose scale was raised so that the bias fits int32.
-        lost: the largest change of a result by the coarser rounding in these channels, as a share of the bias and per
-            step of the input.
+        lost: the largest change of a result by the coarser rounding in these channels, as a share of the bias
+            and per step of the input.
     """
 
     weight: Tensor
@@ -58,12 +59,12 @@ class WeightFakeQuantize(WeightQuantizerState):
     """Fake quantization of a weight; scale and zero point follow the weight's range at each step.
 
     The bias is quantized with it, as it will be in the file (`qatkit.quant.bias_types`). Integers are counted
-    from the zero point, so that their product with the scale is the weight; those of the file (`integers`)
-    are not.
+    from the zero point, so that their product with the scale is the weight. The integers in the file
+    (`integers`) are not.
 
     Args:
-        spec: spec of the weight. A symmetric spec of a signed type has no zero point (0), which most of ONNX Runtime's
-            kernels prefer.
+        spec: spec of the weight. A symmetric spec of a signed type has no zero point (0), which most of ONNX
+            Runtime's kernels prefer.
         shape: shape of the weight; its first axis holds the output channels.
 
     Attributes:
@@ -201,8 +202,8 @@ class WeightFakeQuantize(WeightQuantizerState):
         given, ends = weight, self.ends(weight)
         if self._clips:
             weight = numerics.clamped(weight, self._reach(scale, weight))
-        # Rounds the weight before clipping, since the floor of a weight clipped to the range's end may be one step
-        # lower. If the scale does not follow the weight, pairs may have to be moved.
+        # Rounds the weight before clipping, since the floor of a weight clipped to the range's end may be one
+        # step lower. If the scale does not follow the weight, pairs may have to be moved.
         if self.rounding is not None or (self._clips and self.spec.guards_pairs):
             return weight + (self._shipped(given, scale) - weight).detach()
         return numerics.fake_quantize_weight(weight, scale, self.spec, ends)
@@ -294,9 +295,10 @@ class Quantizers:
     """The factories with which `prepare_qat` creates observers and quantizers.
 
     Attributes:
-        observer: creates the observer of each activation.
-        activation: creates a quantizer from spec, observer (None: `bounds` is the range) and bounds.
-        weight: creates a quantizer from spec and the shape of the weight.
+        observer: a function that creates the observer of an activation.
+        activation: a function that creates a quantizer from spec, observer (None: `bounds` is the range) and
+            bounds.
+        weight: a function that creates a quantizer from spec and the shape of the weight.
     """
 
     observer: Callable[[], Observer] = MovingAverageMinMaxObserver

@@ -30,9 +30,11 @@ class WeightQuantizerState(Quantizer):
     Attributes:
         clip: the share of the range that is kept, in the scales' shape; weights beyond it are clipped and get
             no gradient.
-        fixed_zero_point: the frozen zero point, int32, in the scales' shape; None while it follows the weight.
-        rounding: the difference between each rounded weight and `below`, integers in the weight's shape: 0 down,
-            1 up, other values if an algorithm compensates for errors of other weights; None: to the nearest.
+        fixed_zero_point: the frozen zero point, int32, in the scales' shape; None while it follows the
+            weight.
+        rounding: the difference between each rounded weight and `below`, integers in the weight's shape: 0
+            down, 1 up, other values if an algorithm compensates for errors of other weights; None: to the
+            nearest.
         bias_shift: the part of the operator's bias that compensates for quantization and is omitted without
             quantization, [out]; None: there is no such part.
         bits: number of bits of the type that `narrow` set, []; None: the type is that of the original spec.
@@ -93,12 +95,13 @@ class WeightQuantizerState(Quantizer):
         If the weight is trained, the integers move with it, since their distance from `below` stays the same.
 
         Args:
-            scale: the scales, above 0, in the shape of `clip`. They are rounded to scales of the spec (`held`).
-                Weights beyond scale times largest integer are clipped.
+            scale: the scales, above 0, in the shape of `clip`. They are rounded to scales of the spec
+                (`held`). Weights beyond scale times largest integer are clipped.
             weight: the weight as inference uses it; given together with `integers`.
             integers: whole numbers of any type, in the weight's shape, counted from the zero point; None: the
                 weight is rounded to the nearest.
-            zero_point: the zero points to freeze, whole numbers in the shape of `clip`; None: they follow the weight.
+            zero_point: the zero points to freeze, whole numbers in the shape of `clip`; None: they follow the
+                weight.
 
         Raises:
             ValueError: a zero point was given for a spec that has none.

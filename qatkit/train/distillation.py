@@ -95,8 +95,8 @@ def find_features(
         pairs: paths of modules in the model, each followed by ":" and a path in the teacher if that differs.
 
     Raises:
-        ConfigError: a path is not a module, the output of a module is not a tensor, the graph has no such value, or
-            shapes differ.
+        ConfigError: a path is not a module, the output of a module is not a tensor, the graph has no such
+            value, or shapes differ.
     """
     paths = [(one.partition(":")[0], one.partition(":")[2] or one) for one in pairs]
     given = in_float32(example)
@@ -153,7 +153,7 @@ def _outputs(model: nn.Module, batch: Example, paths: Sequence[str], who: str) -
 
 
 class _Looking(fx.Interpreter):
-    """An interpreter that keeps the name of the first value of a graph that equals each of `wanted`."""
+    """An interpreter that finds, for each tensor of `wanted`, the name of the first equal value of a graph."""
 
     def __init__(self, graph_module: fx.GraphModule, wanted: Sequence[Tensor]) -> None:
         super().__init__(graph_module)

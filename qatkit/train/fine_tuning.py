@@ -62,7 +62,8 @@ class FineTuning(Learner):
         """Returns the graph's outputs, flat: a tensor, or a tuple in the order of `graph.meta["outputs"]`.
 
         Args:
-            inputs, named: the model's arguments, one batch in the form of the example, or the graph's tensors.
+            inputs, named: the model's arguments, one batch in the form of the example, or the graph's
+                tensors.
 
         Raises:
             ConfigError: the inputs do not have the form of the example.
@@ -153,8 +154,8 @@ class FineTuning(Learner):
         """Checks that the gradient of the loss reaches all weights.
 
         Raises:
-            ConfigError: it does not reach some weights; the message names them and the module that torch does not
-                compute.
+            ConfigError: it does not reach some weights; the message names them and the module that torch does
+                not compute.
         """
         trains = self.schedule.epochs and not self.schedule.distill_features
         if trains and (found := stopped(self.graph.graph)) is not None:
@@ -194,7 +195,8 @@ class FineTuning(Learner):
     def after_step(self) -> None:
         """Updates, from training BatchNorms, scales that no weight determines (`qatkit.graph.batch_norm.follow`).
 
-        Called after each optimizer step. A custom training loop must also call it, and `set_phase` before the step.
+        Called after each optimizer step. A custom training loop must also call it, and `set_phase` before the
+        step.
         """
         follow(self.graph, self._variances)
         self._variances = {}

@@ -44,7 +44,8 @@ class Learner(lightning.LightningModule):
     Attributes:
         task: the task that is learned.
         keys: the prefix of the keys of this training's own settings.
-        average: the average of the weights, if `schedule.ema` is set, from the first step until `take_average`.
+        average: the average of the weights, if `schedule.ema` is set, from the first step until
+            `take_average`.
         curve: the metrics of each evaluated epoch (`qatkit.records.tried.Epoch`).
         best: the state_dict of the best epoch, if epochs are selected; None before there is one.
         finished: whether the weights are final.
@@ -141,7 +142,7 @@ class Learner(lightning.LightningModule):
             self.average.update(self.trainer.global_step + 1)  # Lightning counts a step once this returns
 
     def after_step(self) -> None:
-        """Runs after an optimizer step, before it is averaged and a checkpoint may be written (hook)."""
+        """Runs after an optimizer step, before the weights are averaged and a checkpoint may be written (hook)."""
 
     def swap_average(self) -> None:
         """Exchanges the weights and their average, if there is one."""

@@ -75,12 +75,14 @@ class QATModule(FineTuning):
         overrides: overrides by pattern (`qatkit.graph.overrides`).
         quantizers: factories of the quantizers of activations and weights, and of the observers.
         algorithms: corrections without labels, each at its stage, in this order.
-        quantize: whether to quantize; False makes the control, which has the same graph and schedule in float.
+        quantize: whether to quantize; False makes the control, which has the same graph and schedule in
+            float.
         task: the task, which defines the loss and the metric of epochs.
 
     Attributes:
         graph: the prepared GraphModule, called with the example's tensors as positional arguments.
-        example: a batch of one sample, in the same form; if the model takes only one batch size, a batch of that size.
+        example: a batch of one sample, in the same form; if the model takes only one batch size, a batch of
+            that size.
         skipped: (site, reason) of everything left float, over all hooks.
         notes: (site, reason) of everything that the corrections left unchanged, and of dead channels.
         mixed_scales: "float" or "report", the response of `calibrate` to tensors that one scale cannot represent.
@@ -182,7 +184,8 @@ class QATModule(FineTuning):
         schedule = self.schedule
         # Without training, branches are merged into plain weights, which the algorithms may change.
         branches = schedule.branches if schedule.epochs else "merged"
-        # If only weights are quantized, the scales of depthwise weights would take more space than a BatchNorm.
+        # If only weights are quantized, the scales of depthwise weights would take more space than a
+        # BatchNorm.
         depthwise = not self.backend.weights_alone
         return fuse(model, self.example, schedule.batch_norm, depthwise=depthwise, branches=branches)
 
@@ -207,7 +210,7 @@ class QATModule(FineTuning):
         return model if isinstance(model, Captured) and type(self).fuse is QATModule.fuse else None
 
     def stub(self, model: nn.Module) -> PassResult:
-        """Opens attention and gated activations (hook)."""
+        """Splits attention and gated activations into operators that can be quantized (hook)."""
         in_int8 = [pattern for pattern, override in self.overrides.items() if override.int8]
         return stub(model, self.example, in_int8)
 
@@ -242,8 +245,8 @@ class QATModule(FineTuning):
     def left_float(self) -> list[str]:
         """The sites that are float in the file for a good reason: an override, or a missing int8 kernel.
 
-        There is no kernel for a Linear with a float bias and a float result. The audit checks all other operators
-        that were skipped.
+        There is no kernel for a Linear with a float bias and a float result. The audit checks all other
+        operators that were skipped.
         """
         found = [
             where

@@ -36,8 +36,8 @@ class _Normalize(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, inverse: Tensor, count: Tensor
     ) -> Tensor:
         ctx.save_for_backward(x, weight, mean, inverse, count)
-        # Computed in the order of torch's kernel for one process, because a different rounding could move a value to
-        # another integer.
+        # Computed in the order of torch's kernel for one process, because a different rounding could move a
+        # value to another integer.
         slope = inverse * weight
         return torch.addcmul(_along(torch.addcmul(bias, mean, slope, value=-1), x), x, _along(slope, x))
 

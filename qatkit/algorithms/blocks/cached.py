@@ -4,9 +4,10 @@
     other floats                float16 where its range suffices (relative error 2^-11), else float32
     integers, masks, inputs     unchanged (inputs of the model)
 
-A chunk is one batch of images as the graph ran it. It is never split, so that the batch axis of a tensor need not
-be known (windows or tokens may come first, and masks may have none). All tensors are in the host's memory,
-whatever device the model is on. Beyond `limit` bytes, chunks are files in a temporary folder, read on demand.
+A chunk is one batch of images as the graph ran it. It is never split, so that the batch axis of a tensor need
+not be known (windows or tokens may come first, and masks may have none). All tensors are in the host's
+memory, whatever device the model is on. Beyond `limit` bytes, chunks are files in a temporary folder, read on
+demand.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from torch import Tensor
 
 from qatkit.quant.fake_quantize import FakeQuantize
 
-# The largest float16. A tensor whose largest value is below the second bound has values too small for float16.
+# The largest float16. A tensor whose largest value is below the second bound has values too small for
+# float16.
 _LARGEST, _SMALLEST = 65504.0, 2.0**-7
 
 

@@ -34,7 +34,8 @@ class _Moments:
     """Moments of an operator's inputs over all positions of all images.
 
     Attributes:
-        quantized, original: means [groups, inputs] of x', after quantized operators, and of x, after float operators.
+        quantized, original: means [groups, inputs] of x', after quantized operators, and of x, after float
+            operators.
         second, cross: means [groups, inputs, inputs] of x'·x'ᵀ and (x - x')·x'ᵀ.
     """
 

@@ -5,8 +5,8 @@
 
 Each finished block has a file (adaround.0.partial, ...) with its result and a key: a fingerprint of the
 graph, the ranges, the settings and the images. A damaged file, or one with another key, is ignored with a
-warning; its block and all later ones are computed again. The caller (`qatkit.jobs.calibrate`) removes the files
-once a checkpoint holds the result.
+warning; its block and all later ones are computed again. The caller (`qatkit.jobs.calibrate`) removes the
+files once a checkpoint holds the result.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ class Journal:
     """The finished blocks of one call, in order; each is in a file of its own, and none is in memory.
 
     Args:
-        file: the path NAME.partial; blocks are stored as NAME.0.partial, NAME.1.partial, ... None: they are not stored.
+        file: the path NAME.partial; blocks are stored as NAME.0.partial, NAME.1.partial, ... None: they are
+            not stored.
         key: a fingerprint of everything that the blocks depend on.
     """
 

@@ -3,11 +3,11 @@
     L = E_images |y' - y|²_F / E0 + λ · mean(1 - |2·h(V) - 1|^β)
 
 y are the float block's outputs on float inputs, y' the quantized block's on quantized inputs (asymmetric, so
-that it compensates for errors of earlier blocks). |.|_F² weights every value with F if there is an F. E0 is the
-error of rounding to the nearest, so λ has the same effect for blocks of any size. The quantizers inside the
-block are on; those of its outputs only clamp to their bounds. A ReLU after the last operator therefore counts,
-but the rounding after it does not. At the end the learned rounding is compared with the nearest one, in the
-output error over all images, and dropped if it is not better.
+that it compensates for errors of earlier blocks). |.|_F² weights every value with F if there is an F. E0 is
+the error of rounding to the nearest, so λ has the same effect for blocks of any size. The quantizers inside
+the block are on; those of its outputs only clamp to their bounds. A ReLU after the last operator therefore
+counts, but the rounding after it does not. At the end the output errors over all images are compared, and the
+learned rounding is dropped if it is not better than rounding to the nearest.
 Sources: Nagel et al., 2020, section 3.3; Li et al., "BRECQ", 2021, equation 10.
 """
 

@@ -34,8 +34,8 @@ class Lesson:
         inputs: a function that returns the inputs of the quantized block for some chunks.
         originals: a function that returns the inputs of the float block for some chunks.
         targets: a function that returns the float outputs for some chunks.
-        importance: a function that returns the weight of each value of the floating-point outputs for some chunks;
-            None: all values have the same weight.
+        importance: a function that returns the weight of each value of the floating-point outputs for some
+            chunks; None: all values have the same weight.
     """
 
     block: Block
@@ -68,7 +68,7 @@ def changeable(
     Args:
         graph_module: the prepared graph.
         what: the words for what stays unchanged in the other operators.
-        tables: whether a weight may also be that of an Embedding (`tied_tables`).
+        tables: whether a weight may also be the table of an Embedding (`tied_tables`).
     """
     tied = tied_tables(graph_module) if tables else {}
 

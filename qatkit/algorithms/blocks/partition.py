@@ -1,9 +1,9 @@
 """Partitions the graph into blocks, by the tensors that are alive between its nodes.
 
 The nodes are in execution order. Between two of them some tensors are alive: computed before and read later.
-Where only one tensor is alive, the graph can be cut in two (an articulation point of the dataflow): before and
-after a residual block, between two layers of a chain. Inside a residual block two tensors are alive, inside a
-gate three.
+Where only one tensor is alive, the graph can be cut in two (an articulation point of the dataflow): before
+and after a residual block, between two layers of a chain. Inside a residual block two tensors are alive,
+inside a gate three.
 
     blocks(graph, 5)       consecutive nodes with at most 5 quantized Convs and Linears per block, so that the sum of
                            (values alive x tensors alive) over all cuts is least: blocks are cut at bottlenecks
@@ -12,7 +12,7 @@ gate three.
 Module names do not matter. Tensors that precede every quantized operator (masks, positions) are alive
 everywhere and do not show the structure, so they are not counted. Values that depend only on parameters are
 computed where they are read.
-Source of the idea: Li et al., "BRECQ", 2021, section 3.2, where blocks are chosen by hand for each family of models.
+Source of the idea: Li et al., "BRECQ", 2021, section 3.2, where blocks are chosen by hand for each family.
 """
 
 from __future__ import annotations

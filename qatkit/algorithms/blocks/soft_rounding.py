@@ -38,7 +38,7 @@ def regularizer(h: Tensor, beta: float) -> Tensor:
 
 
 def beta_at(step: int, steps: int, warm: float) -> float | None:
-    """Returns β of a step, 0 to `steps` - 1; None while there is no regularizer."""
+    """Returns β for `step`, which is from 0 to `steps` - 1; None while the regularizer is not used."""
     start = warm * steps
     if step < start:
         return None

@@ -6,8 +6,9 @@ it runs quantized on the outputs of the earlier quantized blocks.
     float inputs ──── block in float ────────────────────────→ float outputs, the target
     quantized inputs ─ learn(block): changes its operators ──→ block quantized ─→ quantized outputs
 
-Later blocks therefore see earlier ones in their final state. The whole model runs twice over the images, for any
-number of blocks. Only the tensors that are alive between two blocks are kept (`qatkit.algorithms.blocks.cached`).
+Later blocks therefore see earlier ones in their final state. The whole model runs twice over the images, for
+any number of blocks. Only the tensors that are alive between two blocks are kept
+(`qatkit.algorithms.blocks.cached`).
 """
 
 from __future__ import annotations
@@ -88,8 +89,10 @@ class BlockWalk:
             blocks: the blocks of the graph.
             learner: the learner that changes them.
             title: the title of the progress bar.
-            fisher: whether to provide `Lesson.importance`, by a float pass of the rest of the graph after each block.
-            targets: whether to provide `Lesson.targets`; if not, outputs that no later block reads are not computed.
+            fisher: whether to provide `Lesson.importance`, by a float pass of the rest of the graph after
+                each block.
+            targets: whether to provide `Lesson.targets`; if not, outputs that no later block reads are not
+                computed.
         """
         if not self.operators:
             return
@@ -148,7 +151,10 @@ class _State:
         return max(1, min(_ROWS // max(1, min(sizes, default=1)), -(-_MOST_IMAGES // self.images)))
 
     def by_rows(self, node: fx.Node) -> bool:
-        """Returns whether a tensor has one row per image: its first axis has the size of each batch."""
+        """Returns whether a tensor has one row per image.
+
+        Its first axis then has the size of the batch, for the example and for each chunk.
+        """
         value = node.meta.get("value")
         return (
             isinstance(value, Tensor)
@@ -221,7 +227,7 @@ class _State:
 
 
 def _positions(node: fx.Node) -> int:
-    """Returns the positions of an operator's output in the example: values over channels."""
+    """Returns the number of positions in an operator's output for the example: values divided by channels."""
     value, weight = node.meta["value"], cast(QATOperator, module_of(node)).weight
     return int(value.numel() // len(weight))
 

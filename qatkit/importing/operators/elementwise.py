@@ -233,7 +233,7 @@ def selu(node: Node, x: Value) -> Tensor:
 
 @function("HardSigmoid")
 def hard_sigmoid(node: Node, x: Value) -> Tensor:
-    """Computes clamp(alpha·x + beta, 0, 1), by PyTorch's function if the constants are PyTorch's."""
+    """Computes clamp(alpha·x + beta, 0, 1), with PyTorch's hardsigmoid if alpha and beta match it."""
     x, alpha, beta = tensor(x), node.get("alpha", 0.2), node.get("beta", 0.5)
     if math.isclose(alpha, 1 / 6, abs_tol=1e-6) and beta == 0.5:
         return F.hardsigmoid(x)

@@ -122,7 +122,7 @@ def scatter_nd(node: Node, x: Value, places: Value, updates: Value) -> Tensor:
 
 @function("OneHot", known=(1,))
 def one_hot(node: Node, places: Value, depth: Value, values: Value) -> Tensor:
-    """Sets one value at the index along a new axis, and another elsewhere and for indices out of range."""
+    """Sets `values[1]` at the index along a new axis, and `values[0]` elsewhere and for indices out of range."""
     index, count, pair = tensor(places).long(), one_int(depth), tensor(values)
     axis = node.get("axis", -1) % (index.ndim + 1)
     numbers = torch.arange(count, device=index.device)

@@ -25,8 +25,8 @@ class Padded(nn.Module):
 
     Args:
         inner: a convolution without padding.
-        pads: the padding at the beginning of each axis, then at the end of each; a name in `SAME` if it depends on
-            sizes.
+        pads: the padding at the beginning of each axis, then at the end of each; a name in `SAME` if it
+            depends on sizes.
     """
 
     one_operator = True

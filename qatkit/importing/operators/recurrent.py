@@ -23,7 +23,8 @@ class Recurrent(nn.Module):
 
     Args:
         inner: the torch layer, for inputs [time, batch, values].
-        reverse: whether the layer runs backwards; the inner layer then runs forwards on the reversed sequence.
+        reverse: whether the layer runs backwards; the inner layer then runs forwards on the reversed
+            sequence.
         batch_first: whether the node has `layout=1`.
     """
 

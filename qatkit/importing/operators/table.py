@@ -22,9 +22,9 @@ class Node:
         op_type, domain: the operator and its domain; the standard domain is "".
         version: the opset of the domain.
         attributes: attributes by name, as Python numbers, strings, lists and NumPy arrays.
-        inputs, outputs: names of its tensors; "" for omitted ones.
+        inputs, outputs: names of its tensors; "" for omitted tensors.
         ranks: the ranks of its inputs; None if shape inference does not know them.
-        any_batch: whether the file takes one image per run, but the module several.
+        any_batch: whether the module takes several images per run although the file takes one.
     """
 
     name: str
@@ -73,7 +73,8 @@ def function(
         names: the operators.
         domain: their domain.
         known: indices of inputs that must not depend on values of the model's inputs, such as sizes and axes.
-        refuses: a function that returns why a node of the operator has no PyTorch equivalent, or "" if it has one.
+        refuses: a function that returns why a node of the operator has no PyTorch equivalent, or "" if it has
+            one.
     """
 
     def registered(made: Function) -> Function:

@@ -1,8 +1,8 @@
 """A tensor in a number format: the scales of its blocks, and the values that it is rounded to.
 
-Blocks are neighbours along the axis over which a product sums; the last block may be shorter. In this table v are
-the values of a block, and `amax` is its largest absolute value. `qatkit.quant.formats.table` defines elements and
-scales.
+Blocks are neighbours along the axis over which a product sums; the last block may be shorter. In this table v
+are the values of a block, and `amax` is its largest absolute value. `qatkit.quant.formats.table` defines
+elements and scales.
 
     no scale    round(v)
     float32     round(v / s) · s       s of the tensor: its range over the largest element

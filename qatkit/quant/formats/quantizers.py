@@ -2,8 +2,8 @@
 
 Block scales are computed from the current values, in training as in inference. A format with a scale for the
 whole tensor takes it from the activation's observed range, or from the current weight. The gradient is
-straight-through; it is 0 for a value that saturates, which is nearer to the next number beyond the largest. Biases
-are not changed.
+straight-through, but 0 for values that saturate, to which the next number beyond the largest would be nearer.
+Biases are not changed.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class FormatWeightFakeQuantize(WeightFakeQuantize):
     """Fake quantization of a weight to a number format; there are no integers and no zero points.
 
     Attributes:
-        rounding: the values that an algorithm adds to the weight before rounding to the nearest, in the weight's
-            shape. They stay the same while the weight is trained. None: nothing is added.
+        rounding: the values that an algorithm adds to the weight before rounding to the nearest, in the
+            weight's shape. They stay the same while the weight is trained. None: nothing is added.
     """
 
     def __init__(self, spec: QuantSpec, shape: Sequence[int]) -> None:
@@ -108,7 +108,7 @@ class FormatWeightFakeQuantize(WeightFakeQuantize):
 
     @torch.no_grad()
     def scale(self, weight: Tensor) -> Tensor:
-        """Returns the factors of the elements, in the granularity's shape; 1 where the format has no scale."""
+        """Returns the factors of the elements, in the granularity's shape; 1 if the format has no scale."""
         if self.fixed_scale is not None:
             return self.fixed_scale
         given = weight.float(), _form(self.spec), self.spec.granularity, self.tensor_scale(weight)

@@ -48,9 +48,9 @@ class Element:
         exponent_bits, mantissa_bits: numbers of bits, without the sign.
         bias: bias of the exponent.
         specials: the bit patterns that are not numbers.
-        saturates: whether a larger number becomes the largest one; if not, it becomes infinity, as in IEEE 754.
-            OFP8 allows both, and saturation is that of ONNX's QuantizeLinear, where infinities saturate too. MX
-            requires saturation.
+        saturates: whether a larger number becomes the largest one; if not, it becomes infinity, as in IEEE
+            754. OFP8 allows both, and saturation is that of ONNX's QuantizeLinear, where infinities saturate
+            too. MX requires saturation.
         integer: whether elements are stored in two's complement, where zero has no sign. The negative number
             without a positive counterpart is not used, as the MX specification allows (5.3.4).
     """

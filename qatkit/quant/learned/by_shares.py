@@ -36,8 +36,8 @@ class _BesideTheWeights(torch.optim.Optimizer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Gradients under autocast are then unscaled before the step; a fused kernel would unscale only those of its
-        # own groups.
+        # Gradients under autocast are then unscaled before the step; a fused kernel would unscale only those
+        # of its own groups.
         self._step_supports_amp_scaling = False
 
     @torch.no_grad()

@@ -6,8 +6,8 @@ quantization", 2020, equation 3):
     ∂L/∂x = g where n < v < p, else 0          =: g_x
     ∂L/∂s = Σ g·(q - v) where n < v < p, g·q else = (Σ g·y)/s - Σ g_x·v
 
-The gradient of the scale thus takes two dot products, which need no further memory: v and y exist already, and the
-next operator keeps y anyway.
+The gradient of the scale thus takes two dot products, which need no further memory: v and y exist already,
+and the next operator keeps y anyway.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _within(gradient: Tensor, v: Tensor, ends: tuple[int, int]) -> Tensor:
 def _at_zero(g: Tensor, to_x: Tensor, v: Tensor, y: Tensor, scale: Tensor) -> Tensor:
     """Returns (Σ g·y)/s - Σ g_x·v.
 
-    For a compiler the sums are not taken over flat views, since it sums in memory order by itself.
+    Under a compiler no flat views are used, since they would disturb its summation in memory order.
     """
     if torch.compiler.is_compiling():
         return (g * (y / scale) - to_x * v).sum()

@@ -1,9 +1,9 @@
 """LSQ: scales that are trained with the weights.
 
 Source: Esser et al., "Learned step size quantization", 2020. Scales start from calibration rather than from
-2·E|v|/√p. The gradient of a scale is multiplied by 1/√(N·p), where p is the largest integer. N is the number of
-weights that share the scale, or of the values of one image, so that the gradients of parts of a batch add up to
-the gradient of the whole batch.
+2·E|v|/√p. The gradient of a scale is multiplied by 1/√(N·p), where p is the largest integer. N is the number
+of weights that share the scale, or of the values of one image, so that the gradients of parts of a batch add
+up to the gradient of the whole batch.
 """
 
 from __future__ import annotations
@@ -132,10 +132,10 @@ class LSQWeightFakeQuantize(WeightFakeQuantize):
 
     Attributes:
         step: the wanted scales; None before fine-tuning.
-        empty: bool, in the shape of `step`, true where the scale follows the weights instead. These weights were
-            zero when fine-tuning began (an untrained head, a pruned channel, a BatchNorm whose γ is 0), so there
-            was no scale to start from. A tiny scale would clip all later weights, another channel's scale would
-            round them to 0, and neither has a gradient. None if there are no such weights.
+        empty: bool, in the shape of `step`, true where the scale follows the weights instead. These weights
+            were zero when fine-tuning began (an untrained head, a pruned channel, a BatchNorm whose γ is 0),
+            so there was no scale to start from. A tiny scale would clip all later weights, another channel's
+            scale would round them to 0, and neither has a gradient. None if there are no such weights.
     """
 
     _optional: ClassVar[tuple[str, ...]] = (*WeightFakeQuantize._optional, "empty")

@@ -24,7 +24,7 @@ class LSQPlusFakeQuantize(LSQFakeQuantize):
     activation.
 
     Attributes:
-        offset: the real value at which the range should begin, rank 0; None where the zero point is not
+        offset: the real value at which the range should begin, rank 0; None if the zero point is not
             learned, and before fine-tuning.
     """
 

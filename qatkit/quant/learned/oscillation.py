@@ -1,10 +1,10 @@
 """Oscillating weights, which jump between two integers from step to step: counted, and frozen on request.
 
 Source: Nagel et al., "Overcoming oscillations in quantization-aware training", 2022. A weight oscillates at a
-step where its integer moves in the opposite direction to its last move. Its frequency is the moving average of
-these events. A weight with a frequency above `REPORTED` is reported as oscillating. A weight whose frequency
-exceeds a threshold is frozen: its integer becomes the rounded average of its past integers for good, and only its
-scale continues to change.
+step where its integer moves in the opposite direction to its last move. Its frequency is the moving average
+of these events. A weight with a frequency above `REPORTED` is reported as oscillating. A weight whose
+frequency exceeds a threshold is frozen: its integer becomes the rounded average of its past integers for
+good, and only its scale continues to change.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Oscillation(nn.Module):
         kind: the type that holds integers counted from the zero point (`QuantSpec.counted`).
 
     Attributes:
-        seen: rank 0, true once there are integers of an earlier step.
+        seen: whether there are integers of an earlier step, rank 0.
         whole: the integers of the last step, of type `kind`; for frozen weights, the frozen integers.
         direction: int8, the direction of the last move: -1, 0 or 1.
         frequency, average: float32, moving averages of oscillation and of the integers.

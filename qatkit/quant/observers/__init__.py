@@ -5,8 +5,8 @@
     range_methods    the interface of methods that choose a range from a histogram, and their observer
     percentile, distribution, entropy, squared_error    one method each, with its observer
 
-Adding one: a file here with a subclass of `Observer`, or of `Method` and of `HistogramObserver`, and a file under
-conf/calibration that names it by its dotted path.
+A new observer needs a file here with a subclass of `Observer`, or with subclasses of `Method` and
+`HistogramObserver`, and a file under conf/calibration that names it by its dotted path.
 """
 
 from qatkit.quant.observers.base import MinMaxObserver, MovingAverageMinMaxObserver, Observer

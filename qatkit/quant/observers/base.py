@@ -134,7 +134,8 @@ class MovingAverageMinMaxObserver(Observer):
         super().__init__()
         self.momentum = momentum
         self.register_buffer("batches", torch.tensor(0, dtype=torch.int64))
-        # For a batch in parts: the range before the batch, and the ends of its parts so far; () before the first part.
+        # For a batch in parts: the range before the batch, and the ends of its parts so far; () before the
+        # first part.
         self._parts: tuple[Tensor, ...] | None = None
 
     def in_parts(self, wanted: bool) -> None:

@@ -11,7 +11,8 @@ from qatkit.quant.observers.histogram import Histogram
 from qatkit.quant.observers.range_methods import Ends, HistogramObserver, Method, folded, prefix, within
 from qatkit.quant.spec import QuantSpec
 
-# Smaller differences of divergences (in nats) are ignored, since a tensor of few values has about 0 at many thresholds.
+# Smaller differences of divergences (in nats) are ignored, since a tensor of few values has about 0 at many
+# thresholds.
 _EQUAL = 1e-9
 
 
@@ -21,9 +22,10 @@ class Entropy(Method):
 
     For a threshold T on |x| (a tensor of both signs is clipped at ±T), P is the histogram up to T, with all
     clipped values added to its last bin. Q is the histogram up to T in which the count of every level is
-    spread evenly over those of its bins that are not empty in P. T minimises KL(P‖Q); of equally good thresholds
-    the largest is used. Signed tensors have half of the levels. The bin at zero is left out, since zero is exact
-    with any range: if the zeros of a ReLU were spread over a level, they would outweigh everything else.
+    spread evenly over those of its bins that are not empty in P. T minimises KL(P‖Q); of equally good
+    thresholds the largest is used. Signed tensors have half of the levels. The bin at zero is left out, since
+    zero is exact with any range: if the zeros of a ReLU were spread over a level, they would outweigh
+    everything else.
     Source: Migacz, "8-bit Inference with TensorRT", 2017.
 
     All thresholds are tried at once: a level's count is a difference of prefix sums, so the cost per

@@ -4,12 +4,12 @@ Bins are [g·w, (g+1)·w) for integers g. The width w is the smallest power of t
 of bins covers everything seen, so zero is always an edge. When the range grows, w doubles and bins are joined
 in pairs (floor(floor(x/w)/2) = floor(x/2w)). No count is lost or split, and the result is the same as if the
 final width had been known from the start. Width and first bin follow from the smallest and largest value. The
-state is thus the counts and these two values, it does not depend on the order of batches, and histograms of
+state is thus the counts and these two values. It does not depend on the order of batches, and histograms of
 several processes add up exactly.
 
-The extremes are those of all values. All values of a small tensor are counted; of a large one, every s-th is,
-where s is coprime to the tensor's size. No row, column or channel is left out or sampled more often, and the
-next image is sampled at other positions. See `stride`.
+The extremes are those of all values. All values of a small tensor are counted. Of a large tensor, every s-th
+value is counted, where s is coprime to the tensor's size. No row, column or channel is left out or sampled
+more often, and the next image is sampled at other positions. See `stride`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from qatkit.quant.observers.base import in_one_process
 BINS = 8192
 # At least _ENOUGH values of a batch are counted, and at least one in _EVERY.
 _ENOUGH, _EVERY = 2**17, 16
-# An index is at most 2^22, so that it and its half are exact in float32. A bin is at least 2^-126 wide, so that its
-# reciprocal is a float32.
+# An index is at most 2^22, so that it and its half are exact in float32. A bin is at least 2^-126 wide, so
+# that its reciprocal is a float32.
 _INDEX_BITS, _FINEST = 22, -126
 
 
@@ -44,7 +44,8 @@ def stride(count: int) -> int:
 def grid(low: float, high: float, bins: int) -> tuple[int, int]:
     """Returns the finest bins that cover [low, high]: the exponent e of their width 2^e, and the index of the first."""
     reach, span = max(abs(low), abs(high)), high - low
-    # Without values that determine a width, bins are as fine as possible, since they can only be joined later.
+    # Without values that determine a width, bins are as fine as possible, since they can only be joined
+    # later.
     by_reach = math.frexp(reach)[1] - _INDEX_BITS if reach else _FINEST
     by_span = math.frexp(span / bins)[1] - 1 if span else _FINEST
     exponent = max(by_reach, by_span, _FINEST)
@@ -65,8 +66,8 @@ class Histogram(nn.Module):
 
     Attributes:
         counts: [bins] int64, starting with the bin that contains `low`.
-        low, high: exact extremes of all values, rank-0 float32; low > high before the first batch, and not finite
-            after a batch with a NaN or an infinity (such a batch is not counted).
+        low, high: exact extremes of all values, rank-0 float32; low > high before the first batch, and not
+            finite after a batch with a NaN or an infinity (such a batch is not counted).
     """
 
     counts: Tensor
