@@ -6,6 +6,6 @@ precision/           precision=auto: operators that stay float for accuracy
 placement/           placement=measured: operators that stay float for speed
 epochs               verify.every: the epoch of a fine-tuning
 climb                rescue=ladder: the rule that decides which rung to build on
-contest              the engine: entrants, a judge, a rule that keeps one of them
-judge, verdict       files on held-out images; the results of each, and their noise
+contest              the comparison: entrants, a judge, and a rule that keeps one entrant
+judge, verdict       the results of files on held-out images, and the noise of the results
 """

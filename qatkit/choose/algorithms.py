@@ -1,15 +1,15 @@
-"""The contest of the listed algorithms (algorithm_choice=auto), which keeps those that pay.
+"""The contest of the listed algorithms (algorithm_choice=auto), which keeps only those that improve the result.
 
     calibrated model ─┬─ + the cheapest ──> judged on images that neither ranges nor algorithms have seen ── keep?
                       ├─ the kept ones + the next ──> ...
                       └─ those that train weights, only while the target is missed beyond noise
 
-Algorithms are tried in the order in which they are listed, and run in the order of their stages. One is kept
-when its error of the outputs is smaller beyond noise (the mean of the differences image by image, two
-standard errors) and the metric is not worse beyond noise; so among equals the simpler model stays. A
-correction that a later one makes superfluous is dropped. The contest ends when the target (`target.max_drop`,
-without labels `target.min_agreement`) is met beyond noise.
-The choice is part of the checkpoint: a resumed run, and export.py, build the module with it.
+Algorithms are tried in the order of the list, and run in the order of their stages. An algorithm is kept if
+it reduces the error of the outputs beyond noise (two standard errors of the mean difference per image) and
+does not worsen the metric beyond noise. Among equals the simpler model is kept. A correction that a later one
+makes redundant is dropped. The contest ends when the target is met beyond noise (`target.max_drop`; without
+labels `target.min_agreement`). The choice is part of the checkpoint: a resumed run and export.py build the
+module with it.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ State = dict[str, Tensor]
 
 
 def chosen_algorithms(config: Config, stored: Mapping[str, Any] | None) -> list[str]:
-    """Returns the names of the algorithms that a module is built with: all listed ones, or those a run has chosen.
+    """Returns the names of the algorithms with which a module is built: the chosen ones of a run, or all listed ones.
 
     Args:
+        config: the configuration of the run.
         stored: the run's entries in its checkpoint (`qatkit.run.folder.Run.stored`).
     """
     if config.algorithm_choice == "all":
@@ -58,10 +59,14 @@ def chosen_algorithms(config: Config, stored: Mapping[str, Any] | None) -> list[
 def compete(
     run: Run, model: Captured, data: DataModule, module: QATModule, calibrated: Calibrated
 ) -> tuple[QATModule, list[Tried]]:
-    """Returns the module with the algorithms that pay, and the result of each.
+    """Returns the module with the algorithms that improve the result, and the results of all algorithms.
 
     Args:
+        run: the run.
+        model: the captured float model.
+        data: the data of the run.
         module: a calibrated module without algorithms.
+        calibrated: the results of its calibration.
     """
     with run.stage("algorithms", "algorithms compete"):
         module, tried = _Competition(run, model, data, module, calibrated, run.scratch).run()
@@ -70,14 +75,14 @@ def compete(
 
 
 def about_algorithms(tried: Sequence[Tried]) -> dict[str, Any]:
-    """Returns the checkpoint's entries for a contest; `tried` includes which algorithms found nothing to change."""
+    """Returns the entries of a contest in the checkpoint; `tried` also says which algorithms changed nothing."""
     names = [row.name for row in tried if row.kept and row.name != NONE]
     return {"algorithms": names, "tried": [asdict(row) for row in tried], IDLE: []}
 
 
 @dataclass(frozen=True)
 class _Model:
-    """A module with some algorithms, and its state after them."""
+    """A module with some algorithms, and its state after they have run."""
 
     names: tuple[str, ...]
     module: QATModule
@@ -107,13 +112,13 @@ class _Competition:
         self.exact = self.judge.of_float()
         self.module_type = type(module)
         self.contest: Contest[_Model, Verdict] = Contest(why_not, "improves beyond noise")
-        self.alone: dict[tuple[str, ...], Verdict] = {}  # verdicts on ranges without corrections
+        self.alone: dict[tuple[str, ...], Verdict] = {}  # verdicts without corrections
         # Calibrated modules by the names of the algorithms that come before calibration.
         self.ranges: dict[tuple[str, ...], tuple[QATModule, State]] = {(): (module, _copied(module))}
 
     @property
     def kept(self) -> _Trial:
-        """The model that the next algorithm is added to."""
+        """The kept model, to which the next algorithm is added."""
         assert self.contest.kept is not None
         return self.contest.kept
 
@@ -136,10 +141,10 @@ class _Competition:
         return self._final(self.kept.made), [_row(one) for one in contest.outcomes.values()]
 
     def _look(self, name: str) -> _Trial | None:
-        """Tries an algorithm that comes before the ranges without the later corrections, which are costly to repeat.
+        """Tries an algorithm of an early stage without the corrections after calibration, which are costly to repeat.
 
         Returns:
-            The trial; None where the model has no corrections, or the algorithm is one.
+            The trial; None if the model has no corrections, or if the algorithm is a correction.
         """
         early = self._early(self.kept.made.names)
         if self.algorithms[name].stage == CALIBRATED or early == self.kept.made.names:
@@ -147,11 +152,11 @@ class _Competition:
         return self._judged({*early, name}, f"{name}, with ranges only")
 
     def _early(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Returns the algorithms that come before calibration."""
+        """Returns those of the algorithms that run before calibration."""
         return tuple(name for name in names if self.algorithms[name].stage != CALIBRATED)
 
     def _needless(self, name: str) -> str:
-        """Says why an algorithm is not tried; "" if it is."""
+        """Returns the reason why an algorithm is not tried; "" if it is tried."""
         if self._meets(SURE):
             return "not tried: the target is met without it"
         if self.algorithms[name].expensive and self._meets(-1):
@@ -170,8 +175,8 @@ class _Competition:
             self.contest.yield_to(without, corrections, f"redundant with {name}")
 
     def _judged(self, chosen: set[str], title: str, standing: _Model | None = None) -> _Trial:
-        """Judges a model with these algorithms; one more than `standing` has starts from its weights."""
-        # By stage: the order in which they run.
+        """Builds and judges a model with the chosen algorithms, if possible from the state of `standing`."""
+        # Sorted by stage, which is the order in which they run.
         names = tuple(name for name in self.algorithms if name in chosen)
         made = Entrant(title, partial(self._made, names, standing))
         trial = judged(made, lambda model, title: self.judge(model.module.graph, title))
@@ -190,7 +195,7 @@ class _Competition:
         return _Model(names, module, _copied(module))
 
     def _calibrated(self, names: tuple[str, ...]) -> tuple[QATModule, State]:
-        """Returns a calibrated module with the algorithms that come before calibration."""
+        """Returns a calibrated module with the named algorithms, which run before calibration, and its state."""
         if names not in self.ranges:
             module = self._built(names)
             for name in names:
@@ -202,7 +207,7 @@ class _Competition:
         return self.ranges[names]
 
     def _plain(self) -> Config:
-        """Returns the configuration without its cache, which belongs to the model without algorithms."""
+        """Returns the configuration without its calibration cache, which belongs to the model without algorithms."""
         return replace(self.config, calibration=replace(self.config.calibration, cache=None))
 
     def _built(self, names: Sequence[str]) -> QATModule:
@@ -221,7 +226,7 @@ class _Competition:
             hook((images for images, _ in seen), [algorithm])
 
     def _final(self, kept: _Model) -> QATModule:
-        """Builds a module with the kept algorithms, so that it notes the operators that they leave unchanged."""
+        """Builds a module with the kept algorithms, which records the operators that they do not change."""
         module = self._built(kept.names) if kept.names else kept.module
         module.load_state_dict(kept.state)
         return module

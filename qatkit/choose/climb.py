@@ -1,9 +1,9 @@
-"""The rule of a climb, based on the reports of finished runs: figures, without the images behind them.
+"""The rule of a climb. It uses the figures in the reports of finished runs, without results of single images.
 
-    rung_why_not     why later rungs do not build on a rung: by the metric beyond chance, else by the outputs
+    rung_why_not     why later rungs do not build on a rung: by the metric, or by the outputs
     meets_target     whether a rung meets the target
 
-Each rung is an entrant of one contest (`qatkit.jobs.rescue`), whose judge is the run itself.
+Each rung is an entrant of one contest (`qatkit.jobs.rescue`), in which the run of the rung is the judge.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from qatkit.records.ladder import RungResult
 from qatkit_verify.classification import NAMES
 from qatkit_verify.records import Metric
 
-_DIGITS = 6  # digits of a drop in points; further ones come from subtraction
+_DIGITS = 6  # digits of a drop in points; further digits are errors of subtraction
 
 
 def meets_target(rung: RungResult, target: TargetConfig) -> bool:
-    """Returns whether a file meets the target: in the main metric, or without labels in agreement with float."""
+    """Returns whether a file meets the target in the main metric, or without labels in its agreement with float."""
     drop = None if rung.drop is None else round(rung.drop, _DIGITS)
     return rung.measured and keeps(target, drop, rung.agreement or 0.0, rung.sqnr_db)
 
 
 def rung_why_not(rung: RungResult, best: RungResult, metric: Metric = NAMES.main) -> str:
-    """Says why later rungs don't build on `rung` but on `best`; "" if they do.
+    """Returns the reason why later rungs build on `best` instead of `rung`; "" if they build on `rung`.
 
-    A metric in percent decides where the difference exceeds chance, given the images that the two could judge
-    differently. Otherwise the distance of the outputs to float's decides. The chance in other metrics is
-    unknown.
+    A metric in percent decides if the difference exceeds chance, estimated from the number of images on which
+    the two may differ. Otherwise the distance between the outputs and float's decides, as for other metrics,
+    whose chance is unknown.
     """
     if rung.score is not None and best.score is not None and metric.unit == "%":
         differing = (2 - (rung.agreement or 0.0) - (best.agreement or 0.0)) * rung.images
@@ -43,5 +43,5 @@ def rung_why_not(rung: RungResult, best: RungResult, metric: Metric = NAMES.main
 
 
 def _decibel(rung: RungResult) -> float:
-    """Returns the signal-to-noise ratio of a file's outputs, infinite where they equal float's."""
+    """Returns the signal-to-noise ratio of a file's outputs in dB; infinity if they equal float's."""
     return math.inf if rung.sqnr_db is None else rung.sqnr_db

@@ -4,8 +4,9 @@
                                                                           └─ decided   one of all that were judged
     resumed                a result that a killed run has found already is read again
 
-A chooser is its entrants, its rule and its record. A judge is any function of what was made and its name:
-`qatkit.choose.judge.Judge` where accuracy decides; its verdicts, and their noise, are in `qatkit.choose.verdict`.
+Each choice consists of its entrants, its rule and its record. A judge is any function of a candidate and its
+name. If accuracy decides, it is `qatkit.choose.judge.Judge`, whose verdicts and their noise are in
+`qatkit.choose.verdict`.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from typing import Any, Generic, TypeVar
 from qatkit.run.folder import main_process
 from qatkit_verify.files import write_text
 
-M = TypeVar("M")  # the candidate: a file, a graph, a configuration
+M = TypeVar("M")  # the candidate: a file, a graph or a configuration
 V = TypeVar("V")  # the verdict on it
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Entrant(Generic[M]):
-    """A candidate: its name, and the function that makes the file or graph to judge."""
+    """A candidate: its name, and the function that creates the file or graph to judge."""
 
     name: str
     make: Callable[[], M]
@@ -35,7 +36,7 @@ class Entrant(Generic[M]):
 
 @dataclass(frozen=True)
 class Judged(Generic[M, V]):
-    """A candidate that was made, and the verdict on it; `seconds` covers both."""
+    """A candidate that was created, the verdict on it, and the seconds of both."""
 
     name: str
     made: M
@@ -45,7 +46,7 @@ class Judged(Generic[M, V]):
 
 @dataclass(frozen=True)
 class Outcome(Generic[V]):
-    """The result for one entrant. Without a verdict it was not tried, and `why` gives the reason."""
+    """The result for one entrant. An entrant without a verdict was not tried; `why` gives the reason."""
 
     name: str
     verdict: V | None = None
@@ -55,7 +56,7 @@ class Outcome(Generic[V]):
 
 
 def judged(entrant: Entrant[M], judge: Callable[[M, str], V]) -> Judged[M, V]:
-    """Makes an entrant and returns the judge's verdict on it; the judge receives the candidate and its name."""
+    """Creates the candidate of an entrant; returns it with the judge's verdict. The judge also receives its name."""
     start = time.monotonic()
     made = entrant.make()
     verdict = judge(made, entrant.name)
@@ -63,15 +64,16 @@ def judged(entrant: Entrant[M], judge: Callable[[M, str], V]) -> Judged[M, V]:
 
 
 class Contest(Generic[M, V]):
-    """Compares entrants one by one, each with the one that is kept so far.
+    """Compares entrants one by one with the candidate that is kept so far.
 
     Args:
-        why_not: (verdict of a trial, verdict of what is kept) -> why the trial is not kept, "" if it is.
-        won: the reason given for one that is kept.
+        why_not: a function of the verdicts on a trial and on the kept candidate. It returns the reason why
+            the trial is not kept, or "" if it is kept.
+        won: the reason that is recorded for a kept trial.
 
     Attributes:
-        kept: the candidate that the next trial has to beat; None before anything was kept.
-        outcomes: the outcomes by name, in the order in which they came.
+        kept: the candidate that the next trial has to beat; None before the first one is kept.
+        outcomes: the outcomes by name, in the order of the trials.
     """
 
     def __init__(self, why_not: Callable[[V, V], str], won: str = "") -> None:
@@ -80,28 +82,30 @@ class Contest(Generic[M, V]):
         self.outcomes: dict[str, Outcome[V]] = {}
 
     def enter(self, trial: Judged[M, V]) -> Outcome[V]:
-        """Compares a trial with what is kept, and keeps it if the rule says so; the first one is kept."""
+        """Compares a trial with the kept candidate, and keeps one of them by the rule; the first trial is kept."""
         why = "" if self.kept is None else self.why_not(trial.verdict, self.kept.verdict)
         return self.reject(trial, why) if why else self.keep(trial, self.won)
 
     def keep(self, trial: Judged[M, V], why: str = "") -> Outcome[V]:
-        """Keeps a trial without asking the rule."""
+        """Keeps a trial without applying the rule."""
         self.kept = trial
         return self._noted(Outcome(trial.name, trial.verdict, trial.seconds, kept=True, why=why))
 
     def reject(self, trial: Judged[M, V], why: str) -> Outcome[V]:
-        """Notes a trial that is not kept."""
+        """Records a trial that is not kept."""
         return self._noted(Outcome(trial.name, trial.verdict, trial.seconds, why=why))
 
     def leave_out(self, name: str, why: str) -> Outcome[V]:
-        """Notes an entrant that is not tried."""
+        """Records an entrant that is not tried."""
         return self._noted(Outcome(name, why=why))
 
     def yield_to(self, simpler: Judged[M, V], superfluous: Iterable[str], why: str) -> None:
-        """Replaces the kept candidate by a simpler one, unless the kept one pays in comparison.
+        """Replaces the kept candidate by a simpler one, unless the kept one is better by the rule.
 
         Args:
-            superfluous: names of earlier entrants that `simpler` does without, for the reason `why`.
+            simpler: the simpler candidate.
+            superfluous: the names of earlier entrants that `simpler` does not use.
+            why: the reason that is recorded for not keeping these entrants.
         """
         kept = self.kept
         assert kept is not None
@@ -124,8 +128,8 @@ def decided(
     """Returns the outcomes of a rule that chooses one of the judged candidates.
 
     Args:
-        verdicts: the verdicts, by name.
-        rule: returns the name of the candidate that is kept, and the reason.
+        verdicts: the verdicts by name.
+        rule: a function that returns the name of the candidate to keep, and the reason.
     """
     kept, why = rule(verdicts)
     return {
@@ -140,12 +144,14 @@ def resumed(
     read: Callable[[Mapping[str, Any]], T],
     plain: Callable[[T], Mapping[str, Any]],
 ) -> T:
-    """Returns the result that `path` holds from a killed run, or from the process that started this one.
+    """Returns the result in the file `path`, which a killed run or the process that started this one has written.
 
-    Where there is none, `find` finds it, and the main process writes it there.
+    Without such a file, `find` computes the result, and the main process writes it.
 
     Args:
-        read, plain: functions from and to plain containers.
+        path: the path of the file.
+        find: a function that computes the result.
+        read, plain: functions that convert the result from and to plain containers.
     """
     if path.is_file():
         return read(json.loads(path.read_text(encoding="utf-8")))

@@ -7,9 +7,9 @@
 
 The first file is exported; the others are the same file with other values (`qatkit.choose.judge.Files`). For
 images without labels, float's decision replaces the label. Among equal epochs the latest is kept. The start
-is kept where training made every epoch worse. The judged weights depend only on the checkpoint: a run that is
-killed while it judges has a checkpoint of that step, and judges again. A float control has no file of its own
-kind; its epochs are judged on the same images in PyTorch.
+is kept if training made every epoch worse. The judged weights depend only on the checkpoint: a run that was
+killed during a judgement has a checkpoint of that step and judges again. The epochs of a float control are
+judged on the same images in PyTorch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from qatkit_verify.session import open_session
 
 
 def make_ready(run: Run, module: QATModule, data: DataModule) -> None:
-    """Makes a module ready to ship: averaged weights, re-estimated statistics, aligned scales, as scheduled."""
+    """Prepares a module for its export as scheduled: averaged weights, re-estimated statistics, aligned scales."""
     module.take_average()
     _statistics(run, module, data)
     module.ready_to_convert()
@@ -57,7 +57,7 @@ def _statistics(run: Run, module: QATModule, data: DataModule) -> None:
 
 
 def curves_of(run: Run, data: DataModule) -> list[Curve]:
-    """Returns the curve of each stage that has judged epochs, for the report."""
+    """Returns, for the report, the curve of each stage whose epochs were judged."""
     found = []
     for stage, rows in run.curves.items():
         an_epoch = data.steps_per_epoch(batches_a_step(run.config.trainer)) if rows else 1
@@ -75,8 +75,8 @@ def latest_of_the_best(judged: Mapping[str, float], metric: Metric = NAMES.main)
     """Returns the epoch with the best metric (the latest of equals), and the reason.
 
     Args:
-        judged: the metric by step, in order of time.
-        metric: the metric, which says which value is best.
+        judged: the metric by step, in chronological order.
+        metric: the metric, which decides whether higher or lower values are better.
     """
     best = metric.best(judged.values())
     return next(
@@ -85,15 +85,18 @@ def latest_of_the_best(judged: Mapping[str, float], metric: Metric = NAMES.main)
 
 
 def _judged_before(module: QATModule) -> dict[str, float]:
-    """Returns the metric of the epochs that were judged, by step: the curve travels in checkpoints."""
+    """Returns the metric of the judged epochs by step, from the curve, which is stored in checkpoints."""
     return {str(row["step"]): row[SCORE] for row in module.curve}
 
 
 class Choosing(Judging):
-    """Keeps the best epoch in the module (`curve`, `best`), with which it travels in checkpoints.
+    """Keeps the best epoch in the module (`curve`, `best`), whose checkpoints contain it.
 
     Args:
-        checkpoint, interval: as in `Judging`.
+        run: the run.
+        module: the module in training.
+        data: the data of the run.
+        checkpoint, interval: the same as in `Judging`.
         title: the title of the stage.
     """
 
@@ -163,7 +166,7 @@ class Choosing(Judging):
         return accuracy(session, batches, config.trainer.progress, task=task).score
 
     def _with_answers(self, batches: Batches) -> Iterator[tuple[Any, Any]]:
-        """Replaces the labels by the float model's answers: without labels, float is the teacher."""
+        """Yields the batches with the float model's decisions in place of labels."""
         task = self.data.task
         for images, _ in batches:
             yield images, task.answers(task.joined(module_outputs(self.module.teacher[0], images)))

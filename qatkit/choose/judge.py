@@ -1,7 +1,7 @@
-"""Judges models by their files in ONNX Runtime, on images that no model was made with.
+"""Judges models by their files in ONNX Runtime, on held-out images.
 
     Judge(float outputs of the images) ── graph ──> file ──> metric, same decision as float, error of the outputs,
-                                                             image by image, so that two models can be compared by pairs
+                                                             per image, so that two models can be compared in pairs
 
 The result is a `qatkit.choose.verdict.Verdict`.
 """
@@ -36,10 +36,10 @@ from qatkit_verify.session import FloatArray, open_session
 
 
 def judging_options(module: QATModule) -> Mapping[str, str]:
-    """Returns session config entries for files of `module` that are compared with one another.
+    """Returns the session config entries for files of `module` that are compared with one another.
 
     Products that may saturate on this processor are computed exactly. No calibration method, algorithm or
-    training compensates for saturation, and each would be judged by it.
+    training can compensate for saturation, so it must not influence the comparison.
     """
     options = module.backend.session_options
     exact = saturates_here() and bool(unguarded(module.graph))
@@ -62,7 +62,7 @@ class Files:
     """Writes graphs as ONNX files: the first one is exported, the others are the same file with other values.
 
     Args:
-        example: as in `export_onnx`.
+        example: the example input, as in `export_onnx`.
         folder: a folder for temporary files.
     """
 
@@ -71,7 +71,7 @@ class Files:
         self.first: dict[str, Tensor] = {}
 
     def write(self, graph_module: fx.GraphModule) -> Path:
-        """Writes a prepared graph with its current values and returns the file, which lasts until the next call."""
+        """Writes a prepared graph with its current values and returns the file, which the next call overwrites."""
         converted = convert(graph_module).graph
         path = self.template.with_name("candidate.onnx") if self.template.exists() else self.template
         if path != self.template:
@@ -79,7 +79,7 @@ class Files:
                 refill(self.template, converted, path, self.first)
                 return path
             except ValueError:
-                pass  # another graph (a bias beyond int32 gave its weight per-channel scales), or literals
+                pass  # another graph (a bias beyond int32 led to per-channel scales), or literals
         else:
             self.first = {name: value.detach().clone() for name, value in may_be_literals(converted).items()}
         export_onnx(
@@ -94,16 +94,16 @@ class Files:
 
 
 class Judge:
-    """Runs models on one set of images.
+    """Judges models on one set of images.
 
     Args:
-        graph_module: prepared; with quantization off it is the reference for the others.
-        example: as in `export_onnx`.
-        held_out: (images, labels) batches, read once for each model and once for float.
+        graph_module: the prepared graph; with quantization off it is the reference for the others.
+        example: the example input, as in `export_onnx`.
+        held_out: (images, labels) batches, which are read once for each model and once for float.
         folder: a folder for temporary files.
-        runtime: settings of export and inference.
+        runtime: the settings of export and inference.
         title: the title of the progress bars.
-        shared: whether the folder is used only by judges of the same model and images: the first one leaves its
+        shared: whether only judges of the same model and images use the folder. The first one then leaves its
             template and float's outputs there for the next.
     """
 
@@ -141,9 +141,7 @@ class Judge:
         return self.task.mean(self._values(self.wanted)) if self.runtime.labelled else None
 
     def noise(self, verdict: Verdict) -> float:
-        """Returns the standard error of the difference in the main metric to float, from the images judged
-        differently.
-        """
+        """Returns the standard error of the difference to float in the main metric, from the images that differ."""
         values = self._values(self.wanted)
         return self.task.noise(values, values if verdict.values is None else verdict.values)
 
@@ -178,7 +176,7 @@ class Judge:
 
 
 def _mostly(same: NDArray[Any]) -> NDArray[np.bool_]:
-    """Returns, per image [N], whether most places agree, where decisions have further axes."""
+    """Returns whether most places of each image agree [N], for decisions with further axes."""
     return np.asarray(same.reshape(len(same), -1).mean(1) > 0.5)
 
 

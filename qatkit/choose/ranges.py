@@ -1,4 +1,4 @@
-"""The calibration stage of a run: from a cache if there is one, else a pass over the images and a choice.
+"""The calibration stage of a run: reads a cache if there is one, else observes images and chooses a method.
 
 calibration.search   none         the observer's own method
                      layerwise    for each tensor the percentile with the least error at the following outputs
@@ -44,9 +44,9 @@ from qatkit_verify.errors import counted
 from qatkit_verify.fitting import LEVELS
 from qatkit_verify.placement.sites import FloatSites, read_float_sites
 
-# Number of levels up to which a weight's largest value is a poor end of its range (figures: decision 13).
+# Largest number of levels for which the largest value of a weight is a poor limit of its range (decision 13).
 _NARROW = 64
-# One of so many images is held out of the pass, to choose between the methods.
+# One in this number of images is held out to choose between the methods.
 _HELD_OUT = 4
 _RANDOM = (
     "calibrated on random noise (calibration.random=true): ranges fit no real image, and accuracy on real images"
@@ -59,9 +59,9 @@ class Calibrated:
     """The outcome of a calibration.
 
     Attributes:
-        notes: notes for the reader of the report.
+        notes: notes for the report.
         candidates: the methods that were compared.
-        floats: sites of operators that stay float, since one scale does not hold the values around them.
+        floats: the sites of operators that stay float, since a single scale does not suit their mixed values.
         shifts: the shift of each channel that the bias compensates, by site.
     """
 
@@ -79,7 +79,7 @@ class Calibrated:
 
     @property
     def method(self) -> str | None:
-        """The method chosen by a tournament; None without one."""
+        """The method that a tournament has chosen; None if there was no tournament."""
         return next((row.method for row in self.candidates if row.chosen), None)
 
 
@@ -94,11 +94,17 @@ def calibrate_module(
     """Sets the activation ranges of `module`.
 
     Args:
-        method: chosen by an earlier tournament for another form of the same model; no new tournament is held then.
-        folder: where a tournament leaves its template for another judge of the same model; None: nowhere.
+        module: the prepared module.
+        data: the data of the run.
+        config: the configuration of the run.
+        example: the example input, as in `export_onnx`.
+        method: the method that an earlier tournament chose for another form of the same model; it replaces a
+            tournament.
+        folder: the folder in which a tournament leaves its template for another judge of the model; None
+            means nowhere.
 
     Raises:
-        ConfigError: a cache of something else, no images, or activations that are not finite.
+        ConfigError: the cache belongs to other data, there are no images, or activations are not finite.
     """
     path = None if config.calibration.cache is None else Path(config.calibration.cache)
     graph = module.graph
@@ -127,10 +133,12 @@ def calibrate_module(
 
 
 def check_cache(data: DataModule, config: Config) -> None:
-    """Checks, before anything long, that an existing cache belongs to these data and settings, whatever the model.
+    """Checks, before the long stages, that an existing cache belongs to these data and settings.
+
+    The model is checked later.
 
     Raises:
-        ConfigError: the cache is damaged, or belongs to something else.
+        ConfigError: the cache is damaged, or belongs to other data or settings.
     """
     path = config.calibration.cache
     if path is not None and Path(path).exists():
@@ -150,14 +158,14 @@ def _key(data: DataModule, config: Config) -> statistics.Key:
         of_data = statistics.fingerprint(config.data.source, indices, data.digests(indices), first)
     settings = {f"calibration.{k}": str(v) for k, v in asdict(chosen).items() if k != "cache"}
     if config.algorithm_choice == "auto":
-        settings["algorithm_choice"] = "auto"  # holds images out
+        settings["algorithm_choice"] = "auto"  # this setting holds images out
     if config.precision.search == "auto":
-        settings["precision.search"] = "auto"  # does so too
+        settings["precision.search"] = "auto"  # and so does this one
     return {"data": of_data, "backend": backend_of(config).name} | settings | digest_of_encodings(config)
 
 
 def splits(data: DataModule, config: Config) -> tuple[list[int], list[int]]:
-    """Returns the indices of the images to observe, and of those held out to choose by."""
+    """Returns the indices of the images to observe, and of the images held out to compare candidates."""
     indices = data.calibration_indices(config.calibration.images)
     if not holds_out(config):
         return indices, []
@@ -166,7 +174,7 @@ def splits(data: DataModule, config: Config) -> tuple[list[int], list[int]]:
 
 
 def runtime_of(config: Config, module: QATModule, data: DataModule) -> Runtime:
-    """Returns the settings with which the compared files are made and run."""
+    """Returns the settings with which the compared files are exported and run."""
     options, threads = judging_options(module), config.verify.threads
     return Runtime(config.export, options, threads, config.trainer.progress, data.labelled, data.task)
 
@@ -182,22 +190,22 @@ def _observe(
     chosen, progress = config.calibration, config.trainer.progress
     if chosen.random:
         warnings.warn(_RANDOM, stacklevel=2)
-        module.mixed_scales = module.mean_shifts = "report"  # noise has no information on these either
+        module.mixed_scales = module.mean_shifts = "report"  # noise has no information on them either
         noise = shown(_noise(data, chosen, config.seed), "calibrating on noise", progress)
         module.calibrate(images for images, _ in noise)
         return Calibrated((_RANDOM,))
     indices, held_out = splits(data, config)
-    if not fake_quantizers(module.graph):  # nothing has a range; the shifts of means need a few images
+    if not fake_quantizers(module.graph):  # without ranges, the shifts of means need only a few images
         indices = indices[:SAMPLE]
     batches = data.image_batches(indices, chosen.batch_size)
     watch = Watch(module.graph, len(indices), data.classes)
     module.calibrate(watch(shown(batches, "calibrating", progress)))
-    graph = module.graph  # another graph, where operators stay float
+    graph = module.graph  # the graph differs if operators stay float
     ranges = fake_quantizers(module.graph)
     notes = (*(watch.notes() if ranges else ()), *_about_scales(module), *_about_shifts(module))
     shifts = {one.site: one.shift for one in module.shifted} if module.mean_shifts == "correct" else {}
     found = Calibrated(notes, floats=tuple(module.floats), shifts=shifts)
-    for note in found.notes if method is None else ():  # the same images were warned of before
+    for note in found.notes if method is None else ():  # the same images have already caused this warning
         warnings.warn(note, stacklevel=2)
     if not ranges:
         return found
@@ -214,7 +222,7 @@ def _observe(
 
 
 def _about_scales(module: QATModule) -> list[str]:
-    """Returns a line for each tensor that one scale does not hold, with the operators left float for it."""
+    """Returns a line for each tensor that a single scale does not suit, with the operators that stay float for it."""
     lines = []
     for one in module.mixed:
         floats = [name for name in one.floats if name in module.floats]
@@ -224,7 +232,7 @@ def _about_scales(module: QATModule) -> list[str]:
 
 
 def _about_shifts(module: QATModule) -> list[str]:
-    """Returns a line about the operators whose means shift by rounded weights; none where there is none."""
+    """Returns a line on the operators whose output means shift due to rounded weights; empty if there are none."""
     if not module.shifted:
         return []
     worst = min(module.shifted, key=lambda one: one.before_db)
@@ -243,7 +251,7 @@ def _layerwise(graph: fx.GraphModule, batches: ImageLoader, progress: bool) -> N
 
 
 def _noise(data: DataModule, config: CalibrationConfig, seed: int) -> Iterator[tuple[Batch, Tensor]]:
-    """Yields batches of noise as `Preprocessing` or the inputs draw it, with meaningless labels."""
+    """Yields batches of noise, drawn by `Preprocessing` or the inputs, with meaningless labels."""
     generator = torch.Generator().manual_seed(seed)
     draw = data.preprocessing.noise if data.of_pictures else data.inputs.noise
     for start in range(0, config.images, config.batch_size):

@@ -1,14 +1,14 @@
-"""The tournament of calibration methods: one pass over the images, every method's ranges, the best ones kept.
+"""The tournament of calibration methods: observes images once, compares the ranges of all methods, keeps the best.
 
     observe      a histogram of each tensor, over three quarters of the images
     per tensor   the error that each method's range causes at the following outputs (`calibration.candidates`)
     whole model  the most promising methods, and the mix of each tensor's best, as ONNX files on the remaining
                  images: the metric where they have labels, and how far the outputs are from float's
 
-Only methods count that are not worse than min-max in the task's main metric, and within a standard error of
-the best. Of these, the one with the least error of the outputs wins; among equals (1 %) the first, the mix
-last. A difference of one or two images in a hundred is chance; the outputs are not.
-The file is exported once; each method only refills its constants.
+A method must not be worse than min-max in the task's main metric, and must be within a standard error of the
+best. Of these, the one with the smallest error of the outputs wins. Errors within 1 % are equal: the first
+method wins, and the mix is last. The outputs decide, since a difference of one or two images in a hundred is
+chance. The file is exported once, and its constants are replaced for each method.
 """
 
 from __future__ import annotations
@@ -39,10 +39,12 @@ from qatkit.graph.signature import Example
 from qatkit.progress import Batches, shown
 from qatkit.records.tried import Candidate
 
-# Methods (in addition to min-max and the mix) tried as a file, and images that judge each tensor's ranges.
+# Number of methods tried as a file (besides min-max and the mix), and of images that score each tensor's
+# ranges.
 FINALISTS = 3
 SCORING_IMAGES, _AT_ONCE = 16, 4
-# Output errors that differ by less are equal, for a hundred images: a method with a name comes before a mix.
+# Relative difference below which errors are equal, for a hundred images. A named method then precedes the
+# mix.
 _AS_GOOD = 0.01
 
 
@@ -54,17 +56,18 @@ def tournament(
     runtime: Runtime,
     folder: Path | None = None,
 ) -> list[Candidate]:
-    """Gives a graph whose histograms are filled the ranges of the best method.
+    """Sets the ranges of the best method in a graph whose histograms are filled.
 
     Args:
-        graph_module: prepared and calibrated by a histogram observer.
-        example: as in `export_onnx`.
-        observed: (images, labels) batches used for calibration.
-        held_out: (images, labels) batches not used for it; read once per finalist.
-        folder: where the template stays, for another judge of the same model.
+        graph_module: the prepared graph, calibrated by a histogram observer.
+        example: the example input, as in `export_onnx`.
+        observed: the (images, labels) batches of the calibration.
+        held_out: other (images, labels) batches, which are read once per finalist.
+        runtime: the settings of export and inference.
+        folder: the folder in which the template is kept for another judge of the same model.
 
     Returns:
-        All methods, the finalists with their figures.
+        All methods; the finalists have their figures.
     """
     offered, errors = _offered(graph_module, observed, runtime.progress)
     total = {title: fmean(errors[title].values()) for title in offered}
@@ -96,7 +99,7 @@ def _row(outcome: Outcome[Verdict], output_error: float, images: int) -> Candida
 
 
 def use(graph_module: fx.GraphModule, method: str, observed: Batches, progress: bool) -> None:
-    """Gives a graph whose histograms are filled the ranges of a method that an earlier tournament has chosen."""
+    """Sets the ranges of a method that an earlier tournament has chosen, in a graph whose histograms are filled."""
     known = _offered(graph_module, observed, progress)[0] if method == MIXED else candidates(graph_module)
     apply(graph_module, known[method])
 
@@ -104,7 +107,7 @@ def use(graph_module: fx.GraphModule, method: str, observed: Batches, progress: 
 def _offered(
     graph_module: fx.GraphModule, observed: Batches, progress: bool
 ) -> tuple[dict[str, Ranges], dict[str, dict[str, float]]]:
-    """Returns the ranges of every method and of the mix, and the error at the outputs that follow each tensor."""
+    """Returns the ranges of every method and of the mix, and their errors at the outputs that follow each tensor."""
     offered = candidates(graph_module)
     errors = output_errors(graph_module, offered, scoring_images(observed, progress))
     offered[MIXED] = best_of_each(offered, errors)
@@ -113,7 +116,7 @@ def _offered(
 
 
 def scoring_images(batches: Batches, progress: bool) -> Iterator[Tensor]:
-    """Yields the images that judge each tensor's ranges, a few at a time."""
+    """Yields the images that score each tensor's ranges, a few at a time."""
     images, labels = next(iter(batches))
     few = [
         part[:SCORING_IMAGES].split(_AT_ONCE) for part in (torch.as_tensor(images), torch.as_tensor(labels))
@@ -131,9 +134,9 @@ def least_error(verdicts: Mapping[str, Verdict]) -> tuple[str, str]:
 
 
 def _accurate(verdicts: Mapping[str, Verdict]) -> Mapping[str, Verdict]:
-    """Returns the verdicts within a standard error of the best metric and not worse than min-max.
+    """Returns the verdicts that are within a standard error of the best metric and not worse than min-max.
 
-    All without labels.
+    Without labels all verdicts are returned.
     """
     scores = {name: one.score for name, one in verdicts.items() if one.score is not None}
     if not scores:

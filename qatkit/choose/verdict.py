@@ -1,9 +1,9 @@
-"""The quality of one model on held-out images, and how much of a difference between two models is chance.
+"""The quality of one model on held-out images, and the part of a difference between two models that is chance.
 
-    Verdict          a model, image by image, so that two are compared by pairs
-    why_not          why a trial does not pay: a worse metric, or no gain beyond noise
-    aim              the target of a run, which asks for no less than the bounds that the file has to meet
-    meets, keeps     whether a target is met: with standard errors to spare, or by the figures only
+    Verdict          the results per image, so that two models can be compared in pairs
+    why_not          why a trial is not kept: a worse metric, or no gain beyond noise
+    aim              the target of a run, which is at least as strict as the bounds that the file has to meet
+    meets, keeps     whether a target is met: beyond noise, or by the figures only
     chance           the standard error of a difference in a metric that counts images
 
 Differences up to two standard errors (`SURE`) count as chance.
@@ -22,7 +22,7 @@ from qatkit.config.schema import Config, TargetConfig
 from qatkit.tasks import CLASSIFICATION, Task
 from qatkit.train.module import NOTHING
 
-SURE = 2.0  # standard errors that a difference has to exceed
+SURE = 2.0  # number of standard errors that a difference has to exceed
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class Verdict:
     """The results of one model on the judge's images.
 
     Attributes:
-        values: [N], the contribution of each image to the task's main metric; None without labels.
-        same: [N], whether the decision equals float's.
-        errors: [N], mean squared difference of the outputs from float's, relative to the mean square of float's over
-            all images; all NaN where float's outputs are equal.
-        task: defines the metric.
+        values: the contribution of each image to the task's main metric, [N]; None without labels.
+        same: whether the decision for each image equals float's, [N].
+        errors: the mean squared difference between the outputs and float's for each image, [N], relative to
+            the mean square of float's over all images; all NaN if that is not defined.
+        task: the task, which defines the metric.
     """
 
     values: NDArray[Any] | None
@@ -49,21 +49,18 @@ class Verdict:
 
     @property
     def agreement(self) -> float:
-        """The share of the images whose decision equals float's."""
+        """The share of images whose decision equals float's, from 0 to 1."""
         return float(self.same.mean())
 
     @property
     def error(self) -> float | None:
-        """The mean of the relative squared errors; None where it is undefined."""
+        """The mean of the relative squared errors; None if it is undefined."""
         error = float(self.errors.mean())
         return None if math.isnan(error) else error
 
     @property
     def sqnr_db(self) -> float | None:
-        """The signal-to-noise ratio of the outputs in decibels.
-
-        None where they are equal, or where there is no error.
-        """
+        """The signal-to-noise ratio of the outputs in decibels; None if it is infinite or undefined."""
         return -10 * math.log10(self.error) if self.error else None
 
 
@@ -71,17 +68,18 @@ def chance(differing: float, images: int) -> float:
     """Returns the standard error of a difference in a metric that counts images, in points.
 
     Args:
-        differing: images that exactly one of the two models judges rightly; one is added, since none proves nothing.
-        images: the images that both were judged on.
+        differing: the number of images that exactly one of the two models classifies correctly. One is added,
+            since a count of zero does not prove that there is no difference.
+        images: the number of images on which both were judged.
     """
     return 100 * math.sqrt(differing + 1) / max(1, images)
 
 
 def why_not(trial: Verdict, kept: Verdict) -> str:
-    """Says why `trial` does not replace `kept`; "" if it pays.
+    """Returns the reason why `trial` does not replace `kept`; "" if it does.
 
-    It pays if its metric is no worse beyond noise, and the errors of its outputs are smaller beyond noise, in the mean
-    of the differences image by image.
+    It does if its metric is not worse beyond noise, and the errors of its outputs are smaller beyond noise by
+    the mean difference per image.
     """
     if trial.values is not None and kept.values is not None:
         worse = trial.task.worse(kept.values, trial.values, SURE)
@@ -99,7 +97,7 @@ def why_not(trial: Verdict, kept: Verdict) -> str:
 
 
 def aim(config: Config, *, labelled: bool) -> TargetConfig:
-    """Returns the target of a run; without labels it asks for no less than `verify` binds."""
+    """Returns the target of a run; without labels it is at least as strict as the bounds of `verify`."""
     target, bounds = config.target, config.verify
     if labelled:
         return replace(target, min_sqnr=None)
@@ -109,10 +107,13 @@ def aim(config: Config, *, labelled: bool) -> TargetConfig:
 
 
 def meets(verdict: Verdict, exact: Verdict, target: TargetConfig, sure: float) -> bool:
-    """Returns whether the target is met, with so many standard errors to spare.
+    """Returns whether the target is met with a margin of `sure` standard errors.
 
     Args:
+        verdict: the verdict on the model.
         exact: the verdict on the float model.
+        target: the target.
+        sure: the margin in standard errors; a negative one also accepts a target that is missed within noise.
     """
     if not _near(target, verdict.sqnr_db):
         return False
@@ -131,10 +132,12 @@ def keeps(
     """Returns whether figures meet a target.
 
     Args:
-        drop: how much worse the main metric is than float's; None without labels, where the agreement counts.
-        agreement: share of the images whose decision equals float's.
-        sqnr_db: the SQNR of the outputs against float's; None: equal.
-        slack: points that a subtraction may have added to the drop.
+        target: the target.
+        drop: the loss of the main metric compared with float's; None without labels, where the agreement
+            counts.
+        agreement: the share of images whose decision equals float's.
+        sqnr_db: the signal-to-noise ratio between the outputs and float's in dB; None if they are equal.
+        slack: the points that a subtraction may have added to the drop.
     """
     if not _near(target, sqnr_db):
         return False

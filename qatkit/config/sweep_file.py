@@ -1,10 +1,9 @@
 """The file sweep.json in a sweep's folder: it has the folder and cluster job of each run, so that none is repeated.
 
-multirun/A/sweep.json     seed=0: its folder, job 12_0     seed=1: ...          interrupted
+    multirun/A/sweep.json     seed=0: its folder, job 12_0     seed=1: ...          interrupted
     multirun/B/sweep.json     the same command again, which starts with A's runs
 
-    A sweep is recognized by its typed overrides. If all of its runs have ended, the same command starts a new
-    sweep.
+A sweep is recognized by its typed overrides. If all of its runs have ended, the same command starts a new sweep.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A climb: runs one rung after another, each as a complete run in its own folder, until the target is met.
 
     FOLDER/rungs/float/              the float file, and its weights if they were trained here
-    FOLDER/rungs/naive/ ...          one run each: configuration, checkpoint, file, report; its output in
-    table.txt
+    FOLDER/rungs/naive/ ...          a run each: configuration, checkpoint, file, report; its output in table.txt
     FOLDER/ladder.json               the results of the rungs so far
     FOLDER/                          at the end: the bundle of the chosen rung, verified with the user's settings
 

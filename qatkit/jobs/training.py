@@ -120,7 +120,7 @@ class Length:
 
     @property
     def finished(self) -> bool:
-        """Whether the checkpoint is that of the finished training."""
+        """Returns whether the checkpoint is that of the finished training."""
         return bool(self._stored.get("finished"))
 
     @property

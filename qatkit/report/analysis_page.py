@@ -27,8 +27,8 @@ from qatkit.report.analysis_text import (
 from qatkit.report.html import chart, section, table
 from qatkit_verify.records import TaskNames
 
-_BARS = 12  # sites with a bar; the others are only in the table
-_STEP = 10.0  # dB between two grid lines
+_BARS = 12  # number of sites with a bar; the others are only in the table
+_STEP = 10.0  # distance between two grid lines in dB
 
 
 def analysis_section(results: Results) -> str:
@@ -126,8 +126,10 @@ def _tensors(found: Analysis) -> str:
 
 
 def _depth(one: Comparison) -> str:
-    """Returns SQNR of every activation in graph order: with only its own quantization, and with everything
-    before it.
+    """Returns a drawing of the SQNR of every activation in graph order.
+
+    One line shows it with only the activation itself quantized, the other with everything before it
+    quantized.
     """
     rows = [row for row in one.rows if row.kind == ACTIVATION and row.simulated is not None]
     if len(rows) < 2:

@@ -27,9 +27,9 @@ SIDES = (
     ("both", "both, simulated"),
     ("int8", "INT8, ONNX Runtime"),
 )
-_SHOWN = 8  # sites on the terminal
+_SHOWN = 8  # number of sites on the terminal
 _CLASSES = 3
-# If both sides together lose less than this, there is nothing to fix.
+# Loss of both sides together below which there is nothing to fix.
 _POINTS, _AGREEMENT = 0.1, 0.995
 
 
@@ -61,7 +61,7 @@ def site_cells(row: SensitivityRow, labelled: bool) -> tuple[str, ...]:
 
 
 def rows_of(found: Analysis, direction: str) -> list[SensitivityRow]:
-    """Returns the rows of a direction, the most sensitive first; the estimates if nothing was measured."""
+    """Returns the rows of a direction, the most sensitive first; the estimated rows if nothing was measured."""
     chosen = [row for row in found.sensitivity or found.estimate if row.direction == direction]
     return sorted(chosen, key=lambda row: row.loss, reverse=direction == ONLY)
 
@@ -86,7 +86,7 @@ def worst_classes(rows: Sequence[ClassRow], count: int = _CLASSES) -> list[Class
 
 
 def advice_line(results: Results) -> str:
-    """Returns a line on the side that loses, with the proposed fix for this very run if one is known."""
+    """Returns a line on the side that loses accuracy, with a suggested fix for this run if one is known."""
     found = results.analysis
     if found is None or found.isolation is None:
         return ""
@@ -101,7 +101,7 @@ def advice_line(results: Results) -> str:
 
 
 def _ways(results: Results, found: Analysis, line: str) -> list[str]:
-    """Returns settings that help the side that loses and were not used yet."""
+    """Returns unused settings that improve the side that loses accuracy."""
     asked, ways = RequestedSettings(results), []
     if not line.endswith(BY_ACTIVATIONS) and asked.get("calibration.weights") in ("auto", "max"):
         ways.append("calibration.weights=mse")
@@ -115,7 +115,7 @@ def _ways(results: Results, found: Analysis, line: str) -> list[str]:
 
 
 def without_labels(results: Results) -> str:
-    """Returns the words for what replaces the metric without labels."""
+    """Returns the name of the figure that replaces the metric without labels."""
     return f"without labels, judged by the same {results.task.decision} as float, KL and SQNR"
 
 

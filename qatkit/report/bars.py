@@ -1,4 +1,4 @@
-"""The bars of report.html: a figure of each row of the table, drawn to one scale."""
+"""The bar charts of report.html: a figure of each row of the table, drawn to one scale."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from qatkit.records.results import Results
 
 
 def charts(results: Results) -> str:
-    """Returns accuracy, or what replaces it, next to latency; what was not measured is left out."""
+    """Returns the charts of accuracy (or of the figure that replaces it) and latency; unmeasured ones are left out."""
     found = "".join(filter(None, (_share_bars(results), _latency_bars(results))))
     return f'<div class="cols">{found}</div>'
 
 
 def _share_bars(results: Results) -> str:
-    """Returns the main metric if it is a share; without labels the share of images with the same decision as
-    float.
-    """
+    """Returns a chart of the main metric if it is a share; without labels, of the share of equal decisions."""
     task = results.task
     if results.labelled and task.main.unit != "%":
         return ""

@@ -1,4 +1,4 @@
-"""The epochs of the training stages: one line each on the terminal, a drawing and a table each on the page."""
+"""The epochs of the training stages: a line per stage on the terminal, a drawing and a table on the page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from qatkit.report.html import section, table
 from qatkit.report.summary import ABSENT
 from qatkit_verify.records import TaskNames
 
-_SHOWN = 8  # epochs on a line of the terminal
+_SHOWN = 8  # number of epochs on a line of the terminal
 
 
 def columns(task: TaskNames) -> tuple[str, ...]:
@@ -35,7 +35,7 @@ def cells(curve: Curve) -> list[tuple[str, ...]]:
 
 
 def measured(curve: Curve) -> str:
-    """Returns what the figures were measured on, in words."""
+    """Returns a description of the images on which the figures were measured."""
     images = f"{curve.images:,} held-out training images"
     if not curve.chosen:
         images = images if curve.held_out else f"{curve.images:,} test images"
@@ -46,9 +46,7 @@ def measured(curve: Curve) -> str:
 
 
 def lines(results: Results) -> list[str]:
-    """Returns a line per stage for the terminal, with a selection of many epochs that includes the last and
-    the kept one.
-    """
+    """Returns a line per stage for the terminal; of many epochs, it shows some, including the last and the kept one."""
     return [_line(curve, results.task) for curve in results.curves]
 
 
@@ -83,7 +81,7 @@ def _drawn(curve: Curve, task: TaskNames) -> str:
     if len(curve.epochs) < 2:
         return ""
     values = [one.score for one in curve.epochs]
-    step = 10 ** math.ceil(math.log10(max(max(values) - min(values), 0.1) / 5))  # step of the grid
+    step = 10 ** math.ceil(math.log10(max(max(values) - min(values), 0.1) / 5))  # grid distance
     low, high = math.floor(min(values) / step) * step, math.ceil(max(values) / step + 1e-9) * step
     last = curve.epochs[-1].step
     points = [(one.step / last, one.score) for one in curve.epochs]

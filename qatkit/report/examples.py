@@ -8,9 +8,9 @@ from qatkit.records.examples import Example, Examples, Panel, Shape
 from qatkit.records.results import Results
 from qatkit.report.html import section, table
 
-_LINE, _TEXT = 150, 20  # the height of a panel over the width of a line, and over the height of letters
-_OPEN, _MOST = 30, 100  # classes that are listed without unfolding, and at most
-_FEWEST = 3  # classes: with two, the total says it all
+_LINE, _TEXT = 150, 20  # ratio of the height of a panel to the width of a line, and to the height of letters
+_OPEN, _MOST = 30, 100  # number of classes that are listed initially, and at most
+_FEWEST = 3  # smallest number of classes for a table: with two, the total is enough
 
 
 def examples_section(results: Results) -> str:

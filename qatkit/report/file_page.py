@@ -48,11 +48,11 @@ def _node_row(node: NodeAudit, macs: int, total: float) -> tuple[str, list[str]]
     ]
 
 
-_TENSORS = 200  # rows of the tensor table; the rest is in report.json
+_TENSORS = 200  # number of rows in the tensor table; the others are in report.json
 
 
 def parity_section(results: Results) -> str:
-    """Returns the section; "" if neither was measured."""
+    """Returns the section; "" if no parity was measured."""
     tensors = "" if results.divergence is None else _tensors(results.divergence)
     if results.parity is None:
         return section("Tensor by tensor", tensors) if tensors else ""

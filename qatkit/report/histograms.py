@@ -24,14 +24,12 @@ if TYPE_CHECKING:
 FOLDER = "histograms"
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 900, 360, 20, 60, 60
 _FLOAT, _QUANTIZED, _END, _STEP, _TEXT = "#8fa0b5", "#1f6feb", "#b3261e", "#57606a", "#1f2328"
-_LEAST_GAP = 3.0  # pixels between two drawn steps
-_LONGEST = 100  # characters of a site in a file name
+_LEAST_GAP = 3.0  # smallest distance between two drawn steps in pixels
+_LONGEST = 100  # number of characters of a site in a file name
 
 
 def draw_histograms(folder: Path, found: Comparison) -> Comparison:
-    """Writes a file for each row with a histogram into a run's folder; returns the rows with the names of
-    their files.
-    """
+    """Writes a PNG file for each row with a histogram into a run's folder; returns the rows with their file names."""
     place = folder / PICTURES / FOLDER
     place.mkdir(parents=True, exist_ok=True)
     rows = []
@@ -71,7 +69,7 @@ def _draw(path: Path, row: TensorRow, found: Histogram) -> None:
 
 
 def _about(row: TensorRow, found: Histogram, every: int) -> str:
-    """Returns the figures of a tensor in words."""
+    """Returns the figures of a tensor as text."""
     widest = " (largest of its scales)" if row.kind == WEIGHT else ""
     drawn = "" if every == 1 else f", one of {every} is drawn"
     sqnr = "equal to float" if row.own.sqnr is None else f"SQNR {decibels(row.own.sqnr)} dB"
@@ -82,7 +80,7 @@ def _about(row: TensorRow, found: Histogram, every: int) -> str:
 
 
 def steps(found: Histogram, every: int = 1) -> list[float]:
-    """Returns the values that the type can hold, from the lower end of its range, every `every`th."""
+    """Returns every `every`th value that the type can represent, starting at the lower end of its range."""
     if found.step <= 0:
         return []
     count = round((found.range_high - found.range_low) / found.step)
@@ -90,7 +88,7 @@ def steps(found: Histogram, every: int = 1) -> list[float]:
 
 
 def _every(found: Histogram, low: float, high: float) -> int:
-    """Returns which steps are drawn, a power of two, so that they can be distinguished."""
+    """Returns the distance between drawn steps, a power of two, so that they can be distinguished."""
     if found.step <= 0 or high <= low:
         return 1
     gap = (_WIDTH - 2 * _LEFT) * found.step / (high - low)

@@ -16,8 +16,9 @@ def table(head: Sequence[str], rows: Iterable[tuple[str, Sequence[str]]], style:
 
     Args:
         head: the column headings.
-        rows: (class of the row, cells); a cell is finished HTML: a `<td ...>`, or text to be wrapped in one.
-        style: class of the table.
+        rows: (class of the row, cells) for each row; a cell is HTML: a `<td ...>`, or text to be wrapped in
+            one.
+        style: the class of the table.
     """
     rows = list(rows)
     textual = [cell.startswith('<td class="left') for cell in rows[0][1]] if rows else [False] * len(head)
@@ -44,10 +45,10 @@ def chart(drawing: str, ticks: Sequence[str], ends: tuple[str, str], pins: str =
     """Returns a drawing of `qatkit.report.svg` with its labels.
 
     Args:
-        drawing: SVG, which stretches with the page.
-        ticks: labels of its left edge, the highest first.
-        ends: HTML below its left and its right end.
-        pins: HTML that is laid over it (`pin`), and so keeps its size at any width.
+        drawing: the SVG, which stretches with the page.
+        ticks: the labels of its left edge, the highest first.
+        ends: the HTML below its left and its right end.
+        pins: the HTML in front of the drawing (`pin`), whose size does not depend on the width of the page.
     """
     beside = "".join(f"<span>{tick}</span>" for tick in ticks)
     drawing = f'<div class="front">{drawing}{pins}</div>' if pins else drawing

@@ -12,7 +12,7 @@ _TAIL = ("latency ms", "speed-up", "size ratio", "seconds", "")
 
 
 def ladder_columns(ladder: Ladder) -> tuple[str, ...]:
-    """Returns the column headings of the table; without labels, nearness to float replaces accuracy."""
+    """Returns the column headings of the table; without labels, the agreement with float replaces accuracy."""
     near = (ladder.task.main.title, "drop") if _labelled(ladder) else nearness_columns(ladder.task)
     return ("rung", *near, *_TAIL)
 
@@ -47,11 +47,11 @@ def rung_line(row: RungResult, task: TaskNames = NAMES) -> str:
 
 
 def advice(ladder: Ladder, epochs: int) -> str:
-    """Returns one line: what gained most and what it costs, or what to try if nothing meets the target.
+    """Returns one line on the rung with the largest gain and its cost, or on what to try if no rung meets the target.
 
     Args:
-        ladder: climbed, with its chosen rung.
-        epochs: the epochs that the last rung has trained.
+        ladder: the finished ladder with its chosen rung.
+        epochs: the number of epochs that the last rung has trained.
     """
     chosen = next(row for row in ladder.rungs if row.name == ladder.chosen)
     if not chosen.meets:
@@ -82,9 +82,9 @@ def _distance(row: RungResult, task: TaskNames) -> str:
 
 
 def _gains(ladder: Ladder) -> list[tuple[str, float, str]]:
-    """Returns the gain of each rung over the last one before it that was kept."""
+    """Returns the gain of each rung compared with the last kept rung before it."""
     found, before, metric = [], None, ladder.task.main
-    for row in ladder.rungs[1:]:  # the first is float
+    for row in ladder.rungs[1:]:  # the first row is float
         if not row.measured:
             continue
         if before is not None:
@@ -103,7 +103,7 @@ def _labelled(ladder: Ladder) -> bool:
 
 def _near(row: RungResult, labelled: bool) -> tuple[str, ...]:
     if labelled:
-        drop = None if row.drop is None else round(row.drop, 2) + 0.0  # no "-0.00"
+        drop = None if row.drop is None else round(row.drop, 2) + 0.0  # avoids "-0.00"
         return figure(row.score), figure(drop)
     agreement = ABSENT if row.agreement is None else f"{100 * row.agreement:.2f}"
     return agreement, *(figure(row.kl, "{:.2e}"), figure(row.sqnr_db, "{:.1f}"))

@@ -1,8 +1,9 @@
-"""The most sensible commands after a run, composed from what was typed for it.
+"""The most useful commands after a run, composed from its typed command line.
 
-Each rule of `_RULES` looks at the results and proposes one command or none; the first `_MOST` are printed. A rule
-only uses the command line that was typed, with a few keys replaced, so that each command works as typed. The
-lines of shortfalls name all ways to meet a bound; here is the first of them that is a setting, as a command.
+Each rule of `_RULES` inspects the results and suggests one command or none; the first `_MOST` commands are
+printed. A rule only replaces a few keys of the typed command line, so that each command works as it is
+printed. The lines of shortfalls name all ways to meet a bound. The first of them that is a setting is
+suggested here as a command.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from qatkit.verify.checks.requested import RequestedSettings
 from qatkit_verify.errors import counted
 
 _MOST = 3
-_NEAR = ("verify.max_drop", "verify.min_float_", "verify.max_float_")  # bounds on the distance from float
+_NEAR = ("verify.max_drop", "verify.min_float_", "verify.max_float_")  # bounds for the distance from float
 _SETTING = re.compile(r"[+~]{0,2}[\w.@/*-]+=.+", re.DOTALL)
 _CLAUSE = re.compile(r"\s\([^()]*\)|, which .*$")
 _TRAIN_SCRIPT = "train.py "
@@ -30,7 +31,7 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 def next_steps(results: Results) -> tuple[NextStep, ...]:
-    """Returns at most three commands, the most useful first; none where nothing was typed, as in a library call."""
+    """Returns at most three commands, the most useful first; () if no command line was typed, as in a library call."""
     if not proposes():
         return ()
     found = dict[str, NextStep]()
@@ -54,7 +55,7 @@ def after_cleaning(path: Path) -> tuple[NextStep, ...]:
 
 
 def after_summary(path: Path, *, quantized: bool) -> tuple[NextStep, ...]:
-    """Returns the commands for a file whose operators were listed."""
+    """Returns the commands for a file after a summary of its operators."""
     file = override("onnx", path)
     if not proposes():
         return ()
@@ -71,12 +72,12 @@ def lines(steps: tuple[NextStep, ...]) -> list[str]:
     return ["next:", *(f"  {one.command:<{aligned}}  # {one.why}" for one in steps)] if steps else []
 
 
-_ALIGNED = 100  # longest command whose reasons are aligned
+_ALIGNED = 100  # length of the longest command whose reason is aligned with the others
 
 
 def _fixed(results: Results) -> NextStep | None:
-    """Proposes the first setting among the fixes of the bounds that were missed."""
-    if results.ladder is not None:  # whose own advice is a command
+    """Suggests the first setting among the fixes for missed bounds."""
+    if results.ladder is not None:  # the advice of this result is already a command
         return None
     for line, fix in zip_longest(results.shortfalls, results.fixes, fillvalue=""):
         bound = line.partition("=")[0]
@@ -91,11 +92,11 @@ def _fixed(results: Results) -> NextStep | None:
 
 
 def _settings(fix: str, bound: str) -> Iterator[list[str]]:
-    """Yields the alternatives of a fix that are settings to type, split into words, except those that relax `bound`."""
+    """Yields the alternatives of a fix that can be typed, as words, except those that remove the bound itself."""
     for way in re.split(r",? or ", _CLAUSE.sub("", fix)):
         try:
             words = shlex.split(way)
-        except ValueError:  # a quote in prose
+        except ValueError:  # a quotation mark in prose
             continue
         settings = words[1:] if way.startswith(_TRAIN_SCRIPT) else words
         if settings and all(map(_SETTING.fullmatch, settings)) and settings[0].partition("=")[0] != bound:
@@ -103,12 +104,12 @@ def _settings(fix: str, bound: str) -> Iterator[list[str]]:
 
 
 def _climbs(results: Results) -> NextStep | None:
-    """Proposes a climb, where the file is too far from float."""
+    """Suggests a rescue if the accuracy of the file is too far from float's."""
     return NextStep(results.climb, "tries one remedy after the other") if results.climb else None
 
 
 def _analyses(results: Results) -> NextStep | None:
-    """Proposes to find the layers at fault, on the finished checkpoint where there is one."""
+    """Suggests a search for the layers that cause the loss, on the finished checkpoint if there is one."""
     asked = RequestedSettings(results)
     far = any(line.startswith(_NEAR) for line in results.shortfalls)
     if not far or not asked.has_module or results.analysis is not None or results.ladder is not None:
@@ -121,7 +122,7 @@ def _analyses(results: Results) -> NextStep | None:
 
 
 def _checks_bundle(results: Results) -> NextStep | None:
-    """Proposes to check the bundle of a run that meets its bounds."""
+    """Suggests a check of the bundle for a run that meets its bounds."""
     asked = RequestedSettings(results)
     if results.shortfalls or not asked.get("export.bundle"):
         return None
@@ -133,7 +134,7 @@ def _checks_bundle(results: Results) -> NextStep | None:
 
 
 def _bundles(results: Results) -> NextStep | None:
-    """Proposes to make a bundle of a run that meets its bounds."""
+    """Suggests a bundle for a run that meets its bounds."""
     asked = RequestedSettings(results)
     if (
         results.shortfalls
@@ -147,7 +148,7 @@ def _bundles(results: Results) -> NextStep | None:
 
 
 def _fine_tunes(results: Results) -> NextStep | None:
-    """Proposes fine-tuning after a calibration that costs more than chance, or of a float model trained here."""
+    """Suggests fine-tuning after a calibration with a loss beyond chance, or for a float model trained here."""
     asked = RequestedSettings(results)
     if not asked.has_module or asked.weights_alone or asked.simulated or asked.get("schedule.epochs"):
         return None
@@ -174,7 +175,7 @@ _OF_TRAINING = (
 
 
 def _recipe(asked: RequestedSettings, results: Results) -> list[str] | None:
-    """Returns what chooses a fine-tuning: the recipe that belongs to the one that was typed, else a schedule."""
+    """Returns the override that selects fine-tuning: the recipe that corresponds to the typed one, else a schedule."""
     if asked.get("mode") is not None:
         return None
     typed = typed_value("recipe") or ""
@@ -190,7 +191,7 @@ _RECIPES = ("conf/recipe", "../conf/recipe")
 
 
 def _controls(results: Results) -> NextStep | None:
-    """Proposes a float control, which shows what fine-tuning alone changes."""
+    """Suggests a float control, which shows the effect of fine-tuning without quantization."""
     asked = RequestedSettings(results)
     trains = asked.has_module and asked.get("schedule.epochs") and results.labelled
     if not trains or asked.get("verify.control"):
@@ -202,7 +203,7 @@ def _controls(results: Results) -> NextStep | None:
 
 
 def _compares(results: Results) -> NextStep | None:
-    """Proposes to compare the runs of this name, where there are several."""
+    """Suggests a comparison if there are several runs with this name."""
     above = Path(results.output_dir).parent
     others = [one for one in above.glob(f"*/{REPORT_FILE}") if one.parent != Path(results.output_dir)]
     if not others or not results.output_dir:
@@ -214,7 +215,7 @@ def _compares(results: Results) -> NextStep | None:
 
 
 def _places(results: Results) -> NextStep | None:
-    """Proposes to measure where int8 pays, for a file that is slower than float."""
+    """Suggests a measured placement for a file that is slower than float."""
     asked, int8 = RequestedSettings(results), results.latency.get("int8")
     if int8 is None or int8.ratio >= 1 or results.shortfalls or not asked.has_module:
         return None
@@ -228,7 +229,7 @@ def _places(results: Results) -> NextStep | None:
 
 
 def _calibrates(results: Results) -> NextStep | None:
-    """Proposes static quantization of a file that was quantized without calibration on given data."""
+    """Suggests static quantization for a file that was quantized without calibration data."""
     asked = RequestedSettings(results)
     if (
         results.shortfalls

@@ -1,4 +1,4 @@
-"""Oscillating weights in one line for the terminal and the page, and as the figures that report.json keeps."""
+"""Oscillating weights as one line for the terminal and the page, and as figures for report.json."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MANY = 0.01
 
 
 def figures(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the sums over the operators, and the figures of each: `path`, `weights`, `oscillating` and `frozen`."""
+    """Returns the sums over the operators, and the figures per operator: `path`, `weights`, `oscillating`, `frozen`."""
     sums = {name: sum(layer[name] for layer in layers) for name in ("weights", "oscillating", "frozen")}
     return {**sums, "layers": [dict(layer) for layer in layers]}
 
@@ -20,7 +20,7 @@ def line(found: Mapping[str, Any], kind: str) -> str:
 
     Args:
         found: the result of `figures`.
-        kind: `schedule.oscillation` of the run.
+        kind: the value of `schedule.oscillation` in the run.
     """
     worst = sorted(found["layers"], key=_share, reverse=True)[:_WORST]
     told = ", ".join(f"{one['path']} {_of(one)}" for one in worst if one["oscillating"] or one["frozen"])

@@ -12,9 +12,7 @@ _LISTED = 20
 
 
 def overrides_section(results: Results) -> str:
-    """Returns a row for each selector: its settings, and the number and names of the operators or tensors it
-    chose.
-    """
+    """Returns the section, with the settings of each selector and the number and names of what it selected."""
     matched = results.measured.get("overrides", {}).get("matched", [])
     rows = [("", [_left(f"<code>{escape(one['selector'])}</code>"), *_cells(one)]) for one in matched]
     return (

@@ -1,4 +1,4 @@
-"""The page report.html: self-contained, so that a deployment team can open it anywhere, without network or Python.
+"""The page report.html. It is self-contained, so that it can be opened anywhere without network or Python.
 
 Each section is a function from `Results` to HTML and returns "" if its measurement was not taken.
 """
@@ -41,7 +41,7 @@ from qatkit_verify.files import write_text
 
 
 def write_page(path: str | Path, results: Results, checks: Sequence[Check] | None = None) -> None:
-    """Writes the page, completely or not at all.
+    """Writes the page in an atomic step.
 
     Raises:
         OSError: the folder is not writable.
@@ -52,8 +52,8 @@ def write_page(path: str | Path, results: Results, checks: Sequence[Check] | Non
 def render_page(results: Results, checks: Sequence[Check] | None = None) -> str:
     """Returns the page as one HTML document, deterministic for given results.
 
-    Each of `checks` (by default those of the default configuration) has a section: one defined here, or its
-    lines.
+    Each of `checks` (by default those of the default configuration) has a section: one that is defined here,
+    or its lines.
     """
     css = resources.files("qatkit.report").joinpath("page.css").read_text(encoding="utf-8")
     sections = (
@@ -99,8 +99,10 @@ def _header(results: Results) -> str:
 
 
 def _tiles(results: Results) -> str:
-    """Returns the answers to four questions: as accurate as float (or as close), faster, the same as trained,
-    really int8.
+    """Returns the answers to four questions.
+
+    Is the file as accurate as float (or as close to it), is it faster, does it compute the same as the
+    trained model, and does it really run in int8?
     """
     tiles: list[tuple[str, str]] = []
     accuracy, latency, task = results.accuracy, results.latency, results.task
@@ -154,7 +156,7 @@ def _shortfalls(results: Results) -> str:
 
 
 def _next(results: Results) -> str:
-    """Returns the commands that make sense after the run."""
+    """Returns the section with suggested commands after the run."""
     items = "".join(
         f'<li><code>{escape(one.command)}</code><p class="soft">{escape(one.why)}</p></li>'
         for one in results.next
@@ -163,7 +165,7 @@ def _next(results: Results) -> str:
 
 
 def _ladder(results: Results) -> str:
-    """Returns the rungs of a rescue, where the one that is handed over is highlighted."""
+    """Returns the section with the rungs of a rescue; the delivered one is highlighted."""
     ladder = results.ladder
     if ladder is None:
         return ""
@@ -178,7 +180,7 @@ def _ladder(results: Results) -> str:
 
 
 def _checked(check: Check, results: Results) -> str:
-    """Returns the richer section of a check that has one here, else its lines."""
+    """Returns the section of a check that is defined here, or else a section with its lines."""
     if check.name in _SECTIONS:
         return _SECTIONS[check.name](results)
     items = "".join(f"<li>{escape(line.strip())}</li>" for line in check.lines(results))
@@ -231,7 +233,7 @@ def _algorithms(results: Results) -> str:
 
 
 def _runtimes(results: Results) -> str:
-    """Returns the exported file in every runtime, the fastest first."""
+    """Returns the section on the exported file in every runtime, the fastest first."""
     if not results.runtimes:
         return ""
     drawn = [
@@ -242,7 +244,7 @@ def _runtimes(results: Results) -> str:
     return section("Runtimes that read the same file", table(runtimes.columns(results.task), drawn), said)
 
 
-# Checks for which the page shows more than their lines; those of the table at its top have no lines.
+# Checks with their own section. Checks whose results are in the table at the top have no lines.
 _SECTIONS: dict[str, Callable[[Results], str]] = {
     "parity": parity_section,
     "audit": audit_section,
@@ -253,8 +255,8 @@ _SECTIONS: dict[str, Callable[[Results], str]] = {
 }
 
 
-_SHOWN_SECONDS = 0.05  # shorter stages would read "0.0 s"
-# Marks around the programs, which a bundle's page replaces by those for its own files.
+_SHOWN_SECONDS = 0.05  # shorter stages would be shown as "0.0 s"
+# Marks around the programs. A bundle's page replaces them by programs for its own files.
 _PROGRAMS = ("<!-- programs -->", "<!-- /programs -->")
 
 

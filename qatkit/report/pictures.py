@@ -1,5 +1,4 @@
-"""Drawings of an analysis and of a front of precisions as PNG files, for slides and issues; needs matplotlib,
-an extra.
+"""Drawings of an analysis and of a front of mixed precisions as PNG files; needs the extra matplotlib.
 
 The page has the same drawings as inline SVG (`qatkit.report.svg`) and needs no library.
 """
@@ -48,7 +47,7 @@ def draw(folder: Path, found: Analysis) -> list[str]:
 
 
 def draw_front(folder: Path, front: Precision) -> list[str]:
-    """Writes the drawing of a front of precisions; returns the names of the files."""
+    """Writes the drawing of a front of mixed precisions; returns the names of the files."""
     folder.mkdir(exist_ok=True)
     return [_save(folder, "precision.png", (_WIDE, 4.5), lambda figure: _front(figure, front))]
 

@@ -1,6 +1,6 @@
 """A measured placement, on the terminal and on the page.
 
-The page shows the files that competed, and where the chosen one differs, site by site.
+The page shows the competing files, and the differences of the chosen one for each site.
 """
 
 from __future__ import annotations
@@ -60,9 +60,7 @@ def chosen_line(placed: Placed) -> str:
 
 
 def dearest(placed: Placed) -> list[tuple[str, float]]:
-    """Returns the sites that differ from the table, with the extra milliseconds that each would take as in
-    the table.
-    """
+    """Returns the sites that differ from the table, with the milliseconds that each would add if set as in the table."""
     return sorted(placed.costs.items(), key=lambda pair: -pair[1])
 
 

@@ -16,7 +16,7 @@ from qatkit.report.html import chart, pin, section, table
 from qatkit_verify.records import TaskNames
 from qatkit_verify.table import drawn
 
-_SITES = 12  # operators that are named, out of those that a point leaves float
+_SITES = 12  # number of float operators of a point that are named
 
 
 def columns(task: TaskNames) -> tuple[str, ...]:
@@ -46,7 +46,7 @@ def cells(point: PrecisionPoint, operators: int, folder: str) -> tuple[str, ...]
 
 
 def _summary(results: Results) -> str:
-    """Returns a sentence on how the front was found, and what was chosen."""
+    """Returns a sentence on how the front was found and which point was chosen."""
     front = results.precision
     assert front is not None
     judged = f"{front.images:,} held-out images"
@@ -82,7 +82,7 @@ def lines(results: Results) -> list[str]:
     ]
 
 
-_STEP = 10.0  # dB between two grid lines
+_STEP = 10.0  # distance between two grid lines in dB
 
 
 def precision_section(results: Results) -> str:
@@ -117,7 +117,7 @@ def _last(cell: str) -> str:
 
 
 def _drawing(front: Precision, task: TaskNames) -> str:
-    """Returns a drawing of SQNR over milliseconds; float, which has no error, is a number on the upper edge."""
+    """Returns a drawing of SQNR over milliseconds. Float has no error, so its number is on the upper edge."""
     known = [point.sqnr_db for point in front.points if point.sqnr_db is not None] or [0.0]
     low, high = _STEP * math.floor(min(known) / _STEP), _STEP * math.ceil((max(known) + 1) / _STEP)
     end = 1.05 * max(point.ms for point in front.points)

@@ -1,4 +1,4 @@
-"""The file report.json: everything a run measured, with what is needed to trust and repeat it."""
+"""The file report.json: everything that a run measured, with the information needed to verify and repeat it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from qatkit.encryption.vault import readable
 from qatkit.records.results import FileRecord, Results
 from qatkit_verify.files import write_text
 
-SCHEMA = 1  # increased when a key of report.json changes its meaning or is removed
+SCHEMA = 1  # version, increased if a key of report.json changes its meaning or is removed
 
 
 def write_report(path: str | Path, results: Results) -> None:
@@ -26,9 +26,7 @@ def write_report(path: str | Path, results: Results) -> None:
 
 
 def file_records(folder: str | Path, names: Iterable[str]) -> list[FileRecord]:
-    """Returns size and SHA-256 of files by their names relative to `folder`; those of encrypted files after
-    decryption.
-    """
+    """Returns the size and SHA-256 of files, with their names relative to `folder`; encrypted files are decrypted."""
     records = []
     for name in names:
         with readable(Path(folder) / name) as plain, plain.open("rb") as stream:

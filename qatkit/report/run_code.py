@@ -1,9 +1,9 @@
 """Programs that run an INT8 file, with this model's own preprocessing filled in: Python, C++ and JavaScript.
 
-The Python program is self-contained: Pillow's downscaling agrees with that of training to within one level of
-255, and its upscaling and cropping are exact. JavaScript has no antialiased resizing of its own, so its
-program uses the preprocess.mjs of a bundle. C++ programs read pictures in their own ways, so that program
-starts from resized pixels.
+The Python program is self-contained. Pillow's downscaling agrees with that of training to within one level of
+255, and its upscaling and cropping are exact. JavaScript has no built-in antialiased resizing, so its program
+uses the preprocess.mjs of a bundle. C++ has no standard way to read pictures, so its program starts from
+resized pixels.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ class Loading:
     """The facts about a file that a program needs.
 
     Attributes:
-        file: its name.
-        prepare: the preprocessing with the keys of preprocess.json: image_size, resize, interpolation, mean,
-            std, upright and so on.
-        integer: whether it takes uint8 pixels and gives 8-bit scores.
-        batch: images that it takes at a time, None for any number.
-        session_options: ONNX Runtime's config entries.
-        labels: the file that names the classes: a run's model.json, or labels.txt of a bundle; None if there
-            is none.
-        bundled: whether it is in a bundle.
-        classes: whether its first output is a score for each class; otherwise the programs print all outputs.
+        file: the name of the file.
+        prepare: the preprocessing with the keys of preprocess.json (image_size, resize, interpolation, mean,
+            std, upright and so on).
+        integer: whether the file takes uint8 pixels and returns 8-bit scores.
+        batch: the number of images that the file takes at a time; None for any number.
+        session_options: the session config entries of ONNX Runtime.
+        labels: the file with the names of the classes (a run's model.json, or a bundle's labels.txt); None if
+            there is none.
+        bundled: whether the file is in a bundle.
+        classes: whether the first output is a score for each class; otherwise the programs print all outputs.
     """
 
     file: str
@@ -94,10 +94,10 @@ class Loading:
 
 
 def programs(loading: Loading) -> dict[str, str]:
-    """Returns programs by language that print the five likeliest classes of image.jpg (C++: a function), or
-    all outputs.
+    """Returns programs, by language, that print the five most likely classes of image.jpg, or all outputs.
 
-    A run's own folder has only the Python program: the others read files that only a bundle has.
+    The C++ program is a function. For a run's own folder there is only the Python program, since the others
+    read files that only a bundle has.
     """
     return {
         language: Template((_PROGRAMS / name).read_text(encoding="utf-8")).substitute(_filled(loading))
@@ -107,13 +107,13 @@ def programs(loading: Loading) -> dict[str, str]:
 
 
 def as_markdown(loading: Loading) -> str:
-    """Returns `programs` in the form of a model card."""
+    """Returns `programs` as Markdown for a model card."""
     fences = {"Python": "python", "C++": "cpp", "JavaScript": "js"}
     return "\n\n".join(f"```{fences[name]}\n{code}```" for name, code in programs(loading).items())
 
 
 def arrays_program(bundle: Path, session_options: Mapping[str, str]) -> str:
-    """Returns a program for a bundle of arrays in the form of a model card, and why there is only one."""
+    """Returns a program for a bundle of arrays as Markdown for a model card, with the reason why there is only one."""
     told = json.loads((bundle / ARRAYS_FILE).read_text(encoding="utf-8"))
     ports = [Port.from_dict(one) for one in told["inputs"]]
     loading = Loading(INT8_FILE, {}, session_options=session_options)
@@ -130,7 +130,7 @@ def arrays_program(bundle: Path, session_options: Mapping[str, str]) -> str:
 
 
 def sound_program(bundle: Path, session_options: Mapping[str, str]) -> str:
-    """Returns programs for a bundle of recordings in the form of a model card, in Python and JavaScript."""
+    """Returns programs in Python and JavaScript for a bundle of recordings, as Markdown for a model card."""
     prepare = json.loads((bundle / PREPROCESS_FILE).read_text(encoding="utf-8"))
     loading = Loading(INT8_FILE, {}, session_options=session_options)
     filled = {
@@ -149,7 +149,7 @@ def sound_program(bundle: Path, session_options: Mapping[str, str]) -> str:
 
 
 def _of_text(ports: Sequence[Port]) -> str:
-    """Returns Markdown that shows how a text becomes the inputs of a bundle with a tokenizer."""
+    """Returns Markdown that shows how to tokenize a text into the inputs of a bundle."""
     known = {"input_ids": "ids", "attention_mask": "attention_mask", "token_type_ids": "type_ids"}
     feeds = [
         f"    {json.dumps(one.name)}: np.array([text.{known[one.name]}], np.{one.type}),\n"
@@ -191,7 +191,7 @@ def _filled(loading: Loading) -> dict[str, str]:
 
 
 def _turned(upright: bool) -> dict[str, str]:
-    """Returns how each language opens a picture: rotated by its EXIF data, if training opens it that way."""
+    """Returns the code of each language that opens a picture, rotated by its EXIF data if training does so."""
     return {
         "pil": "Image, ImageOps" if upright else "Image",
         "opened": 'ImageOps.exif_transpose(Image.open("image.jpg"))'
@@ -209,7 +209,7 @@ def _entries(loading: Loading, line: str) -> str:
 
 
 def _cpp(loading: Loading) -> dict[str, str]:
-    """Returns the values that only C++ needs."""
+    """Returns the values of the placeholders that only the C++ template has."""
     prepare = loading.prepare
     axes = (
         ["height", "width", "channels"] if _is(prepare, "layout", "NHWC") else ["channels", "height", "width"]
@@ -245,7 +245,7 @@ def _is(prepare: Mapping[str, Any], key: str, value: str) -> bool:
 
 
 def _names(loading: Loading) -> dict[str, str]:
-    """Returns how Python and JavaScript look up the name of a class."""
+    """Returns the code with which Python and JavaScript look up the name of a class."""
     if loading.labels is None:
         return {"imports": "", "labels": "", "js_labels": "", "label": "place"}
     read = f'Path("{loading.labels}").read_text(encoding="utf-8")'
@@ -261,7 +261,7 @@ def _names(loading: Loading) -> dict[str, str]:
 
 
 def _answers(loading: Loading, filled: Mapping[str, str]) -> dict[str, str]:
-    """Returns the part of the programs that prints the likeliest classes, or names and shapes of all outputs."""
+    """Returns the part of the programs that prints the most likely classes, or the names and shapes of all outputs."""
     kind = "classes" if loading.classes else "outputs"
     scores = "// The scores of the classes, in the order of the labels.\nstd::vector<{cpp_score}> classify"
     every = "// All outputs, in the order of the file.\nstd::vector<Ort::Value> answers"
@@ -273,8 +273,8 @@ def _answers(loading: Loading, filled: Mapping[str, str]) -> dict[str, str]:
 
 
 def _python_resized(interpolation: str) -> str:
-    """Returns lines from `image` to `pixels` [C, H, W], float32, before the crop."""
-    if interpolation == "nearest":  # Pillow's version selects other pixels
+    """Returns the lines that convert `image` to `pixels`, float32 [C, H, W], before the crop."""
+    if interpolation == "nearest":  # Pillow's own method selects other pixels
         return (
             "along = [np.arange(to) * np.float32(side / to) for to, side in zip(sides, image.size)]\n"
             "pixels = np.asarray(image, np.float32).reshape(*image.size[::-1], -1).transpose(2, 0, 1)\n"
@@ -289,7 +289,7 @@ def _python_resized(interpolation: str) -> str:
 
 
 def _python_batch(loading: Loading) -> str:
-    """Returns lines from the fitted `pixels` to the file's input, without its axis of images."""
+    """Returns the lines that convert the fitted `pixels` to the file's input, without the batch axis."""
     prepare = loading.prepare
     lines = "pixels = pixels[::-1]  # blue, green, red\n" if _is(prepare, "channel_order", "BGR") else ""
     if loading.integer:
@@ -303,13 +303,13 @@ def _python_batch(loading: Loading) -> str:
 
 
 def _javascript_options(loading: Loading) -> str:
-    """Returns the session's options, which follow the name of the file."""
+    """Returns the argument with the session's options, which follows the name of the file."""
     entries = dict(sorted(loading.session_options.items()))
     return f", {{ extra: {json.dumps(entries)} }}" if entries else ""
 
 
 def _javascript_batch(rows: int) -> str:
-    """Returns lines from the picture's tensor to the file's input, which may take several pictures at a time."""
+    """Returns the lines that convert the picture's tensor to the file's input, which may have a batch size above 1."""
     if rows == 1:
         return "const input = new ort.Tensor(image.type, image.data, image.dims);\n"
     return (

@@ -1,4 +1,4 @@
-"""The code in a page's programs that fits a picture to the model's size: `qatkit_verify.fitting` in a few lines."""
+"""The code in a page's programs that fits a picture to the model's size: a short form of `qatkit_verify.fitting`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Prepare = Mapping[str, Any]
 
 
 def python_sides(prepare: Prepare) -> str:
-    """Returns lines that compute `sides`, the width and height that `image` is resized to."""
+    """Returns the lines that compute `sides`, the width and height to which `image` is resized."""
     fit, (height, width) = prepare.get("fit", "crop"), sides(prepare["image_size"])
     if fit == "resize":
         return f"sides = [{width}, {height}]\n"
@@ -32,7 +32,7 @@ def python_sides(prepare: Prepare) -> str:
 
 
 def python_fitted(prepare: Prepare) -> str:
-    """Returns lines from the resized `pixels` [C, H, W] to those of the model's height and width."""
+    """Returns the lines that convert the resized `pixels` [C, H, W] to the model's height and width."""
     fit, (height, width) = prepare.get("fit", "crop"), sides(prepare["image_size"])
     if fit == "resize":
         return ""

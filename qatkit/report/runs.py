@@ -21,7 +21,7 @@ STATUS = {0: "done", 1: "falls short"}
 
 
 class Ended(Protocol):
-    """The reported fields of a run of a sweep (`qatkit.config.sweep.Outcome`)."""
+    """The fields of a sweep's run that are reported (`qatkit.config.sweep.Outcome`)."""
 
     @property
     def status(self) -> int: ...
@@ -71,7 +71,7 @@ def _score_name(runs: Sequence[Ended]) -> str:
 
 
 def print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Prints a drawn table on a terminal, a plain one elsewhere."""
+    """Prints a drawn table on a terminal, and a plain one elsewhere."""
     console = Console()
     if not console.is_terminal:
         sys.stdout.write(plain_table(title, head, rows))

@@ -1,6 +1,7 @@
-"""The page search.html: the trials of a study, those to choose from first, without scripts or network.
+"""The page search.html: the trials of a study, beginning with the candidates. It needs no scripts or network.
 
-With several objectives the first two are drawn against each other, otherwise the objective over the trials.
+With several objectives, the first two are drawn against each other. A single objective is drawn over the
+trials.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from qatkit.report.search_text import bounds_missed, cells, columns, heads, show
 from qatkit_verify.files import write_text
 
 PAGE = "search.html"
-_LINES = 4  # lines of the grid
+_LINES = 4  # number of grid lines
 _KIND = {"complete": "good", "pruned": "plain", "failed": "bad", "running": "warn"}
 
 
 def write_search_page(path: Path, study: Study) -> None:
-    """Writes the page, completely or not at all."""
+    """Writes the page in an atomic step."""
     write_text(path, search_page(study))
 
 
@@ -55,7 +56,7 @@ def _table(study: Study, trials: Sequence[Trial], *, states: bool = False) -> st
         return '<p class="soft">No trial completed within the constraints.</p>'
     names = columns(study)
     keys = list(dict.fromkeys(key for trial in trials for key in trial.values))
-    tested = not states  # test figures of all trials would tempt readers to choose by them
+    tested = not states  # readers should not choose by the test figures of all trials
     head = ("trial", *(["state"] if states else []), *heads(study, names, tested=tested), *keys)
     rows = [
         (
@@ -83,7 +84,7 @@ def _state(trial: Trial) -> str:
 
 
 def _drawing(study: Study) -> str:
-    """Returns a drawing of the completed trials, where those on the front have their numbers."""
+    """Returns a drawing of the completed trials; those on the front have their numbers."""
     first = study.objectives[0]
     second = study.objectives[1] if len(study.objectives) > 1 else None
     done = [trial for trial in study.trials if trial.state == "complete"]
@@ -112,7 +113,7 @@ def _drawing(study: Study) -> str:
 
 
 def _ends(numbers: Sequence[float]) -> tuple[float, float]:
-    """Returns the edges of a drawing with a margin; outliers beyond Tukey's outer fences are drawn on the edges."""
+    """Returns the limits of an axis with a margin; outliers beyond Tukey's outer fences are drawn on the edges."""
     first, _, third = statistics.quantiles(numbers, n=4, method="inclusive")
     fence = 3 * (third - first)
     near = [one for one in numbers if first - fence <= one <= third + fence]

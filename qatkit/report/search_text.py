@@ -1,4 +1,4 @@
-"""A search on the terminal: one line per trial while it runs, the front as a table at its end."""
+"""A search on the terminal: a line per trial during the search, and a table of the front at its end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ALWAYS = ("accuracy", "latency", "size")
 
 
 def columns(study: Study) -> list[str]:
-    """Returns the names of the figures to show: the objectives, then those by which every run is judged."""
+    """Returns the names of the figures to show: first the objectives, then the figures of every run."""
     named = [*study.objectives, *(one.split("<")[0].split(">")[0] for one in study.constraints), *_ALWAYS]
     return list(dict.fromkeys(named))
 
@@ -41,7 +41,7 @@ def heads(study: Study, names: Sequence[str], *, tested: bool) -> list[str]:
 
 
 def cells(trial: Trial, names: Sequence[str], *, tested: bool = False) -> list[str]:
-    """Returns the figures of a trial; `tested` adds the test images' figure to each figure that decides."""
+    """Returns the figures of a trial; `tested` adds the figure on the test images to each deciding figure."""
     found = []
     for name in names:
         found.append(_cell(name, trial.figures))
@@ -61,7 +61,7 @@ def trial_line(study: Study, number: int) -> str:
 
 
 def _became(study: Study, trial: Trial) -> str:
-    """Returns the outcome of a trial in words."""
+    """Returns a description of a trial's outcome."""
     told = trial.state + (f" after epoch {len(trial.epochs)}" if trial.state == "pruned" else "")
     if trial.state == "complete":
         told = ", ".join(
@@ -79,9 +79,7 @@ def bounds_missed(trial: Trial) -> str:
 
 
 def print_study(study: Study, folder: Path) -> None:
-    """Prints the front, the best in the first objective first, or the outcomes of all trials; and where the
-    page is.
-    """
+    """Prints the front, best in the first objective first, or all trials' outcomes; and the path of the page."""
     names = columns(study)
     bounds = f" within {', '.join(study.constraints)}" if study.constraints else ""
     if study.front:

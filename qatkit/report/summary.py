@@ -20,18 +20,18 @@ def figure(value: float | None, form: str = "{:.2f}") -> str:
 
 
 def columns(results: Results) -> tuple[str, ...]:
-    """Returns the column headings of the table: without labels, nearness to the float file replaces accuracy."""
+    """Returns the column headings of the table; without labels, the agreement with the float file replaces accuracy."""
     metrics = tuple(metric.title for metric in results.task.metrics)
     return ("", *(metrics if results.labelled else nearness_columns(results.task)), *_COSTS)
 
 
 def nearness_columns(task: TaskNames) -> tuple[str, ...]:
-    """Returns the column headings of what replaces the metrics without labels."""
+    """Returns the column headings of the figures that replace the metrics without labels."""
     return f"same {task.decision} %", "KL", "SQNR dB"
 
 
 def table_cells(results: Results) -> list[tuple[str, ...]]:
-    """Returns one tuple of cells per row, in the order of `columns`; a figure that was not measured is "-"."""
+    """Returns one tuple of cells per row, in the order of `columns`; "-" stands for a figure that was not measured."""
     return [(label, *_cells(results, key)) for key, label in results.rows]
 
 
@@ -141,6 +141,6 @@ def algorithm_lines(algorithms: Sequence[Tried], task: TaskNames = NAMES) -> lis
 
 
 def lined(rows: Sequence[tuple[str, ...]], marked: Sequence[bool], mark: str) -> list[str]:
-    """Returns rows of cells as lines of one width, with a mark on some."""
+    """Returns rows of cells as aligned lines; those in `marked` are followed by `mark`."""
     lines = zip(drawn(rows), marked, strict=True)
     return [f"  {line}" + (f"  <- {mark}" if chosen else "") for line, chosen in lines]

@@ -1,6 +1,7 @@
-"""Drawings of an analysis as inline SVG without scripts. They stretch with the page; their text is HTML around them.
+"""Drawings of an analysis as inline SVG without scripts. They stretch with the page.
 
-A drawing has no text of its own, since it would stretch too and be unreadable at 400 pixels.
+A drawing contains no text, since text would stretch too and be unreadable at a width of 400 pixels. Labels
+are HTML around the drawing.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from html import escape
 from qatkit.records.analysis import Histogram
 
 _HEIGHT = 100.0
-Line = Sequence[tuple[float, float | None]]  # (0..1 across, value or None)
+Line = Sequence[tuple[float, float | None]]  # (horizontal position from 0 to 1, value or None)
 
 
 def bar(share: float, kind: str = "") -> str:
@@ -29,10 +30,10 @@ def lines(
     """Returns points and the lines between them, over a grid of horizontal lines.
 
     Args:
-        series: (class, points, name of each point).
-        low, high: values of the lower and the upper edge.
-        step: distance between two lines of the grid.
-        unit: unit of the values.
+        series: (class, points, name of each point) for each line.
+        low, high: the values of the lower and the upper edge.
+        step: the distance between two grid lines.
+        unit: the unit of the values.
     """
     count = round((high - low) / step)
     parts = [_path("grid", [(0.0, i / count), (1.0, i / count)]) for i in range(count + 1)]
@@ -51,7 +52,8 @@ def points(dots: Sequence[tuple[str, tuple[float, float], str]], grid: int) -> s
     """Returns dots over a grid of `grid` + 1 horizontal lines.
 
     Args:
-        dots: (class, (0..1 across, 0..1 up), name).
+        dots: (class, (horizontal, vertical position from 0 to 1), name) for each dot.
+        grid: the number of intervals between grid lines.
     """
     parts = [_path("grid", [(0.0, i / grid), (1.0, i / grid)]) for i in range(grid + 1)]
     parts += [_dot(kind, x, y, name) for kind, (x, y), name in dots]
@@ -59,8 +61,9 @@ def points(dots: Sequence[tuple[str, tuple[float, float], str]], grid: int) -> s
 
 
 def histogram(found: Histogram) -> str:
-    """Returns counts on a logarithmic scale: float filled, quantized as a line; the ends of the range as
-    vertical lines.
+    """Returns a histogram with a logarithmic scale of counts.
+
+    Float values are filled, quantized values are a line, and the ends of the range are vertical lines.
     """
     low, high = min(found.low, found.range_low), max(found.high, found.range_high)
     top = math.log1p(max(*found.exact, *found.found, 1))
@@ -98,5 +101,5 @@ def _path(kind: str, points: Sequence[tuple[float, float]]) -> str:
 
 
 def _dot(kind: str, x: float, y: float, name: str) -> str:
-    """Returns a stroke of length zero with round ends, which stays a circle when the drawing stretches."""
+    """Returns a stroke of length zero with round ends, which stays a circle if the drawing stretches."""
     return f'<path class="dot {kind}" d="M{_place(x, y)} h0"><title>{escape(name)}</title></path>'

@@ -1,7 +1,7 @@
-"""The report of a run on the terminal: one table, then remarks on it, then where the files are.
+"""The report of a run on the terminal: a table, remarks on it, and the paths of the files.
 
-On a terminal the table is drawn by rich. Piped into a file or a log it is plain ASCII, with the same bytes
-for the same results.
+On a terminal the table is drawn by rich. In a pipe or a log it is plain ASCII, identical for the same
+results.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def print_report(
     """Prints the report: coloured on a terminal, `plain_report` elsewhere.
 
     Args:
-        results: what a run measured.
-        console: where to print it; by default standard output.
-        checks: the checks whose lines it shows; by default those of the default configuration.
+        results: the results of the run.
+        console: the console to print to; by default standard output.
+        checks: the checks whose lines are shown; by default those of the default configuration.
     """
     console = console or Console()
     if not console.is_terminal:
@@ -87,7 +87,7 @@ def _lines(results: Results, checks: Sequence[Check] | None) -> list[tuple[str |
         lines.append(("green", "all `verify` bounds are met"))
     if results.ladder is not None:
         lines += [(None, line) for line in ladder_lines(results.ladder)]
-    if results.output_dir:  # there is none at the first export
+    if results.output_dir:  # the first export has no output folder
         lines.append(("bold", f"output folder: {results.output_dir}"))
     if not results.next and results.climb:
         lines.append(("bold", f"to climb further: {results.climb}"))

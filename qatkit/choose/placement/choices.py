@@ -1,8 +1,8 @@
-"""The operators of a graph that can be int8 or float, the tensors between them, and the placement that a cut means.
+"""The operators of a graph that can be int8 or float, the tensors between them, and the placement given by a cut.
 
-The rules are those of placement (`qatkit.graph.placement`): a Conv or Linear may have its input quantized for it; a
-sum, a pool or a gate is int8 where all of its inputs are; an operator without a kernel in 8 bits (SiLU) computes in
-float between two pairs, or is written as operators that have one.
+The rules are those of placement (`qatkit.graph.placement`). The input of a Conv or Linear may be quantized
+for this operator only. A sum, a pool or a gate is int8 if all of its inputs are. An operator without an 8-bit
+kernel (SiLU) computes in float between two Q/DQ pairs, or is written as operators that have one.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from qatkit.verify.site_kernels import DEQUANTIZE, LAYOUT, QUANTIZE
 from qatkit_verify.placement.sites import Sites
 
 _CLEARLY = 1e-3
-_ROUNDS = 4  # over all operators: the first few find nearly all gains
+_ROUNDS = 4  # rounds over all operators: the first few find nearly all gains
 
 
 class Choices:
-    """The operators of one graph that can be int8 or float, with the cheapest choice between the two.
+    """The operators of one graph that can be int8 or float; finds the cheapest placement.
 
     Args:
-        graph: the graph after `qatkit.graph.prepare.ready_to_place`, before quantizers are inserted; SiLUs are whole.
-        backend: gives the placement rules.
+        graph: the graph after `qatkit.graph.prepare.ready_to_place`, with whole SiLUs and no quantizers yet.
+        backend: the backend, which has the placement rules.
         layouts: the layouts of the same graph.
-        forced: sites that are float in any case.
+        forced: the sites that are always float.
 
     Attributes:
-        computing: sites of the operators that can be int8 or float, in graph order.
-        islands: sites of the operators without an 8-bit kernel.
+        computing: the sites of the operators that can be int8 or float, in graph order.
+        islands: the sites of the operators without an 8-bit kernel.
     """
 
     def __init__(self, graph: fx.Graph, backend: Backend, layouts: Layouts, forced: Collection[str]) -> None:
@@ -61,8 +61,8 @@ class Choices:
         """Returns the cheapest placement by the time of operators and borders.
 
         Args:
-            costs: the costs of this graph.
-            borders: factor by which the time of borders is multiplied.
+            costs: the costs for this graph.
+            borders: the factor by which the time of borders is multiplied.
         """
         times = {
             site(node): Times(costs.of_site(site(node), eight=True), costs.of_site(site(node), eight=False))
@@ -90,7 +90,7 @@ class Choices:
         )
 
     def _may(self, reader: fx.Node, node: fx.Node) -> bool:
-        """Returns whether a float tensor is quantized just because this reader is int8."""
+        """Returns whether a float tensor may be quantized only because this reader is int8."""
         kind = self._chosen[reader]
         return kind.weighted or kind.values == "moved" or site(node) in self.islands
 
@@ -107,12 +107,12 @@ class Choices:
         return not kind.keeps_range and kind.activation is None
 
     def _is_read_by_int8(self, node: fx.Node, labelled: frozenset[str]) -> bool:
-        """Returns whether a reader of the node is int8 only if its input is."""
+        """Returns whether the node has a reader that is int8 only if its input is."""
         chosen = [user for user in node.users if user in self._chosen and not self._chosen[user].weighted]
         return any(site(user) not in labelled for user in chosen)
 
     def _trimmed(self, found: Sites) -> Sites:
-        """Removes operators that follow their neighbours anyway."""
+        """Removes operators whose type follows from their neighbours."""
         floats = set(found.floats)
         wanted = self._layouts(floats, found.opened)
         for one in sorted(found.floats - set(self._layouts.operators)):
@@ -122,15 +122,15 @@ class Choices:
 
 
 def refined(start: Sites, sites: Sequence[str], time: Callable[[Sites], float]) -> Sites:
-    """Returns a placement that no change of one operator makes faster by more than a thousandth.
+    """Returns a placement that no change of a single operator makes faster by more than a thousandth.
 
-    The search stops after a few rounds over all operators. A cut knows only the borders between two
-    operators; a predictor of whole files knows more.
+    The search stops after a few rounds over all operators. It improves a cut, which only considers borders
+    between two operators, by a predictor for whole files.
 
     Args:
-        start: the placement to start from.
-        sites: operators that may be float or not.
-        time: predicts the time of a placement.
+        start: the initial placement.
+        sites: the sites of the operators that can be int8 or float.
+        time: a function that predicts the time of a placement.
     """
     best, least, idle = start, time(start), 0
     for one in itertools.islice(itertools.cycle(sites), _ROUNDS * len(sites)):

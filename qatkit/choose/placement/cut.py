@@ -1,11 +1,11 @@
-"""Finds the cheapest placement by a minimum cut: each operator has a time in int8 and in float, each border its own.
+"""Finds the cheapest placement by a minimum cut, from the times of each operator in int8 and float and of each border.
 
     minimize   Σ time of operator i in its type  +  Σ time of each tensor's Quantize or Dequantize, where one is needed
 
-There are two labels, and costs only ever penalize neighbours that differ. So the best labels are a minimum
-cut between a source (int8) and a sink (float), which is found exactly (Greig, Porteous and Seheult, "Exact
-maximum a posteriori estimation for binary images", 1989; flow: SciPy). A tensor with several readers is
-quantized once: a vertex of its own represents the pair.
+There are two labels, and only neighbours with different labels have a cost. The best labels are therefore a
+minimum cut between a source (int8) and a sink (float), which is found exactly (Greig, Porteous and Seheult,
+"Exact maximum a posteriori estimation for binary images", 1989; flow: SciPy). A tensor with several readers
+is quantized only once, so an additional vertex represents its Q/DQ pair.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import numpy as np
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-_UNITS = 10**7  # the sum of all times is divided into so many: capacities are 32-bit integers
+_UNITS = 10**7  # units in the sum of all times, since capacities are 32-bit integers
 _NEVER = 10**9
 
 
 @dataclass(frozen=True)
 class Times:
-    """The times of one operator in either type, in any unit; infinity where a type is impossible."""
+    """The times of one operator in int8 and in float, in any unit; infinity for an impossible type."""
 
     int8: float
     float: float
@@ -32,13 +32,13 @@ class Times:
 
 @dataclass(frozen=True)
 class Edge:
-    """A tensor and the types that its readers may take.
+    """A tensor and its readers.
 
     Attributes:
-        source: the operator whose type its values have; None: they are float in any case.
-        readers: operators, and for each whether the tensor may be quantized for it where the source is float.
+        source: the operator that decides the type of the tensor; None if the tensor is always float.
+        readers: the operators that read the tensor, each with whether a float tensor may be quantized for it.
         float_reader: whether there is a reader that is always float.
-        quantize, dequantize: time of either.
+        quantize, dequantize: the times of quantizing and dequantizing the tensor.
     """
 
     source: str | None
@@ -60,7 +60,7 @@ def cheapest(operators: Mapping[str, Times], edges: Sequence[Edge]) -> frozenset
 
 
 def total(operators: Mapping[str, Times], edges: Sequence[Edge], floats: Iterable[str]) -> float:
-    """Returns the time of a placement; infinity for an impossible one."""
+    """Returns the time of a placement in the unit of the inputs; infinity for an impossible one."""
     chosen = set(floats)
     time = sum(one.float if name in chosen else one.int8 for name, one in operators.items())
     for edge in edges:
@@ -77,7 +77,7 @@ _INT8, _FLOAT = object(), object()
 
 
 class _Network:
-    """A flow network whose vertices are operators, the two ends, and (edge, kind); capacities in units of the total."""
+    """A flow network. Vertices are operators, the two ends, and (edge, kind); capacities are in units of the total."""
 
     def __init__(self, operators: Mapping[str, Times], edges: Sequence[Edge]) -> None:
         known = [time for one in operators.values() for time in (one.int8, one.float)]
@@ -93,7 +93,7 @@ class _Network:
         self._capacity[pair] = min(_NEVER, self._capacity.get(pair, 0) + more)
 
     def of_the_source(self) -> set[object]:
-        """Returns the vertices on the int8 side of a cheapest cut: those that a maximum flow leaves reachable."""
+        """Returns the vertices on the int8 side of a minimum cut: those still reachable after a maximum flow."""
         size = len(self._index)
         rows, columns = np.array(list(self._capacity)).T
         values = np.array(list(self._capacity.values()), dtype=np.int32)

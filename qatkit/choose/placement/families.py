@@ -1,4 +1,4 @@
-"""Families of operators that are mostly decided together, for machines that cannot export.
+"""Families of operators that are usually decided together, for measurements on machines that cannot export.
 
 silu       SiLUs in int8, as Sigmoid and Mul           gates      squeeze-and-excitation in float
 amx        weights of Convs stored for AMX
@@ -44,9 +44,9 @@ def families(graph: fx.Graph, layouts: Layouts, choices: Choices) -> dict[str, S
 
 
 def combined(found: dict[str, Sites]) -> Iterator[tuple[str, Sites]]:
-    """Yields (name, sites) of each single family, each pair and all together.
+    """Yields (name, sites) of each single family, of each pair, and of all families together.
 
-    A SiLU that is float in one stays float.
+    A SiLU that is float in one of the families is float in their combination.
     """
     names = sorted(found)
     sets = [*((name,) for name in names), *itertools.combinations(names, 2)]
@@ -57,7 +57,7 @@ def combined(found: dict[str, Sites]) -> Iterator[tuple[str, Sites]]:
 
 
 def _leaves_something(sites: Sites, layouts: Layouts) -> bool:
-    """Returns whether some operators stay int8 and the layout changes."""
+    """Returns whether some operators stay int8 and the layout differs from the table's."""
     layout = layouts(sites.floats, sites.opened)
     return len(layout.floats) < len(layouts.operators) and layout != layouts(())
 
@@ -72,9 +72,7 @@ def _silus_around(node: fx.Node, choices: Choices) -> list[fx.Node]:
 
 
 def _gate(product: fx.Node) -> list[fx.Node]:
-    """Returns a product of a feature map and one value per channel, with the operators of that value back to the
-    pool.
-    """
+    """Returns the operators of a gate: the product, and the operators from the pool to the value per channel."""
     small = [node for node in product.all_input_nodes if _is_one_pixel(node)]
     if len(small) != 1 or len(product.all_input_nodes) != 2:
         return []

@@ -1,4 +1,4 @@
-"""Applies placement=measured or a placement file to a run before anything long starts."""
+"""Applies placement=measured or a placement file to a run before its long stages."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _AGAIN = "a new run with placement=measured measures again; start it when the ma
 
 
 def check_placement(config: Config) -> None:
-    """Rejects settings that leave no placement to choose, before anything long.
+    """Rejects settings that leave no placement to choose, before the long stages.
 
     Raises:
-        ConfigError: settings that do not go together.
+        ConfigError: settings cannot be combined.
     """
     if config.placement == FIXED:
         return
@@ -53,12 +53,13 @@ def check_placement(config: Config) -> None:
 
 
 def placed_before(run: Run, model: Captured, inputs: Inputs, module_type: type[QATModule]) -> Run:
-    """Returns the run with the placement of a file or of its folder; unchanged where there is none yet.
+    """Returns the run with the placement of a file or of its folder; unchanged if there is none yet.
 
     Args:
+        run: the run.
         model: the float model.
         inputs: the inputs of the model.
-        module_type: the type of the run's module.
+        module_type: the class of the run's modules.
 
     Raises:
         ConfigError: the file belongs to another model or another graph.
@@ -77,10 +78,13 @@ def placed_before(run: Run, model: Captured, inputs: Inputs, module_type: type[Q
 
 
 def placed_now(run: Run, model: Captured, inputs: Inputs, module: QATModule) -> Run:
-    """Returns the run with its placement, which is measured now and stored in its folder where it has none.
+    """Returns the run with its placement; if it has none, the placement is measured and stored in the run's folder.
 
     Args:
-        module: the module as placed by the backend's table.
+        run: the run.
+        model: the float model.
+        inputs: the inputs of the model.
+        module: the module with the placement of the backend's table.
     """
     if run.config.placement == FIXED:
         return run
@@ -99,7 +103,7 @@ def placed_now(run: Run, model: Captured, inputs: Inputs, module: QATModule) -> 
 
 
 def _placed(run: Run, placed: Placed) -> Run:
-    """Returns the run with the overrides of a placement, and the bound that a measured one implies."""
+    """Returns the run with the overrides of a placement, and with the bound that a measured placement implies."""
     config = with_sites(run.config, placed.sites)
     if config.placement == MEASURED and config.verify.min_speedup is None:
         config = replace(config, verify=replace(config.verify, min_speedup=1.0))
@@ -119,9 +123,10 @@ def about_placement(run: Run) -> dict[str, object]:
 
 
 def with_placement_of(config: Config, stored: Mapping[str, Any]) -> Config:
-    """Returns the configuration of a checkpoint's module.
+    """Returns the configuration of a checkpoint's module, including its placement.
 
     Args:
+        config: the configuration of the run.
         stored: the entries of the run in the checkpoint.
     """
     return with_sites(config, Sites.from_dict(stored.get("placement", {"float": (), "int8": ()})))

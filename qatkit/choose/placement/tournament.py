@@ -43,19 +43,19 @@ from qatkit_verify.placement.quiet import Timed, most_sessions, summed_up, until
 from qatkit_verify.placement.record import FLOAT, TABLE, Placed
 from qatkit_verify.placement.sites import Sites
 
-_FILES = 8  # at most
-_GAIN = 0.995  # relative to the fastest file that can be chosen: a file predicted to be slower than this is not made
-_BORDERS = (1.0, 1.5, 0.67)  # factors on the time of borders, which vary the cheapest placement
-_SESSIONS, _RUNS = 3, 40  # of each file at the end; a session's weights lie elsewhere in memory
-_LOOK = 25  # runs of each file, while it is searched
-# Time limits for all files in alternation, in seconds: for a look during the search, and for a session at the end.
-# On a slow machine there are fewer runs of each file, of which the fastest counts.
+_FILES = 8  # limits
+_GAIN = 0.995  # files predicted to be slower than this factor of the fastest choosable one are not made
+_BORDERS = (1.0, 1.5, 0.67)  # factors for the time of borders, which lead to different placements
+_SESSIONS, _RUNS = 3, 40  # sessions of each file at the end; weights are elsewhere in memory in each
+_LOOK = 25  # runs of each file during the search
+# Time limits for all files in turns, in seconds: during the search, and for a session at the end. A slow
+# machine makes fewer runs of each file, and the fastest one counts.
 _LOOK_SECONDS, _SESSION_SECONDS, _LEAST_RUNS = 8.0, 20.0, 5
-_SEARCH_SECONDS = 120.0  # after which no further file is made
+_SEARCH_SECONDS = 120.0  # time limit after which no further file is made
 
 
 def with_sites(config: Config, sites: Sites) -> Config:
-    """Returns the configuration of a placement: overrides, before the existing ones, and how weights are stored."""
+    """Returns the configuration of a placement: its overrides before the existing ones, and its weight format."""
     placed = float_overrides(sites.float_sites)
     placed |= {one: OverrideConfig(int8=True) for one in sorted(sites.opened)}
     backend = replace(config.backend, overrides={**placed, **config.backend.overrides})
@@ -77,7 +77,11 @@ class _File:
     """A competing file.
 
     Attributes:
-        predicted: share of the table's time, from before the file was made; a machine's speed drifts until the end.
+        name: the name of the file.
+        sites: the placement.
+        path: the path of the file.
+        predicted: the time that was predicted before the file was made, as a share of the table's time. A
+            ratio is not affected by drift of the machine's speed.
     """
 
     name: str
@@ -106,7 +110,7 @@ class Tournament:
         config: the configuration of the run, without a placement.
         model: the float model.
         inputs: the inputs of the model.
-        module: the module as placed by the backend's table.
+        module: the module with the placement of the backend's table.
         folder: a folder for temporary files.
     """
 
@@ -131,7 +135,7 @@ class Tournament:
         self._profiles: dict[str, precision_costs.Measured] = {}
 
     def run(self) -> Placed:
-        """Makes and times the files, and returns the decision."""
+        """Writes and times the files, and returns the decision."""
         progress = self.config.trainer.progress
         for _ in shown(_Counted(self._made(), _FILES), "placement", progress, "files"):
             pass
@@ -144,9 +148,9 @@ class Tournament:
         return self._decided(summed_up(found, _SESSIONS), costs)
 
     def _made(self) -> Iterator[tuple[None, Sequence[None]]]:
-        """Makes and profiles files until the cheapest placement is among them.
+        """Writes and profiles files until the cheapest placement is among them.
 
-        Yields after each, for a progress bar.
+        Yields after each file, for a progress bar.
         """
         start, operators = time.monotonic(), self.layouts.operators
         self._write(TABLE, Sites())
@@ -169,7 +173,7 @@ class Tournament:
             yield None, [None]
 
     def _write_for_amx(self) -> None:
-        """Writes the table's file and the fastest one again with weights for AMX, which no cost here models."""
+        """Writes the table's file and the fastest one again with weights for AMX, which the costs do not model."""
         mixed = [name for name in self.files if name != FLOAT]
         best = min(mixed, key=lambda name: self._profiles[name].ms)
         for name in dict.fromkeys((TABLE, best)):
@@ -182,11 +186,11 @@ class Tournament:
     def _proposed(self) -> tuple[Sites, float] | None:
         """Returns the cheapest new placement, if it is predicted to be faster than all files that can be chosen.
 
-        The float file cannot be chosen: where it leads, a placement near it may still be faster than the
-        table.
+        The float file cannot be chosen. If it is the fastest, a similar placement may still be faster than
+        the table.
 
         Returns:
-            The placement, and its predicted share of the table's time; None where there is none.
+            The placement and its predicted time as a share of the table's time; None if there is none.
         """
         costs = self._costs()
 
@@ -254,7 +258,7 @@ class Tournament:
         return precision_costs.Costs([*ends, *others], self.layouts.operators, self.layouts.sites)
 
     def _sessions(self, sessions: int, runs: int, seconds: float) -> Iterator[Session]:
-        """Times all files in alternation, in sessions of at most about this many seconds."""
+        """Times all files in turns, in sessions of at most about `seconds` seconds."""
         asked, paths = self.config.verify, {name: file.path for name, file in self.files.items()}
         known = [profile.ms for profile in self._profiles.values()]
         if known:  # each run follows an untimed one
@@ -293,7 +297,7 @@ class Tournament:
         )
 
     def _gains(self, sites: Sites, costs: precision_costs.Costs) -> dict[str, float]:
-        """Returns the added predicted milliseconds of each site that is set back to the table, one at a time."""
+        """Returns the predicted milliseconds that each site adds if only this site is set back to the table."""
         here = costs(self.layouts(sites.floats, sites.opened))
         found = {one: costs(self.layouts(sites.floats - {one}, sites.opened)) for one in sites.floats}
         found |= {one: costs(self.layouts(sites.floats, sites.opened - {one})) for one in sites.opened}

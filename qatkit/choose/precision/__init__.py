@@ -1,15 +1,15 @@
-"""Mixed precision: the choice of float and int8 operators that keeps most accuracy for the time it costs.
+"""Mixed precision: chooses float and int8 operators with the best accuracy for their latency.
 
-layout     the remaining quantization where a set of operators is float, and the borders where types change
-costs      milliseconds of such a set, from profiles of a few files on this machine, corrected by later files
+layout     the remaining quantization for a set of float operators, and the borders where types change
+costs      the milliseconds of such a set, from profiles of a few files on this machine and later files
 simulate   the loss of such a set, by a run of the int8 module with all other quantizers turned off
 front      sets on the front of predicted loss and predicted time; the choice of a point on a measured front
-search     files that decide between the predicted sets; mixtures makes their modules
+search     files that decide between the predicted sets; mixtures builds their modules
 chosen     the operators that an earlier front or this run keeps in float
 mixed      the stage of a run
 
-The same choice for the bits of weights instead of float and int8, as an algorithm:
+The same choice for the bit widths of weights instead of float and int8, as an algorithm:
 
-mixed_bits       settings
-bit_allocation   bits of each weight
+mixed_bits       the settings
+bit_allocation   the bits of each weight
 """

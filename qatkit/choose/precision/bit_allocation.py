@@ -1,4 +1,4 @@
-"""Allocation of bits to weights: a loss estimated for each number of bits, and a knapsack over them."""
+"""Allocation of bits to weights: estimates the loss for each number of bits, and solves a knapsack problem."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class SharedWeight:
     """A weight with all operators that read it.
 
     Attributes:
-        readers: its Convs and Linears.
-        fakes: their quantizers, and those of Embeddings that use it as their table.
-        size: the number of its values.
+        readers: the Convs and Linears that read the weight.
+        fakes: their quantizers, and those of Embeddings whose table is this weight.
+        size: the number of values.
     """
 
     readers: tuple[Switch, ...]
@@ -42,7 +42,7 @@ class SharedWeight:
 
 
 def shared_weights(graph_module: fx.GraphModule) -> tuple[list[SharedWeight], list[tuple[str, str]]]:
-    """Returns the weights whose bits may be chosen, in graph order, and (site, reason) of the other operators."""
+    """Returns the weights whose bits may be chosen, in graph order, and (site, reason) for each other operator."""
     overridden = graph_module.meta.get(OVERRIDDEN, ())
     tables = tied_tables(graph_module)
     by_weight, skipped = dict[int, list[Switch]](), list[tuple[str, str]]()
@@ -92,16 +92,16 @@ def _narrow(weights: Sequence[SharedWeight], dtypes: Sequence[str]) -> None:
 
 
 def allotted(losses: Sequence[Mapping[str, float]], sizes: Sequence[int], average: float) -> list[str]:
-    """Returns the number type of each weight, so that the sum of losses is small for an average number of bits.
+    """Returns the number type of each weight, chosen for a small sum of losses with an average number of bits.
 
-    For each weight, only types below every mixture of two others are used. All weights begin with the fewest
-    bits. The step that gains most per bit is taken next, as long as one fits. Apart from the last step, this
-    is the least sum of losses for the bits used.
+    For each weight, only types on the lower convex hull of its losses are used. All weights begin with the
+    fewest bits. The step with the largest gain per bit is taken next, as long as one fits. Apart from the
+    last step, this is the minimum sum of losses for the bits used.
 
     Args:
         losses: the losses of each weight, by the names in `BITS`.
-        sizes: number of values of each weight.
-        average: bits per weight, at most.
+        sizes: the number of values of each weight.
+        average: the maximum number of bits per value, on average.
     """
     hulls = [_hull(loss) for loss in losses]
     chosen = [hull[0] for hull in hulls]
@@ -119,7 +119,7 @@ def allotted(losses: Sequence[Mapping[str, float]], sizes: Sequence[int], averag
 
 
 def _hull(loss: Mapping[str, float]) -> list[str]:
-    """Returns the types, by rising bits, that lie on the lower convex hull of the losses."""
+    """Returns the types on the lower convex hull of the losses, by increasing number of bits."""
     hull: list[str] = []
     for dtype in BITS:
         if hull and loss[dtype] >= loss[hull[-1]]:
@@ -131,5 +131,5 @@ def _hull(loss: Mapping[str, float]) -> list[str]:
 
 
 def _slope(loss: Mapping[str, float], fewer: str, more: str) -> float:
-    """Returns the change of the loss per bit."""
+    """Returns the change of the loss per added bit."""
     return (loss[more] - loss[fewer]) / (BITS[more] - BITS[fewer])

@@ -1,4 +1,4 @@
-"""The operators that are float in a run's module: from a point of an earlier front, or chosen by the run itself."""
+"""The float operators of a run's module, from a point of an earlier front or from the run's own search."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from qatkit_verify.untrusted import read_json
 
 
 def chosen_floats(config: Config, stored: Mapping[str, Any] | None) -> FloatSites:
-    """Returns the operators that stay float in addition to the overrides, in graph order.
+    """Returns the operators that stay float in addition to those of the overrides, in graph order.
 
     Args:
-        stored: the entries of the run's checkpoint (`qatkit.run.folder.Run.stored`), which hold its choice.
+        config: the configuration of the run.
+        stored: the entries of the run's checkpoint (`qatkit.run.folder.Run.stored`), which include its
+            choice.
 
     Raises:
-        ConfigError: see `floats_of_point`.
+        ConfigError: `floats_of_point` raises it.
     """
     if stored is not None:
         return read_float_sites(stored.get("floats", ()))
@@ -33,7 +35,8 @@ def floats_of_point(config: Config) -> FloatSites:
     """Returns the float operators of the point that the configuration names.
 
     Raises:
-        ConfigError: a folder without a front or with another model's, a point that does not exist, or the float model.
+        ConfigError: the folder has no front or that of another model, or the point does not exist or is the
+            float model.
     """
     asked = config.precision
     path = Path(str(asked.front)) / REPORT_FILE

@@ -7,9 +7,9 @@
     third and two thirds that
     lose most
 
-The profiler adds two or three microseconds to each kernel. These are subtracted: as many as make the sums
-agree best with the clock. The remaining difference is spread over the operators of the int8 and the float
-file, and over the borders of the mixtures.
+The profiler adds two or three microseconds to each kernel. They are subtracted with the value that makes the
+sums agree best with the clock. The remaining difference is distributed over the operators of the int8 and the
+float file, and over the borders of the mixtures.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from numpy.typing import NDArray
 from qatkit.choose.precision.layout import Layout
 from qatkit.verify.site_kernels import DEQUANTIZE, LAYOUT, QUANTIZE, SiteKernel
 
-_MOST, _LEAST = 4.0, 0.25  # limits of the factor on the time of borders that makes them agree with the clock
-_LENGTH = 0.3  # length scale: share of the operators' time in which two sets may differ and still be similar
-_FASTEST = 0.25  # of the shortest time by the clock: no prediction is lower
-_NOISE = 0.02  # share of the variance of prediction errors that is noise of the clock
+_MOST, _LEAST = 4.0, 0.25  # limits of the factor that makes the time of borders agree with the clock
+_LENGTH = 0.3  # length scale: share of the operators' time in which similar sets may differ
+_FASTEST = 0.25  # lower limit of predictions, as a share of the shortest measured time
+_NOISE = 0.02  # share of noise of the clock in the variance of prediction errors
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A file: the layout of its float operators, its kernels, and the milliseconds of a whole run by the clock."""
+    """A measured file: the layout of its float operators, its kernels, and the milliseconds of a run by the clock."""
 
     layout: Layout
     kernels: Sequence[SiteKernel]
@@ -42,13 +42,14 @@ class Measured:
 
     @property
     def total(self) -> float:
-        """The microseconds of all kernels."""
+        """The sum of the microseconds of all kernels."""
         return sum(kernel.microseconds for kernel in self.kernels)
 
     def time(self, site: str | None) -> float:
-        """Returns the microseconds of an operator, 0 where it is part of another one's kernel.
+        """Returns the microseconds of an operator; 0 if it is part of another operator's kernel.
 
-        None: of those without a site.
+        Args:
+            site: the site of the operator; None selects the kernels without a site.
         """
         return sum(one.microseconds for one in self.kernels if one.site == site and not one.border)
 
@@ -57,8 +58,8 @@ class Costs:
     """Predicts the milliseconds of a run with a set of float operators.
 
     Args:
-        files: int8, float, and at least one file of a mixture.
-        operators: sites of those that can be either, in graph order.
+        files: the int8 file, the float file, and at least one file of a mixture.
+        operators: the sites of the operators that can be int8 or float, in graph order.
         sites: the sites of all nodes, in graph order.
     """
 
@@ -98,17 +99,15 @@ class Costs:
         return self._above_zero(layout) * math.exp(self._learned(layout))
 
     def learn(self, files: Sequence[tuple[Layout, float]]) -> None:
-        """Corrects the predictions by files that were timed since.
+        """Corrects the predictions by files that have been timed; similar sets are corrected most.
 
-        Each set moves the more, the more it resembles them.
-
-        Sums leave out the effects of operators on others beyond their neighbours. The logarithm of the error
+        Sums do not include effects of operators on others than their neighbours. The logarithm of the error
         is interpolated (simple kriging: Rasmussen and Williams, "Gaussian processes for machine learning",
-        2006, section 2.2; covariance e^(-d/L), d the share of the operators' float time in which two sets
-        differ).
+        2006, section 2.2). The covariance is e^(-d/L), where d is the share of the operators' float time in
+        which two sets differ.
 
         Args:
-            files: layouts, and milliseconds of a whole run.
+            files: the layout and the milliseconds of a run of each file.
         """
         self._files += [(layout, math.log(ms / self._above_zero(layout))) for layout, ms in files]
         near = [[self._likeness(one, other) for other, _ in self._files] for one, _ in self._files]
@@ -124,10 +123,10 @@ class Costs:
         return math.exp(-differs / _LENGTH)
 
     def _above_zero(self, layout: Layout) -> float:
-        """Returns the sum, but at least the shortest time that is believed.
+        """Returns the sum of the times, limited from below by a share of the shortest measured time.
 
-        The terms that the sum leaves out may be negative, and the clock contradicts itself where files take a
-        few microseconds.
+        Effects that the sum does not include may be negative, and the clock is inaccurate for files that take
+        only a few microseconds.
         """
         return max(self._floor, self._summed(layout))
 
@@ -141,9 +140,9 @@ class Costs:
         return total + self._at_borders * self._borders(layout) + left
 
     def of_site(self, site: str, *, eight: bool) -> float:
-        """Returns the milliseconds of one operator, averaged over the neighbours it was seen with.
+        """Returns the milliseconds of one operator, averaged over its neighbours in the measured files.
 
-        The time is 0 for an operator without a kernel of its own, and infinite where no file has it in that
+        The time is 0 for an operator without its own kernel, and infinite if no file has the operator in that
         type.
         """
         if site not in self._sites:
@@ -153,7 +152,7 @@ class Costs:
         return self._scale[eight] * fmean(self._seen[site, eight][1])
 
     def of_border(self, kind: str, values: int) -> float:
-        """Returns the milliseconds of a tensor's QUANTIZE or DEQUANTIZE, or of the share of them that LAYOUT is."""
+        """Returns the milliseconds of QUANTIZE, DEQUANTIZE or LAYOUT for a tensor with this number of values."""
         return self._at_borders * self._border(kind, values)
 
     def share(self, layout: Layout) -> float:
@@ -161,14 +160,15 @@ class Costs:
         return sum(self._shares.get(one, 0.0) for one in layout.floats)
 
     def _among_others(self, site: str, layout: Layout) -> float:
-        """Returns the share of an operator's neighbours that compute in another type than it does."""
+        """Returns the share of an operator's neighbours that compute in another type than the operator."""
         beside = self._beside.get(site, ())
         eight = site in layout.int8
         return sum((one in layout.int8) != eight for one in beside) / max(1, len(beside))
 
     def _samples(self, site: str, eight: bool, files: Sequence[Measured]) -> tuple[list[float], list[float]]:
-        """Returns shares of other-type neighbours and microseconds, from files with the site in this type, else
-        from all.
+        """Returns the shares of neighbours of the other type, and the microseconds of the operator.
+
+        They come from files with the operator in this type or, if there are none, from all files.
         """
         chosen = [file for file in files if (site in file.layout.int8) == eight] or list(files)
         found: dict[float, list[float]] = {}
@@ -185,7 +185,7 @@ class Costs:
         return share * self._line[kind](values) * (self._scale[True] + self._scale[False]) / 2
 
     def _fitted(self, probes: Sequence[Measured]) -> float:
-        """Returns the factor on the time of borders that makes the mixtures agree with the clock."""
+        """Returns the factor for the time of borders that makes the mixtures agree with the clock."""
         borders = sum(self._borders(probe.layout) for probe in probes)
         missing = sum(probe.ms - self._summed(probe.layout) for probe in probes)
         return min(_MOST, max(_LEAST, 1 + missing / borders)) if borders else 1.0
@@ -204,26 +204,29 @@ def _neighbours(operators: Sequence[str], sites: Sequence[str]) -> dict[str, tup
 
 
 def _scale(file: Measured) -> float:
-    """Returns the clock's milliseconds per microsecond of the kernels; 0 where the profiler saw none."""
+    """Returns the clock's milliseconds per microsecond of the kernels; 0 if the profiler recorded no kernels."""
     return file.ms / file.total if file.total else 0.0
 
 
 def _overhead(files: Sequence[Measured]) -> float:
-    """Returns the microseconds that the profiler adds to each kernel: least squares, at most the shortest kernel."""
+    """Returns the microseconds that the profiler adds to each kernel, by least squares.
+
+    They are limited by the time of the shortest kernel.
+    """
     more = sum(len(file.kernels) * (file.total - 1e3 * file.ms) for file in files)
     least = min((one.microseconds for file in files for one in file.kernels), default=0.0)
     return min(least, max(0.0, more / max(1, sum(len(file.kernels) ** 2 for file in files))))
 
 
 def _without(file: Measured, overhead: float) -> Measured:
-    """Returns a file without this overhead; a kernel keeps at least a tenth of its time."""
+    """Returns the measurements of a file without this overhead; a kernel keeps at least a tenth of its time."""
     times = [max(one.microseconds / 10, one.microseconds - overhead) for one in file.kernels]
     kernels = [replace(one, microseconds=time) for one, time in zip(file.kernels, times, strict=True)]
     return replace(file, kernels=kernels)
 
 
 def _line(kind: str, files: Sequence[Measured]) -> Callable[[int], float]:
-    """Returns a line through the microseconds of kernels over their number of values; no coefficient is below 0."""
+    """Returns the line that fits the microseconds of kernels by their number of values; no coefficient is negative."""
     seen = [(one.values, one.microseconds) for file in files for one in file.kernels if one.border == kind]
     if not seen:
         return lambda values: 0.0

@@ -1,15 +1,15 @@
 """Sets of float operators on the front of loss and time, and the choice of a point on a measured front.
 
-    grow      from int8, the neighbours next that save the most loss per millisecond
-    shrink    from float, the neighbours back to int8 that save the most time for the loss
-    ranked    the k most sensitive operators float, for each k
+    grow      from int8: the step to float that saves the most loss per millisecond is next
+    shrink    from float: the step back to int8 that saves the most time for its loss is next
+    ranked    the k most sensitive operators in float, for each k
 
-A single float operator often does not pay: its input and output stay quantized, and two borders are added. So
-a step is several operators in a row, or all those below one module. Where costs are sums, this is the greedy
-algorithm of the knapsack problem, whose steps are the corners of the exact front. Every set that was
-evaluated on the way competes.
+A single float operator is often not worth its time: its input and output stay quantized, and two borders are
+added. A step therefore changes several operators in a row, or all operators of one module. If costs are sums,
+this is the greedy algorithm for the knapsack problem, whose steps are the corners of the exact front. Every
+set that is evaluated on the way competes.
 
-The loss and time of a set come from a function that is passed in; nothing here knows a graph.
+The loss and time of a set come from a function that is passed in; this module does not know the graph.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import TypeVar
 from qatkit.records.precision import PrecisionPoint
 
 Floats = frozenset[str]
-Price = tuple[float, float]  # loss, milliseconds
+Price = tuple[float, float]  # loss and milliseconds of a set
 Cost = Callable[[Floats], Price]
 _LENGTHS = (1, 2, 3, 4, 6, 9, 14)
-_NEAR = 2  # a step changes the cost of others that begin or end within so many operators of it
-_FLOOR = -40.0  # dB of the loss, below which differences do not matter
+_NEAR = 2  # number of operators within which a step changes the cost of other steps
+_FLOOR = -40.0  # difference of the loss in dB that does not matter
 _AS_FAST = 0.97
 _T = TypeVar("_T")
 
@@ -43,11 +43,12 @@ class Choice:
 def predicted_front(operators: Sequence[str], cost: Cost, ranking: Sequence[str]) -> list[Choice]:
     """Returns the predicted Pareto front over all sets that were evaluated on the way, fastest first, float last.
 
-    Float itself beats none: quantization also aims at smaller weights, and float's time is not a choice.
+    The float model does not exclude other sets, even if it is faster, since quantization also makes weights
+    smaller.
 
     Args:
-        operators: the operators, in graph order.
-        cost: gives the loss and time of a set.
+        operators: the operators in graph order.
+        cost: a function that returns the loss and time of a set.
         ranking: the operators, the most sensitive first.
     """
     steps, known = runs(operators), dict[Floats, Price]()
@@ -66,14 +67,14 @@ def predicted_front(operators: Sequence[str], cost: Cost, ranking: Sequence[str]
 
 
 def not_beaten_but_by(floats: Floats, choices: Sequence[Choice]) -> list[Choice]:
-    """Returns the Pareto front over loss and latency of all choices but `floats`, then `floats` itself."""
+    """Returns the Pareto front over loss and latency of all choices except `floats`, followed by `floats`."""
     others = [one for one in choices if one.floats != floats]
     ends = [one for one in choices if one.floats == floats]
     return [*not_beaten(others, lambda one: (one.loss, one.ms)), *ends[:1]]
 
 
 def runs(operators: Sequence[str]) -> list[Floats]:
-    """Returns the sets of operators that one step may change: runs of neighbours, and all operators of a module."""
+    """Returns the steps: runs of neighbouring operators, and the operators of each module."""
     count = len(operators)
     found = {frozenset(operators[i : i + n]) for n in _LENGTHS for i in range(count - n + 1)}
     for one in operators:
@@ -86,17 +87,17 @@ def runs(operators: Sequence[str]) -> list[Floats]:
 
 
 def grow(operators: Sequence[str], steps: Sequence[Floats], cost: Cost) -> list[Floats]:
-    """Returns the sets on the way from none to all."""
+    """Returns the sets on the way from no operator to all."""
     return _walk(operators, steps, frozenset(), lambda floats, step: floats | step, cost, _by_time)
 
 
 def shrink(operators: Sequence[str], steps: Sequence[Floats], cost: Cost) -> list[Floats]:
-    """Returns the sets on the way from all to none."""
+    """Returns the sets on the way from all operators to none."""
     return _walk(operators, steps, frozenset(operators), lambda floats, step: floats - step, cost, _by_loss)
 
 
 def _by_time(before: Price, after: Price) -> float:
-    """Returns the loss saved per millisecond; infinite where it costs no time."""
+    """Returns the saved loss per millisecond; infinity if the step costs no time."""
     saved, added = before[0] - after[0], after[1] - before[1]
     if saved <= 0:
         return -math.inf
@@ -104,7 +105,7 @@ def _by_time(before: Price, after: Price) -> float:
 
 
 def _by_loss(before: Price, after: Price) -> float:
-    """Returns the milliseconds saved per loss; infinite where it costs no loss."""
+    """Returns the saved milliseconds per loss; infinity if the step costs no loss."""
     saved, added = before[1] - after[1], after[0] - before[0]
     if saved <= 0:
         return -math.inf
@@ -119,9 +120,9 @@ def _walk(
     cost: Cost,
     worth: Callable[[Price, Price], float],
 ) -> list[Floats]:
-    """Takes the step that is worth most, again and again, until none is worth anything.
+    """Repeatedly takes the step with the highest value until no step has a positive one; returns the sets.
 
-    The worth of a step is recomputed only near the step that was taken, and before it is taken itself.
+    The value of a step is recomputed only close to the last step, and before the step itself is taken.
     """
     place = {one: i for i, one in enumerate(operators)}
     spans = {step: (min(map(place.__getitem__, step)), max(map(place.__getitem__, step))) for step in steps}
@@ -158,12 +159,13 @@ def not_beaten(found: Iterable[_T], price: Callable[[_T], Price]) -> list[_T]:
 def thinned(
     front: Sequence[Choice], ends: tuple[Choice, Choice], count: int, taken: Sequence[Choice] = ()
 ) -> list[Choice]:
-    """Returns `count` sets of a front, as far from each other and from the ends as possible, in time and dB of
-    the loss.
+    """Returns `count` sets of a front with the largest distances in time and dB of the loss.
 
     Args:
-        ends: int8 and float, which are not among the returned sets.
-        taken: others that exist already, which are not returned either.
+        front: the sets to choose from.
+        ends: int8 and float. Distances to them count too, but they are not returned.
+        count: the number of sets.
+        taken: existing sets, which are treated like the ends.
     """
     low, high = (end.ms for end in ends)
     worst = ends[0].loss or 1.0
@@ -185,12 +187,13 @@ def thinned(
 def decide(
     points: Sequence[PrecisionPoint], meets: Callable[[PrecisionPoint], bool], min_speedup: float | None
 ) -> tuple[int, str]:
-    """Returns the number of the point to continue with, and the reason.
+    """Returns the index of the point with which the run continues, and the reason.
 
     Args:
-        points: measured, the fastest first, int8 and float among them.
-        meets: tells whether a point meets the target of accuracy.
-        min_speedup: float's time over the point's. Where given, it is the target, and accuracy is maximized.
+        points: the measured points, fastest first, including int8 and float.
+        meets: a function that returns whether a point meets the accuracy target.
+        min_speedup: the target for float's time divided by the point's. If it is given, accuracy is
+            maximized.
     """
     able = [point for point in points if point.floats is not None]
     if min_speedup is not None:

@@ -1,12 +1,12 @@
-"""The remaining quantization where a set of operators is float, and the borders at which tensors change their type.
+"""The remaining quantization for a set of float operators, and the borders at which tensors change their type.
 
     Conv ─ Q ─ Conv ─ Q ─ Conv ─ Q ─ Linear          int8: one border, at the input
     Conv ─ Q ─ [Conv] ─ Q ─ Conv ─ Q ─ Linear        the second one float: two borders more, its weight is saved,
                                                      and its input and output are quantized as before
     Conv ─ Q ─ [Conv] ─── [Conv] ─ Q ─ Linear        two in a row save the tensor between them as well
 
-Placement answers both questions for each set: it is a walk over the graph, without values. A loss that was
-estimated for each weight and each tensor (`qatkit.analysis.estimate`) then adds up to the loss of a set.
+Placement determines both for each set by a walk over the graph, without values. The loss of a set is then the
+sum of the losses that were estimated for each weight and each tensor (`qatkit.analysis.estimate`).
 """
 
 from __future__ import annotations
@@ -21,22 +21,24 @@ from qatkit.graph.placement import Placement, Placer, Point
 from qatkit.quant.backends import Backend
 from qatkit.records.analysis import ACTIVATION, WEIGHT, SensitivityRow
 
-Floats = frozenset[str]  # sites of the operators that are float
+Floats = frozenset[str]  # sites of the float operators
 _NONE: Floats = frozenset()
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The quantization of one set of float operators.
+    """The quantization for one set of float operators.
 
     Attributes:
         floats: the Convs and Linears that are float, whether requested or implied.
-        int8: sites of all nodes that compute in 8 bits.
-        weights: sites whose weight is quantized.
-        readers: for each quantized tensor, the nodes that read it quantized; the others read it in float.
-        quantized, dequantized: number of values of each tensor that is quantized, and dequantized, at a border.
-        moved: number of values of the tensors that are converted for operators that may also want another memory
-            layout. An operator that computes value by value in float between two pairs wants none.
+        int8: the sites of all nodes that compute in 8 bits.
+        weights: the sites whose weight is quantized.
+        readers: the nodes that read each quantized tensor in quantized form; other nodes read it in float.
+        quantized, dequantized: the numbers of values of the tensors that are quantized or dequantized at a
+            border.
+        moved: the numbers of values of the tensors that are converted for operators that may also require
+            another memory layout. An elementwise operator that computes in float between two Q/DQ pairs
+            requires none.
     """
 
     floats: Floats
@@ -49,15 +51,15 @@ class Layout:
 
 
 class Layouts:
-    """The layouts of one graph, by set of float operators.
+    """The layouts of one graph for sets of float operators.
 
     Args:
         graph: the graph after `qatkit.graph.prepare.ready_to_place`, before quantizers are inserted.
-        backend: gives the placement rules.
-        forced: sites that are float in any case.
+        backend: the backend, which has the placement rules.
+        forced: the sites that are always float.
 
     Attributes:
-        operators: sites of the Convs and Linears that can be int8 or float, in graph order.
+        operators: the sites of the Convs and Linears that can be int8 or float, in graph order.
         sites: the sites of all nodes.
     """
 
@@ -71,11 +73,12 @@ class Layouts:
         self.operators = tuple(site(node) for node in self.place(_NONE).weighted)
 
     def __call__(self, floats: Iterable[str], opened: Iterable[str] = ()) -> Layout:
-        """Returns the layout of a set.
+        """Returns the layout for a set of float operators.
 
         Args:
-            floats: sites of float operators.
-            opened: sites of operators without an 8-bit kernel (SiLU) that are written as operators that have one.
+            floats: the sites of the float operators.
+            opened: the sites of operators without an 8-bit kernel (SiLU) that are written as operators with
+                one.
         """
         wanted = frozenset(floats), frozenset(opened)
         if wanted not in self._known:
@@ -86,8 +89,7 @@ class Layouts:
         placement = self.place(wanted)
         islands = {node for node in placement.int8 if self._facts[node].island and site(node) not in opened}
         weighted = {site(node) for node in placement.weighted}
-        # An operator that computes value by value does so in any memory layout, whether or not its output is
-        # quantized.
+        # An elementwise operator works in any memory layout, whether or not its output is quantized.
         whole = self.place(frozenset(one for one in wanted if not self._facts[self._by_site[one]].island))
         without, within = self._borders(placement, islands), self._borders(whole, set())
         return Layout(
@@ -126,13 +128,13 @@ class Layouts:
         return False
 
     def place(self, floats: Floats) -> Placement:
-        """Returns the placement with these operators in float."""
+        """Returns the placement for a set of float operators."""
         return self._placer.place({self._by_site[one] for one in self._forced | floats})
 
     def way_back(self, tensor: str, known: Collection[str]) -> tuple[str, ...]:
-        """Returns the tensors from this one back to the nearest known one, which is the last.
+        """Returns the tensors on the way from this one back to the nearest known one, which is the last.
 
-        Empty where there is none.
+        The result is empty if there is no known tensor.
         """
         node, passed = self._by_site[tensor], [tensor]
         while site(node) not in known:
@@ -150,11 +152,11 @@ def _size(node: fx.Node) -> int:
 
 
 class Losses:
-    """The loss of a set as the sum of the estimates for each weight and tensor that it leaves quantized.
+    """The loss of a set: the sum of the estimates for each weight and tensor that stays quantized.
 
     Args:
         layouts: the layouts of the graph.
-        estimated: estimates for the graph with everything quantized, at the same sites.
+        estimated: the estimates for the graph with everything quantized, at the same sites.
     """
 
     def __init__(self, layouts: Layouts, estimated: Iterable[SensitivityRow]) -> None:
@@ -169,7 +171,7 @@ class Losses:
         return weights + sum(self._of_tensor(one) for one in layout.readers)
 
     def of_operator(self, operator: str) -> float:
-        """Returns the loss of its weight and its output, which is the sensitivity of a layer."""
+        """Returns the loss of an operator's weight and output, which is the sensitivity of this layer."""
         return self.by[WEIGHT].get(operator, 0.0) + self.by[ACTIVATION].get(operator, 0.0)
 
     def _of_tensor(self, tensor: str) -> float:

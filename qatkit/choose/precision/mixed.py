@@ -1,4 +1,4 @@
-"""Chooses the operators that stay float, to meet an accuracy target fastest or a speed-up most accurately.
+"""Chooses the operators that stay float: the fastest set for an accuracy target, or the most accurate for a speed-up.
 
     calibrated module ── estimate ──> the loss of each weight and tensor     ┐
     eight files ── profile, clock ──> the time of each operator and border   ├─ likely sets ── simulate ──> their losses
@@ -7,9 +7,9 @@
                                                                                 and the other half: judged on unseen
                                                                                 images, and timed in alternation
 
-The stage of precision=auto. It comes after the algorithms: their corrections stay in the operators that stay
-int8, and are removed from those that become float. The choice is part of the checkpoint: a resumed run, and
-export.py, build the module with it.
+This is the stage of precision=auto. It runs after the algorithms, whose corrections are kept in int8
+operators and removed from operators that become float. The choice is part of the checkpoint: a resumed run
+and export.py build the module with it.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _SEARCHED = f"precision{PARTIAL}"
 
 
 def check_precision(module: QATModule, config: Config) -> None:
-    """Checks, before anything long, that there is something to choose and that ONNX Runtime's latency applies.
+    """Checks, before the long stages, that there are operators to choose from and that ONNX Runtime runs the file.
 
     Raises:
-        ConfigError: a backend of another runtime, or a model with one operator.
+        ConfigError: the backend is for another runtime, or the model has only one operator.
     """
     if config.precision.search == "none":
         return
@@ -59,11 +59,14 @@ def check_precision(module: QATModule, config: Config) -> None:
 def mix(
     run: Run, model: Captured, data: DataModule, module: QATModule, calibrated: Calibrated
 ) -> tuple[QATModule, Precision]:
-    """Returns the module that the target asks for, and the front that it was chosen from.
+    """Returns the module that meets the target, and the front from which it was chosen.
 
     Args:
-        model: the float model.
-        module: calibrated, with the corrections of all algorithms.
+        run: the run.
+        model: the captured float model.
+        data: the data of the run.
+        module: the calibrated module with the corrections of all algorithms.
+        calibrated: the results of its calibration.
     """
     partial = run.folder / _SEARCHED
     with run.stage("precision", "searching for a precision"), tempfile.TemporaryDirectory() as folder:
@@ -80,7 +83,7 @@ def about_precision(found: Precision) -> dict[str, Any]:
 
 
 def draw_precision(run: Run, found: Precision | None) -> None:
-    """Draws the front as a PNG file where pictures are requested and possible; report.html has it in any case."""
+    """Draws the front as a PNG file if pictures are requested and possible; report.html always includes the front."""
     if found is not None and run.config.analysis.pictures:
         with suppress(ModuleNotFoundError):
             draw_front(run.folder / PICTURES, found)

@@ -1,12 +1,12 @@
-"""Mixed bits: more of them for the weights that the outputs depend on most, fewer for the others.
+"""Mixed bits: more bits for the weights on which the outputs depend most, and fewer for the others.
 
-The loss of each weight with each number of bits is estimated (`qatkit.analysis.estimate`): how far the
-outputs are from float's with only this weight rounded to nearest. Losses add up, so the best choice for
-an average number of bits is a knapsack with one choice per weight (`qatkit.choose.precision.bit_allocation`).
-Algorithms that round come afterwards. They gain more on some weights than on others, which the estimate does
-not know (decision 58).
+The loss of each weight is estimated for each number of bits (`qatkit.analysis.estimate`). It is the distance
+of the outputs from float's if only this weight is rounded to the nearest. Losses are additive, so the best
+choice for an average number of bits is a knapsack problem with one choice per weight
+(`qatkit.choose.precision.bit_allocation`). Rounding algorithms run afterwards. They gain more for some
+weights than for others, which the estimate ignores (decision 58).
 
-int3 is no choice: it takes 4 bits in a file.
+int3 is not offered, since it takes 4 bits in a file.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MixedBits(Algorithm):
-    """Gives each weight 2, 4 or 8 bits, so that the outputs lose least with so many on average."""
+    """Gives each weight 2, 4 or 8 bits for the smallest loss at the outputs with a given average number of bits."""
 
     stage: ClassVar[str] = OBSERVED
     weights_alone: ClassVar[bool] = True
@@ -41,15 +41,15 @@ class MixedBits(Algorithm):
         """Chooses the bits; `changed` counts the operators whose number of bits differs from the backend's.
 
         Args:
-            graph_module: prepared.
-            inputs: batches, as for `calibrate`, read no further than needed.
+            graph_module: the prepared graph.
+            inputs: batches, as for `calibrate`; only as many as needed are read.
         """
         from qatkit.choose.precision.bit_allocation import allocate
 
         return allocate(self, graph_module, inputs)
 
     def notes(self, graph_module: fx.GraphModule) -> list[tuple[str, str]]:
-        """Returns the operators whose bits an override sets, with the reason."""
+        """Returns the operators whose bits are set by an override, each with the reason."""
         from qatkit.choose.precision.bit_allocation import shared_weights
 
         return shared_weights(graph_module)[1]

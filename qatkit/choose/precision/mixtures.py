@@ -1,7 +1,7 @@
-"""Makes modules with some operators in float from one that has all of them in int8.
+"""Modules with some operators in float, made from a module with all operators in int8.
 
-Operators that stay int8 keep the changes of the algorithms; they are matched by name. Operators that become float
-are copied from the float model. Tensors that only the mixture quantizes are calibrated.
+Operators that stay int8 keep the changes of the algorithms; they are matched by name. Operators that become
+float are copied from the float model. Tensors that only the new module quantizes are calibrated.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from qatkit.train.module import QATModule
 
 
 class Builder:
-    """Makes modules with some operators in float from one that has all of them in int8."""
+    """Makes modules with some operators in float from a module with all operators in int8."""
 
     def __init__(
         self,
@@ -38,11 +38,12 @@ class Builder:
         self._calibrated = calibrated
 
     def module(self, floats: Sequence[str], *, calibrate: bool = True) -> QATModule:
-        """Returns a module with these sites in float.
+        """Returns a module with some operators in float.
 
         Args:
-            floats: sites of the float operators.
-            calibrate: whether tensors that only this module quantizes are calibrated; latency does not need it.
+            floats: the sites of the float operators.
+            calibrate: whether tensors that only this module quantizes are calibrated. Latency does not depend
+                on it.
         """
         if not floats:
             return self.int8
@@ -53,7 +54,7 @@ class Builder:
         if transplant(self.int8.graph, module.graph) and calibrate:
             plain = replace(config, calibration=replace(config.calibration, cache=None))
             example = example_batch(config, self.data.inputs)
-            with warnings.catch_warnings():  # already warned of for the same images
+            with warnings.catch_warnings():  # the same images have already caused this warning
                 warnings.simplefilter("ignore")
                 calibrate_module(module, self.data, plain, example, method=self._calibrated.method)
             transplant(self.int8.graph, module.graph)
@@ -62,7 +63,7 @@ class Builder:
         return module
 
     def write(self, floats: Sequence[str], path: Path, *, calibrate: bool = True) -> Path:
-        """Writes the module with these sites in float as an ONNX file, and returns its path."""
+        """Writes the module of `module` as an ONNX file; returns the path."""
         graph = self.module(floats, calibrate=calibrate).convert().graph
         write_file(graph, self.config, self.data.inputs, path)
         return path

@@ -1,6 +1,6 @@
-"""The search for the front between int8 and float: costs and losses predict, and files decide.
+"""The search for the front between int8 and float: predicted costs and losses select sets, and files decide.
 
-The order of its steps is drawn in `qatkit.choose.precision.mixed`, the stage that runs it.
+`qatkit.choose.precision.mixed`, the stage that runs the search, has a diagram of its steps.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from qatkit_verify.placement.sites import FloatSites
 from qatkit_verify.records import Metric
 
 FLOAT, INT8 = "float", "int8"
-_SIMULATED, _FIRST_LOOK = 96, 32  # sets, and images for their first simulation; the best get more
-_CLEARLY = 10**0.1  # a decibel: the uncertainty of so few images
-_NOTHING = 1e-9  # of the metric: possible rounding error of a subtraction
+_SIMULATED, _FIRST_LOOK = 96, 32  # limits of sets, and of images for their first simulation
+_CLEARLY = 10**0.1  # one decibel: the uncertainty of so few images
+_NOTHING = 1e-9  # points of the metric: possible rounding error of a subtraction
 _Sites = TypeVar("_Sites", bound=Collection[str])
-_SESSIONS = 3  # of each file that is timed
-_STEPS = 1000  # of calibration sequences that files with states run freely
+_SESSIONS = 3  # sessions for each timed file
+_STEPS = 1000  # steps of calibration sequences in which files with states run on their own states
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Search:
     """Finds the front of one module.
 
     Args:
-        builder: the builder of the module.
+        builder: the builder of modules with some operators in float.
         folder: a folder for temporary files.
     """
 
@@ -116,9 +116,7 @@ class Search:
         return Precision(tuple(shown), count, len(trials), len(self.judge.wanted), note, steps)
 
     def costs(self) -> tuple[Costs, dict[str, float]]:
-        """Returns the costs of operators and borders, and the milliseconds of their files by name, the two ends
-        included.
-        """
+        """Returns the costs of operators and borders, and the milliseconds of the measured files by name."""
         operators = self.layouts.operators
         quarter = -(-len(operators) // 4)
         quarters = [operators[i : i + quarter] for i in range(0, len(operators), quarter)]
@@ -153,12 +151,11 @@ class Search:
         return Measured(self.layouts(floats), kernels, ms)
 
     def rounds(self, costs: Costs, before: dict[str, float]) -> list[_Trial]:
-        """Makes the sets that are worth a file in two rounds: the times of the first correct the predictions of
-        the second.
+        """Writes and measures the promising sets in two rounds; times of the first correct predictions for the second.
 
         Args:
-            costs: corrected by the times.
-            before: times of the two ends when the costs were measured.
+            costs: the costs, which are corrected by the measured times.
+            before: the times of the int8 and the float file when the costs were measured.
         """
         ends, count = self.ends(costs), self.config.precision.points
         chosen, trials = list[Choice](), list[_Trial]()
@@ -177,7 +174,7 @@ class Search:
         return trials
 
     def ends(self, costs: Costs) -> tuple[Choice, Choice]:
-        """Returns int8 and float as choices."""
+        """Returns the int8 and the float model as choices."""
         cost = self.price(costs)
         int8, exact = (
             Choice(end, *cost(end)) for end in (frozenset[str](), frozenset(self.layouts.operators))
@@ -190,10 +187,10 @@ class Search:
         return sorted(self.layouts.operators, key=self.losses.of_operator, reverse=True)
 
     def front(self, costs: Costs) -> list[Choice]:
-        """Returns the Pareto front by simulated losses, of the sets that may be on it by the estimates.
+        """Returns the Pareto front by simulated losses of the sets that may be on the front by their estimates.
 
-        For each k, the k most sensitive operators are among the simulated sets, since estimates err most
-        where little is left quantized.
+        The simulated sets include the k most sensitive operators for each k, since estimates are least
+        accurate if few operators are quantized.
         """
         ranking, cost, ends = self.ranking, self.price(costs), self.ends(costs)
         tops = self.mixtures(frozenset(ranking[:k]) for k in range(1, len(ranking)))
@@ -209,9 +206,7 @@ class Search:
         return not_beaten_but_by(whole, exact)
 
     def mixtures(self, sets: Iterable[_Sites]) -> list[_Sites]:
-        """Returns the sets that leave some operators in either type, counting operators that follow their float
-        neighbours.
-        """
+        """Returns the sets with operators of both types, considering operators that follow their float neighbours."""
         count = len(self.layouts.operators)
         return [floats for floats in sets if 0 < len(self.layouts(floats).floats) < count]
 
@@ -241,9 +236,7 @@ class Search:
 
     @cached_property
     def losses(self) -> Losses:
-        """The contribution of each weight and tensor to the squared error of the outputs, which also judges the
-        files.
-        """
+        """The contribution of each weight and tensor to the squared error of the outputs; it also judges the files."""
         config, graph = self.config, self.builder.int8.graph
         batches = self._images(config.precision.images)
         rows = estimate(graph, batches, of_outputs=True, seed=config.seed, progress=config.trainer.progress)
@@ -271,7 +264,7 @@ class Search:
         return _Trial(floats, layout, costs(layout), file)
 
     def _made(self, floats: FloatSites | None, name: str) -> Path:
-        """Returns the file of a set; the files of the two ends were written for the costs."""
+        """Returns the file of a set; those of int8 and float have already been written for the costs."""
         if floats:
             self.files[name] = self.builder.write(floats, self.folder / f"{name}.onnx")
         return self.files[name]
@@ -280,9 +273,9 @@ class Search:
         return self.judge.of_float() if name == FLOAT else self.judge.of_file(path, name)
 
     def _in_free_run(self, trial: _Trial) -> Fidelity:
-        """Returns the distance from the float file where each file runs on its own states, as in verification.
+        """Returns the distance from the float file if each file runs on its own states, as in verification.
 
-        With the float file's states, errors that accumulate in the states would not show.
+        With the float file's states, errors that accumulate in the states would not be included.
         """
         return drift_of_files(
             (self.files[FLOAT], trial.file.made),
@@ -296,7 +289,7 @@ class Search:
     def _point(
         self, trial: _Trial, times: dict[str, float], before: dict[str, float], costs: Costs
     ) -> PrecisionPoint:
-        """Returns a measured point, with its prediction corrected for the machine's drift."""
+        """Returns a measured point, with its prediction corrected for drift of the machine's speed."""
         name, verdict = trial.file.name, trial.file.verdict
         return PrecisionPoint(
             0,
@@ -316,17 +309,19 @@ def _clearly_beats(other: Choice, one: Choice) -> bool:
 
 
 def drift(share: float, times: dict[str, float], before: dict[str, float]) -> float:
-    """Returns the factor by which a file has become slower, judging by both ends: the machine's speed drifts.
+    """Returns the factor by which a file has become slower, estimated from the int8 and the float file.
+
+    The speed of a machine drifts over time.
 
     Args:
         share: the share of the operators' time that is float.
-        times, before: the latencies of the int8 and the float file, now and at the time of the measurement.
+        times, before: the times of the int8 and the float file, now and when the costs were measured.
     """
     return (1 - share) * times[INT8] / before[INT8] + share * times[FLOAT] / before[FLOAT]
 
 
 def shown_points(points: Sequence[PrecisionPoint], errors: Sequence[float]) -> list[PrecisionPoint]:
-    """Returns the Pareto front over latency and error without float, plus int8 and float, numbered by latency."""
+    """Returns the Pareto front over latency and error with the points of int8 and float, numbered by latency."""
     priced = [pair for pair in zip(points, errors, strict=True) if pair[0].floats is not None]
     front = [point for point, _ in not_beaten(priced, lambda pair: (pair[1], pair[0].ms))]
     ends = [point for point in points if not point.floats]
@@ -337,6 +332,6 @@ def shown_points(points: Sequence[PrecisionPoint], errors: Sequence[float]) -> l
 def meets(
     point: PrecisionPoint, exact: PrecisionPoint, target: TargetConfig, metric: Metric = NAMES.main
 ) -> bool:
-    """Returns whether a point meets the target of accuracy; `exact` is the float model's point."""
+    """Returns whether a point meets the accuracy target; `exact` is the float model's point."""
     drop = None if point.score is None or exact.score is None else metric.lost(exact.score, point.score)
     return keeps(target, drop, point.agreement, point.sqnr_db, slack=_NOTHING)

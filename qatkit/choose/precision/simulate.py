@@ -1,9 +1,9 @@
 """Simulates the loss of a set of float operators: the int8 module runs with all other quantizers turned off.
 
-Estimates add up (`qatkit.choose.precision.layout.Losses`) and err by a dB or more, most where little is left
-quantized. A simulated set costs one run of a few images, with no capture, export or calibration. Where the
-set leaves a tensor quantized for only some of its readers (a residual stream), the others read it in float,
-as they do in its file.
+Sums of estimates (`qatkit.choose.precision.layout.Losses`) have errors of a dB or more, mostly if few
+operators are quantized. Simulating a set takes one run with a few images, and no capture, export or
+calibration. If a tensor is quantized for only some of its readers (a residual stream), the others read it in
+float, as in the file of the set.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def simulated_losses(
     *,
     progress: bool = False,
 ) -> list[float]:
-    """Returns, for each set, the squared error of the outputs per row, summed over classes.
+    """Returns the squared error of the outputs for each set, per row and summed over classes.
 
     Args:
-        graph_module: prepared, with everything in int8 and its ranges set.
-        layouts: the layouts of its graph.
-        sets: any number.
-        batches: (inputs, labels); the labels are not read.
-        progress: whether a bar is shown.
+        graph_module: the prepared graph with all operators in int8 and its ranges set.
+        layouts: the layouts of the graph.
+        sets: the sets to simulate.
+        batches: batches of (inputs, labels); labels are not used.
+        progress: whether a progress bar is shown.
     """
     if not sets:
         return []
@@ -62,7 +62,7 @@ def _rows(outputs: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class _Place:
-    """A node that a set quantizes: the quantizer whose range it takes, and the readers that get float values."""
+    """A node that a set quantizes: the quantizer that provides its range, and the readers that get float values."""
 
     switch: Switch
     float_readers: frozenset[fx.Node]
@@ -80,7 +80,7 @@ class _Mixture(PreparedInterpreter):
         self._floats: dict[fx.Node, Any] = {}
 
     def of_float(self, batch: Any) -> tuple[Tensor, ...]:
-        """Returns the outputs with nothing quantized."""
+        """Returns the outputs without any quantization."""
         turn_all(self._switches, False)
         self._places = {}
         return self.outputs(batch)
@@ -95,9 +95,9 @@ class _Mixture(PreparedInterpreter):
     def _placed(self, layout: Layout) -> Iterator[tuple[fx.Node, _Place]]:
         """Yields each node whose value is quantized, with its place.
 
-        A tensor that only the mixture quantizes (after a float pool, or a ReLU that has other readers) gets
-        the range of the tensor before it, since it has the same values. An absorbed ReLU is no node of the
-        int8 graph, but bounds its tensor.
+        A tensor that only the mixture quantizes (after a float pool, or a ReLU with other readers) gets the
+        range of the tensor before it, since it has the same values. An absorbed ReLU is not a node of the
+        int8 graph, but limits the range of its tensor.
         """
         for tensor, readers in layout.readers.items():
             way = self._layouts.way_back(tensor, self._tensors)
@@ -120,9 +120,7 @@ class _Mixture(PreparedInterpreter):
         return found
 
     def map_nodes_to_values(self, args: Any, n: fx.Node) -> Any:
-        """Maps arguments like the base class, but gives float readers of a quantized tensor its values before
-        quantization.
-        """
+        """Maps arguments like the base class; float readers of a quantized tensor get its unquantized values."""
 
         def value(one: fx.Node) -> Any:
             place = self._places.get(one)
