@@ -258,7 +258,7 @@ def _own_folder(config: Config, number: int | None, from_checkpoint: bool) -> It
     Args:
         config: the configuration of the run.
         number: the number of the run in a sweep; None outside of a sweep.
-        from_checkpoint: as in `main`.
+        from_checkpoint: the same as in `main`.
     """
     if from_checkpoint and config.output_dir is None and config.checkpoint is not None:
         folder = Path(config.checkpoint).parent

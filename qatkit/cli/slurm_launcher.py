@@ -120,7 +120,7 @@ class Slurm(SlurmLauncher):  # type: ignore[misc]  # from a package without type
         for number in (signal.SIGTERM, signal.SIGUSR2):
             signal.signal(
                 number, signal.SIG_DFL
-            )  # replaces submitit's handlers, one of which does nothing, and the other writes no checkpoint
+            )  # instead of submitit's handlers: one does nothing, the other writes no checkpoint
         with stopping.served():
             try:
                 result: JobReturn = super().__call__(*arguments)

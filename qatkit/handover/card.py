@@ -1,4 +1,4 @@
-"""The model card of a finished run (card.md), written from report.json for people who did not see the run.
+"""The model card of a finished run (card.md), written from report.json for readers who do not know the run.
 
 The card only states facts from the report: it does not invent a license, and it lists what was not measured.
 """

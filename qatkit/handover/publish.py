@@ -90,7 +90,7 @@ def check(place: str, name: str, version: str | None) -> None:
 
 
 def publish(bundle: Path, place: str, name: str, version: str | None = None) -> str:
-    """Publishes a bundle (a folder or a zip, encrypted or not) and returns where it is.
+    """Publishes a bundle (a folder or a zip, encrypted or not) and returns its path or URL.
 
     Raises:
         ConfigError: `check` raises it, another bundle of that version exists or is being published, or the

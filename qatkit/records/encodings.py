@@ -64,7 +64,7 @@ class Encoding:
 
     @property
     def granularity(self) -> str:
-        """The granularity of the scales in words."""
+        """The granularity of the scales as text."""
         if self.block_size is not None:
             return f"blocks of {self.block_size}"
         return "per channel" if self.scale.ndim else "per tensor"

@@ -1,25 +1,24 @@
 """The names of the files in a run's folder, and the content of model.json.
 
     config.yaml        the configuration, complete                    written first
-    rescue.yaml        of a rescue: the configuration that was asked for; config.yaml becomes that of its file
+    rescue.yaml        of a rescue: the requested configuration; config.yaml becomes that of its file
     ladder.json        and the result of each rung; the rungs' own folders are below rungs/
     float.ckpt         a checkpoint for each training stage           while it trains
     last.ckpt
     control.ckpt
     placement.json     of a measured placement: the differences from the backend's table, and the times
-    NAME.0.partial ... what an algorithm has finished, block by block, until last.ckpt holds it
-    model.int8.onnx    the file to deploy, and the float file for comparison; model.MODE.onnx if a mode was
-    asked for
+    NAME.0.partial ... the partial result of an algorithm, block by block, until last.ckpt contains it
+    model.int8.onnx    the file to deploy, and the float file for comparison; model.MODE.onnx for a mode
     model.float.onnx
     model.dynamic.onnx of verify.dynamic: ONNX Runtime's dynamic int8 of the float file, for comparison
     model.json         preprocessing and classes, for deployment
     ranges.json        every quantized tensor's range
-    tensorrt.table     the same in TensorRT's format, if asked for
+    tensorrt.table     the same in TensorRT's format, if requested
     sensitivity.json   of an analysis: what it has measured so far
     pictures/          its pictures as PNG files; in histograms/ one for each tensor
-    report.html        for people
+    report.html        the report for readers
     report.json        for programs; with it the run is complete, except for
-    bundle             if one is asked for and every bound is met
+    bundle             if one is requested and every bound is met
 
 The module handles only names and JSON, and needs neither torch, onnx nor the configuration.
 """
