@@ -2,10 +2,10 @@
 
     from qatkit import quantize, QATModule, Parts, export_onnx
 
-Packages, in the order in which a model passes through them: `models` and `data` (inputs), `graph` (trace,
-fuse, stub, prepare, convert) on the arithmetic of `quant`, `calibration` and `algorithms`, `train`, `export`,
-`verify`, `report`. `choose` decides by measurement, `jobs` holds what each command does, `config` and `cli`
-how it is configured.
+The packages in the order in which a model passes through them: `models` and `data` (inputs), `graph` (trace,
+fuse, stub, prepare, convert) with the arithmetic of `quant`, `calibration` and `algorithms`, `train`,
+`export`, `verify`, `report`. `choose` decides by measurement. `jobs` contains the commands; `config` and
+`cli` contain their configuration.
 """
 
 from __future__ import annotations

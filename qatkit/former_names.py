@@ -1,4 +1,4 @@
-"""Former names of modules and tasks, so that code that imports them and configurations that hold them keep working."""
+"""Former names of modules and tasks, so that existing imports and configurations keep working."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-# Former name -> current name of a module, or of a package with everything in it.
+# Former name -> current name of a module, or of a package with all of its modules.
 FORMER_NAMES = {
     "qatkit.backends": "qatkit.quant.backends",
     "qatkit.bundle": "qatkit.records.run_files",
@@ -32,7 +32,7 @@ FORMER_NAMES = {
     "qatkit.verify.results": "qatkit.records.results",
     "qatkit.weight_fake_quantize": "qatkit.quant.weight_fake_quantize",
 }
-# Former value of `task` -> current one.
+# Former value of `task` -> current value.
 FORMER_TASKS = {
     "text_embedding": "text_pairs",
     "qatkit.tasks.text_embedding.TextEmbedding": "qatkit.tasks.text_pairs.TextPairs",
@@ -40,12 +40,12 @@ FORMER_TASKS = {
 
 
 def present_task(task: str) -> str:
-    """Returns the current form of a value of `task`; any other string as it is."""
+    """Returns the current form of a value of `task`; any other text is returned unchanged."""
     return FORMER_TASKS.get(task, task)
 
 
 def present_name(dotted: str) -> str:
-    """Returns the current form of a dotted path; any other string as it is."""
+    """Returns the current form of a dotted path; any other text is returned unchanged."""
     name = dotted
     while name:
         if name in FORMER_NAMES:
@@ -55,7 +55,7 @@ def present_name(dotted: str) -> str:
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Imports the current module under its former name: both names stand for one module object."""
+    """Imports the current module under its former name, so that both names refer to the same module object."""
 
     def __init__(self) -> None:
         self._own_specs: dict[str, ModuleSpec | None] = {}
@@ -69,7 +69,7 @@ class _Finder(MetaPathFinder, Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Restores the module's own spec: the import system has just replaced it."""
+        """Restores the module's own spec, which the import system has just replaced."""
         assert module.__spec__ is not None
         module.__spec__ = self._own_specs.pop(module.__spec__.name)
 

@@ -1,10 +1,10 @@
-"""Quantizes a model that a script holds in one call: all stages of train.py, with the report.
+"""Quantizes a model of a script in one call: all stages of train.py, including the report.
 
     result = qatkit.quantize(model, example, batches, ["backend=qnnpack", "algorithm=auto"])
     result.file, result.met, result.report, result.module
 
-The stages find models and data by dotted paths. So the objects of a call are kept here while it runs, and
-`model.name` and `data.source` name the two functions of this module that return them.
+The stages find models and data by dotted paths. The objects of a call are therefore kept here while it runs,
+and `model.name` and `data.source` name the two functions of this module that return them.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class Result:
     """The result of `quantize`.
 
     Attributes:
-        folder: the output folder, with report.html and everything else of a run.
+        folder: the output folder, with report.html and all other files of a run.
         file: the quantized ONNX file.
-        float_file: the float ONNX file that it was compared with.
+        float_file: the float ONNX file with which it was compared.
         met: whether all bounds under `verify` are met.
         report: the content of report.json.
         module: the converted module, which computes in PyTorch as ONNX Runtime does on x86.
@@ -109,8 +109,8 @@ def quantize(
 
     Args:
         model: a float module, which is not changed, or the path of a float ONNX file.
-        example: the input that the module is called with: a tensor, a tuple of positional tensors, or a
-            mapping of keyword arguments, batch axis first. None for a file.
+        example: the example input of the module: a tensor, a tuple of positional tensors, or a mapping of
+            keyword arguments, batch axis first. None for a file.
         batches: calibration inputs in the form of `example` (for a file: mappings by the names of its
             inputs). With `task=classification` or another task with targets, each is a pair (inputs,
             targets).
@@ -123,7 +123,7 @@ def quantize(
         is a result as well: `met` is False, and the report names the fix if one is known.
 
     Raises:
-        ConfigError: a setting, a model or a batch that does not fit, before any long work.
+        ConfigError: a setting, the model or a batch is unsuitable; this is raised before the long stages.
     """
     of_module = isinstance(model, nn.Module)
     typed = [
@@ -163,7 +163,8 @@ def given_model() -> nn.Module:
     """Returns the module of the current call of `quantize`.
 
     Raises:
-        ConfigError: there is no current call, as in an export of its checkpoint by another program.
+        ConfigError: there is no current call, for example if another program exports the checkpoint of a
+            call.
     """
     model = _current().model
     assert model is not None
@@ -174,7 +175,7 @@ def given_data(root: str | None, download: bool, seed: int) -> Splits:
     """Returns the samples of the current call of `quantize`.
 
     Raises:
-        ConfigError: see `given_model`.
+        ConfigError: there is no current call, as in `given_model`.
     """
     given = _current()
     return Splits(_Samples(given.train), _Samples(given.test), given.classes, arrays=True)
@@ -198,7 +199,7 @@ def _given(given: _Given) -> Iterator[None]:
 
 
 def _composed(typed: Sequence[str]) -> Config:
-    """Returns the configuration, even within a program that Hydra itself has started."""
+    """Returns the composed configuration, even within a program that Hydra itself has started."""
     with without_hydra_around():
         return compose_config(conf(), typed, train_run)
 

@@ -9,19 +9,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-_EVERY = 30.0  # seconds between two lines if there is no terminal, as in the log of a cluster job
+_EVERY = 30.0  # seconds between two lines without a terminal, for example in the log of a cluster job
 Batches = Iterable[tuple[Any, Any]]  # (images [N, C, H, W], labels [N]), tensors or arrays
 
 
 def shown(batches: Batches, title: str, progress: bool, unit: str = "images") -> Iterator[tuple[Any, Any]]:
-    """Yields `batches`, with a progress bar on stderr if asked for, or with occasional lines if stderr is not
-    a terminal.
+    """Yields `batches` and shows the progress on stderr: as a bar, or as occasional lines without a terminal.
 
     Args:
-        batches: pairs, the second of each with one entry per `unit`.
+        batches: pairs whose second element has one entry per `unit`.
         title: the text before the bar.
         progress: whether to show progress.
-        unit: what the rate after the bar counts.
+        unit: the unit of the rate after the bar.
     """
     if not progress:
         yield from batches
@@ -39,13 +38,13 @@ def shown(batches: Batches, title: str, progress: bool, unit: str = "images") ->
 
 
 def _bar(unit: str) -> Progress:
-    """Returns a bar made with rich, which a machine that only runs files does not need."""
+    """Returns a bar of rich, imported late since machines that only run files do not need rich."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
     from rich.text import Text
 
     class Rate(ProgressColumn):
-        """A column with the rate per second."""
+        """A column of the bar with the rate per second."""
 
         def render(self, task: Task) -> Text:
             done = task.fields.get("images", 0)

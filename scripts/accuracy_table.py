@@ -53,7 +53,7 @@ The command of each cell (the recipe's header has its data and checkpoint), and 
 
 """
 _MODES = {"dynamic int8": "dynamic", "float16": "float16", "weight-only int4": "int4"}
-# Model -> the results of its columns, where those of a mode are not modes/PTQ.MODE.
+# Model -> the results of its columns that are not at modes/PTQ.MODE.
 _MODELS = {
     "MobileNetV2, CIFAR-10": {"PTQ": "mobilenet_v2_cifar10_ptq", "QAT": "mobilenet_v2_cifar10_qat"},
     "ResNet-18, CIFAR-10": {"PTQ": "resnet18_cifar10_ptq", "QAT": "resnet18_cifar10_qat"},
@@ -89,7 +89,7 @@ def modes(results: Mapping[str, dict[str, Any]]) -> str:
     """Returns the section of models by mode.
 
     Args:
-        results: the results by their path in recipes/results, without the ending.
+        results: the results by their path in recipes/results, without the extension.
     """
     columns = ("PTQ", "QAT", *_MODES)
     rows, commands = [], []
@@ -142,7 +142,7 @@ def _table(columns: tuple[str, ...], rows: list[list[str]]) -> str:
 
 
 def _metric(result: dict[str, Any]) -> str:
-    """Returns the key of the metric that decides, which is the first that float has."""
+    """Returns the key of the main metric, which is the first one of the float model."""
     return next(key for key, value in result.items() if isinstance(value, dict) and "float" in value)
 
 
@@ -176,7 +176,7 @@ def _row(result: dict[str, Any]) -> list[str]:
 
 
 def _isa(hardware: dict[str, Any]) -> str:
-    """Returns the instructions that int8 kernels run by, in words."""
+    """Returns the name of the instruction set that int8 kernels use."""
     known = {"avx512_vnni": "VNNI", "avx_vnni": "VNNI", "amx_int8": "AMX"}
     found = dict.fromkeys(known[one] for one in hardware.get("isa", ()) if one in known)
     return f" ({', '.join(found)})" if found else ""

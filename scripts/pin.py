@@ -43,7 +43,7 @@ def _quoted(pin: str) -> str:
 
 
 def resolve(text: str) -> list[str]:
-    """Returns every package of the tree as "name==version ; marker", without local versions ("+cpu")."""
+    """Returns all packages of the tree as "name==version ; marker", without local versions ("+cpu")."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, PYPROJECT.name).write_text(text, encoding="utf-8")
         Path(folder, "README.md").touch()

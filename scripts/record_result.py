@@ -15,12 +15,12 @@ from typing import Any
 from qatkit_verify.classification import names_of
 from qatkit_verify.files import write_text
 
-# Compared with the converted module; in other modes the second with the first, and with float.
+# Comparisons with the converted module. In other modes, the second compares with the first and with float.
 _COMPARED = ("unoptimized", "optimized", "against_float")
-_MEASURED = ("paired", "decoder", "stream")  # in addition to accuracy, if they were measured
+_MEASURED = ("paired", "decoder", "stream")  # figures in addition to accuracy, if they were measured
 RECIPES = Path(__file__).parent.parent / "recipes"
 RESULTS = RECIPES / "results"
-_PACKED, _BITS = "qatkit.quant.backends.WEIGHT_ONLY", "int4"  # the backend, and its weights by default
+_PACKED, _BITS = "qatkit.quant.backends.WEIGHT_ONLY", "int4"  # the backend, and its default weights
 
 
 def short(report: dict[str, Any]) -> dict[str, Any]:

@@ -20,12 +20,12 @@ from qatkit.config.hydra_errors import translate
 from qatkit_verify.errors import ConfigError, first_line
 from qatkit_verify.untrusted import read_yaml
 
-LARGEST_AXIS = 10_000  # values of one key of a sweep, each of which is a job
-COMPOSED_AHEAD = 64  # jobs of a sweep that are checked before the first one starts, at 0.05 s each
+LARGEST_AXIS = 10_000  # limit of values for one key of a sweep, each of which is a job
+COMPOSED_AHEAD = 64  # number of jobs of a sweep that are checked before the first one starts, at 0.05 s each
 
 
 def typed_arguments() -> argparse.Namespace:
-    """Returns flags and overrides, as Hydra reads them."""
+    """Returns the flags and overrides as Hydra parses them."""
     parser = get_args_parser()
     parser.error = _refuse  # type: ignore[method-assign]  # argparse prints its usage over many lines
     arguments, unknown = parser.parse_known_args()
@@ -42,7 +42,7 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _check_flags(arguments: argparse.Namespace) -> None:
-    """Rejects flags that exclude each other, that bypass `conf`, or that name a folder which does not exist."""
+    """Rejects flags that exclude each other, bypass `conf`, or name a missing folder."""
     for flag in ("config_name", "config_path", "experimental_rerun"):
         if (value := getattr(arguments, flag)) is not None:
             reason = "the flag is not supported: every run starts from conf/config.yaml; add a folder with --config-dir"
@@ -76,13 +76,13 @@ def _check_config_dir(folder: str) -> None:
 def jobs_of(conf: Path, overrides: Sequence[str]) -> list[list[str]]:
     """Returns the overrides of each job of a sweep, for the first `COMPOSED_AHEAD` jobs.
 
-    The key of an interval, from which only some sweepers draw, stays as it is: it has no values yet.
+    The key of an interval is not changed: only some sweepers draw from it, and it has no values yet.
     """
     with hydra.initialize_config_dir(version_base="1.3", config_dir=str(conf.resolve())):
         parser = OverridesParser.create(GlobalHydra.instance().config_loader())
         try:
             parsed = parser.parse_overrides(list(overrides))
-        except Exception as error:  # see compose_config
+        except Exception as error:  # any error may occur, as in compose_config
             raise translate(error, overrides, conf) from error
         drawn_from = any(text.startswith("hydra/sweeper=") for text in overrides)
         axes = []

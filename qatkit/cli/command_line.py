@@ -1,15 +1,15 @@
-"""The command line: Hydra composes, mistakes become one line, the job receives a plain `Config`.
+"""The command line: Hydra composes, mistakes are reported in one line, and the job receives a plain `Config`.
 
-Hydra reports a mistake only when it meets it, over several lines and, in a sweep, perhaps after hours. So the
-command line is composed twice. The first time, before Hydra proper starts, every job of a sweep is composed
-and checked, and its dotted paths are imported. What Hydra or OmegaConf raise is translated to
+Hydra reports a mistake only when it occurs, in several lines and, in a sweep, possibly after hours. The
+command line is therefore composed twice. The first time, before Hydra itself starts, every job of a sweep is
+composed and checked, and its dotted paths are imported. Errors of Hydra and OmegaConf are translated to
 
     error: key=value: expected ...
 
-and exit status 2. The second time is Hydra's own, which runs the jobs here or on a cluster.
+and exit status 2. The second time Hydra itself composes, and runs the jobs here or on a cluster.
 
-Exit status: what the job returns (0, or 1 for a file that misses its bounds), 2 for a user's mistake, 128
-plus its number for a signal (130 for Ctrl-C). Any other exception is a defect and keeps its traceback.
+The exit status is that of the job (0, or 1 for a file that misses its bounds), 2 for a user's mistake, or 128
+plus the number of a signal (130 for Ctrl-C). Any other exception is a defect and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ def main(job: Job, conf: Path, *, from_checkpoint: bool = False) -> int:
     """Runs `job` for the configuration on the command line, or for each configuration of a sweep (`-m`).
 
     Args:
-        job: the function to run; returns an exit status, None for 0.
+        job: the function to run; it returns an exit status, where None means 0.
         conf: the folder with `config.yaml` and the groups.
-        from_checkpoint: start from the `config.yaml` saved next to `checkpoint=...`, or from the defaults
-            with `onnx=...`, not from a recipe.
+        from_checkpoint: whether to start from the `config.yaml` next to `checkpoint=...`, or from the
+            defaults with `onnx=...`, instead of a recipe.
 
     Returns:
         The exit status; for a sweep, the highest one.
@@ -79,7 +79,7 @@ def main(job: Job, conf: Path, *, from_checkpoint: bool = False) -> int:
     streams.prepare()
     register()
     sys.argv[1:] = calls_quoted(sys.argv[1:])
-    # Otherwise Hydra prints exceptions by itself and exits with status 1.
+    # Otherwise Hydra itself prints exceptions and exits with status 1.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     defects: list[Exception] = []
 
@@ -132,8 +132,8 @@ def _collect_garbage() -> None:
 
 
 def _summarize(outcomes: Sequence[sweep.Outcome]) -> None:
-    """Prints the table of a sweep, and writes the page that compares its runs into the sweep's own folder."""
-    from qatkit.report.runs import print_runs  # needs rich
+    """Prints the table of a sweep, and writes a page that compares its runs into the sweep's folder."""
+    from qatkit.report.runs import print_runs  # imports rich
 
     print_runs(outcomes)
     folders = [Path(one.folder) for one in outcomes if one.folder]
@@ -153,7 +153,7 @@ def _help(conf: Path, arguments: argparse.Namespace, from_checkpoint: bool) -> s
 
 
 def _check_command_line(conf: Path, arguments: argparse.Namespace, from_checkpoint: bool) -> None:
-    """Composes and checks everything that the command line asks for, before Hydra proper starts."""
+    """Composes and checks everything that the command line requests, before Hydra itself starts."""
     if _needs_no_config(arguments):
         return
     overrides: list[str] = arguments.overrides
@@ -181,7 +181,7 @@ def _needs_no_config(arguments: argparse.Namespace) -> bool:
 
 
 def _run(job: Job, node: DictConfig, from_checkpoint: bool, conf: Path) -> sweep.Outcome:
-    """Runs one job with a full check again, since it may be on another machine than the check of the command line."""
+    """Checks a job again, since the command line may have been checked on another machine, and runs it."""
     job_config = HydraConfig.get()
     overrides = list(job_config.overrides.task)
     number = job_config.job.num if job_config.mode == RunMode.MULTIRUN else None
@@ -227,7 +227,7 @@ def _run(job: Job, node: DictConfig, from_checkpoint: bool, conf: Path) -> sweep
 
 
 def _status_before(config: Config, folder: str, which: str) -> int | None:
-    """Returns and reports the status of a finished run in `folder` that resume=auto need not repeat, else None."""
+    """Reports and returns the status of a finished run in `folder` that resume=auto need not repeat, else None."""
     if config.resume != "auto" or not folder or not finished(config, Path(folder)):
         return None
     report = report_of(Path(folder))
@@ -253,8 +253,12 @@ def _as_defect(error: Exception) -> sweep.Outcome:
 
 @contextlib.contextmanager
 def _own_folder(config: Config, number: int | None, from_checkpoint: bool) -> Iterator[None]:
-    """Sets `output_dir` to the folder of the run, `number` in a sweep, which no other run can use within the
-    context.
+    """Sets `output_dir` to the folder of the run, which no other run can use within the context.
+
+    Args:
+        config: the configuration of the run.
+        number: the number of the run in a sweep; None outside of a sweep.
+        from_checkpoint: the same as in `main`.
     """
     if from_checkpoint and config.output_dir is None and config.checkpoint is not None:
         folder = Path(config.checkpoint).parent
@@ -268,7 +272,7 @@ def _own_folder(config: Config, number: int | None, from_checkpoint: bool) -> It
 
 
 def _called(job: Job, config: Config, overrides: Sequence[str], from_checkpoint: bool, conf: Path) -> int:
-    """Runs the job itself and returns its exit status."""
+    """Runs the job and returns its exit status."""
     with (
         _distributed(overrides, str(config.output_dir)),
         typing(overrides, EXPORT if from_checkpoint else TRAIN, _flags(), swept=_swept()),
@@ -277,7 +281,7 @@ def _called(job: Job, config: Config, overrides: Sequence[str], from_checkpoint:
     ):
         if config.search.trials == 0:
             return job(config) or 0
-        from qatkit.search.worker import work  # imports Optuna, and torch
+        from qatkit.search.worker import work  # imports Optuna and torch
 
         return work(config, overrides, _composer(conf, overrides), job)
 
@@ -287,7 +291,7 @@ def _swept() -> bool:
 
 
 def _flags() -> list[str]:
-    """Returns the user's own configuration folders, as flags and overrides of Hydra."""
+    """Returns the user's configuration folders as flags and overrides of Hydra."""
     arguments, _ = get_args_parser().parse_known_args(sys.argv[1:])
     folder = [] if arguments.config_dir is None else ["--config-dir", arguments.config_dir]
     return [*_searched(), *folder]
@@ -310,18 +314,18 @@ def _composer(conf: Path, typed: Sequence[str]) -> Callable[[Sequence[str]], Con
 
 
 def _searched() -> list[str]:
-    """Returns the user's own configuration folders, as they were typed."""
+    """Returns the user's configuration folders as they were typed."""
     typed: Sequence[str] = HydraConfig.get().overrides.hydra
     return [one for one in typed if one.lstrip("+").startswith("hydra.searchpath=")]
 
 
 @contextlib.contextmanager
 def _distributed(overrides: Sequence[str], folder: str) -> Iterator[None]:
-    """Lets this one job start ranks of its own, and the next job of a sweep as well.
+    """Lets this job, and afterwards the next job of a sweep, start their own ranks.
 
-    Lightning starts the other ranks of a DDP run by repeating `sys.argv`: as typed, each would run a whole
-    sweep and pick an output folder of its own. It leaves a process group without peers and its address in the
-    environment, which the next job would take for its own.
+    Lightning starts the other ranks of a DDP run by repeating `sys.argv`. With the typed arguments, each rank
+    would run the whole sweep and choose its own output folder. After the run, Lightning leaves a process
+    group without peers, and its address in the environment. The next job would mistake them for its own.
     """
     typed, environment = sys.argv, dict(os.environ)
     sys.argv = [typed[0], *_searched(), *overrides]

@@ -1,9 +1,9 @@
-"""The command `qatkit doctor`: what this machine offers, what works on it, and what to install for the rest.
+"""The command `qatkit doctor`: lists what works on this machine, and what to install for the rest.
 
     qatkit doctor
 
-Each line has a name, what was found and, if something is missing, the command or key that helps. Exit status
-1 means that nothing can be quantized here.
+Each line has a name, the finding and, if something is missing, the command or key that helps. An exit status
+of 1 means that nothing can be quantized on this machine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from qatkit_verify.hardware import installed_versions, this_hardware
 from qatkit_verify.installed import in_checkout, install_extra
 
 _NEEDED = ("torch", "torchvision", "onnx", "onnxruntime", "lightning", "hydra")
-# The extras of the package, each with a module that shows that it is installed.
+# The extras of the package, each with a module whose presence shows that it is installed.
 _EXTRAS = {
     "timm": "timm",
     "transformers": "transformers",
@@ -37,7 +37,7 @@ _EXTRAS = {
 _VNNI = ("avx512_vnni", "avx_vnni", "asimddp")
 _QUICKSTART = "uv run train.py" if in_checkout() else "qatkit train recipe=quickstart"
 _REINSTALL = "uv sync" if in_checkout() else "install the wheel of qatkit with its dependencies"
-_ROOM = 2e9  # bytes that the checkpoints and files of an ordinary run may take
+_ROOM = 2e9  # bytes that the checkpoints and files of a typical run may need
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def _extras() -> Iterator[Finding]:
 
 
 def version() -> str:
-    """Returns the version of the installed package, or says that it is a checkout."""
+    """Returns the version of the installed package, or a text that says that it is a checkout."""
     try:
         return metadata.version("qatkit")
     except metadata.PackageNotFoundError:

@@ -1,7 +1,7 @@
-"""The messages and exit statuses of a command that does not end well: one line on standard error.
+"""The messages and exit statuses of a command that fails or is stopped: one line on standard error.
 
-`from_checkpoint`, see `qatkit.cli.command_line.main`, decides whether the same command resumes or starts
-over.
+`from_checkpoint` (see `qatkit.cli.command_line.main`) decides whether the same command resumes or starts
+again.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _AGAIN = {
 def ended_by(error: Exception, from_checkpoint: bool) -> int:
     """Reports a user's mistake or a signal, and returns the exit status.
 
-    A C module that is being imported turns a signal into an exception of its own.
+    A signal during the import of a C module may appear as another exception.
 
     Raises:
-        Exception: `error`, if it is neither.
+        Exception: `error` itself, if it is neither.
     """
     number = stopping.wanted()
     if number is not None:
@@ -53,7 +53,7 @@ def no_room(full: OSError, from_checkpoint: bool) -> int:
 
 
 def interrupted(stop: stopping.Stopped, from_checkpoint: bool) -> int:
-    """Prints how to continue, from the first of several ranks only, and returns the exit status."""
+    """Prints how to continue, only on the first of several ranks, and returns the exit status."""
     again = stop.again or _AGAIN[from_checkpoint]
     if all(os.environ.get(rank, "0") == "0" for rank in ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID")):
         print(f"interrupted {stop.where}".rstrip() + f": {again}", file=sys.stderr, flush=True)

@@ -1,8 +1,8 @@
 """The command line of export.py: the run saved next to a checkpoint, or the defaults with a float ONNX file.
 
-Neither is what the command line composes: a checkpoint keeps the configuration that it was trained with, and
-the run of a file has no model, schedule or recipe. So only a few keys can be set; any other is reported as a
-mistake.
+Neither uses the composed configuration: a checkpoint has the configuration with which it was trained, and the
+run of a file has no model, schedule or recipe. Therefore only a few keys can be set; others are reported as
+mistakes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ONNX_GROUPS = ("data", "backend", "calibration", "export", "verify", "trainer", 
 ONNX_KEYS = ("onnx", "mode", "weights", "name", "seed", "task", "output_dir", "model.kwargs", "data", "backend",
              "verify", "calibration.images", "calibration.batch_size", "export.opset", "export.encrypt",
              "trainer.progress", "trainer.debug", "clean")  # fmt: skip
-# Keys for modes that quantize nothing.
+# Keys for modes that do not quantize.
 FILE_KEYS = {
     CLEAN: ("onnx", "mode", "name", "output_dir", "clean", "export.encrypt", "verify.threads", "trainer.debug"),
     SUMMARY: ("onnx", "mode", "name", "output_dir", "verify.threads", "clean.custom_ops", "clean.inputs",
@@ -54,10 +54,10 @@ PACKED_KEYS = (
 )
 _DRAWN = 64  # samples of `data=drawn`
 _GPTQ = {"gptq": {"target": "qatkit.algorithms.GPTQ"}}
-_STATIC_BATCH = 8  # as in the recipes of ONNX files: a few dozen samples are enough to calibrate
-# Entries of a model.json about images with another name as a key of the data group, or without a key.
+_STATIC_BATCH = 8  # number of samples as in the recipes of ONNX files: a few dozen suffice for calibration
+# Entries of a model.json on images whose key in the data group has another name, or does not exist.
 _KEYS, _NOT_KEYS = {"channel_order": "channels"}, ("channels", "interpolation", "upright")
-# If fewer answers than this share agree, ONNX Runtime's optimizer computes something else.
+# Share of equal decisions below which ONNX Runtime's optimizer must have changed the model.
 _BROKEN = 0.9
 
 
@@ -83,7 +83,7 @@ def export_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
 
 
 def _of_variants(node: DictConfig) -> DictConfig:
-    """Returns the run that train.py would compose; only its files are written."""
+    """Returns the configuration that train.py would compose; only the files of the placements are written."""
     for key in ("checkpoint", "onnx"):
         if node[key] is not None:
             raise ConfigError(
@@ -95,9 +95,10 @@ def _of_variants(node: DictConfig) -> DictConfig:
 def _onnx_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """Returns the defaults with the settings of the command line, without the recipe, a model or a schedule.
 
-    Operators that stay float in a given file, and the last digits of a float residual stream, are reported.
-    As bounds (`verify.audit`, `verify.min_agreement`) they are off and loose unless the command line sets
-    them.
+    Operators that stay float in a given file, and differences in the last digits of a float residual stream,
+    are only
+    reported: unless the command line sets these bounds, `verify.audit` is off and `verify.min_agreement` is
+        low.
     """
     if node.mode is None:
         raise ConfigError("mode", None, f"one of {', '.join(FILE_MODES.values)} with onnx=FILE")
@@ -135,7 +136,7 @@ def _typed(mode: str, overrides: Sequence[str], allowed: Sequence[str]) -> set[s
     """Returns the keys that the command line sets.
 
     Raises:
-        ConfigError: one that is not among `allowed`.
+        ConfigError: a key is not among `allowed`.
     """
     typed = set()
     for override in OverridesParser.create().parse_overrides(list(overrides)):
@@ -151,7 +152,7 @@ def _typed(mode: str, overrides: Sequence[str], allowed: Sequence[str]) -> set[s
 
 
 def _set_data_and_algorithm(config: DictConfig, typed: set[str]) -> None:
-    """Sets samples and algorithm: without data, drawn samples and no bounds on them; with data, GPTQ for rounding."""
+    """Sets the samples and the algorithm: without data, drawn samples without bounds; with data, GPTQ for rounding."""
     if "data" not in typed:
         drawn = DataConfig(source=DRAWN, batch_size=32, eval_batch_size=50, workers=0, download=False)
         given = {
@@ -175,9 +176,9 @@ def _within(key: str, allowed: Sequence[str]) -> bool:
 
 
 def _saved_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
-    """Returns the configuration saved next to the checkpoint, with the settings of the command line on top.
+    """Returns the configuration next to the checkpoint, with the settings of the command line.
 
-    `node` is the whole composition; only its keys in `overrides` are used.
+    `node` is the complete composition; only its keys in `overrides` are used.
     """
     allowed = "a checkpoint written by train.py, with its config.yaml next to it (or onnx=FILE mode=MODE)"
     if node.checkpoint is None or not Path(node.checkpoint).is_file():
@@ -185,7 +186,7 @@ def _saved_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
     saved_file = Path(node.checkpoint).with_name(CONFIG_FILE)
     if not saved_file.is_file():
         raise ConfigError("checkpoint", node.checkpoint, f"{allowed}; {saved_file} is missing")
-    saved_config = load_config(saved_file)  # bundles and the like are made again only if that is typed
+    saved_config = load_config(saved_file)  # deliverables are written again only if typed
     export = saved_config.export.kept()
     config = dataclasses.replace(saved_config, output_dir=None, resume=None, export=export)
     saved, of_data = OmegaConf.structured(config), dict[str, str]()
@@ -216,7 +217,7 @@ def _export_keys_text() -> str:
 
 
 def export_notes() -> list[str]:
-    """Returns what `--help` says about export.py in addition to the keys, since not all keys apply to it."""
+    """Returns the notes of `--help` on export.py, since not all keys apply to it."""
     return [
         "checkpoint=FOLDER/last.ckpt exports the checkpoint of a train.py run again; keys that can be set: "
         + ", ".join(EXPORT_KEYS),

@@ -1,7 +1,6 @@
-"""The reference of all configuration keys as text: `--help` on the terminal, docs/configuration.md with
-a page for each group.
+"""The reference of all configuration keys: `--help` on the terminal, and docs/configuration.md with pages for groups.
 
-Both are written from the fields of the schema, so neither can be out of date.
+Both are generated from the fields of the schema.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _WIDTH = 110
 
 @dataclass(frozen=True)
 class Group:
-    """A group of keys with a common beginning; `key` is "" for those of the root."""
+    """A group of keys with a common prefix; `key` is "" for the keys of the root."""
 
     key: str
     about: str
@@ -46,7 +45,7 @@ class Group:
 
 
 def groups(folders: Iterable[Path]) -> list[Group]:
-    """Returns all keys in the order of the schema; algorithms are those that a file in one of `folders` offers."""
+    """Returns all keys in the order of the schema, and those of each algorithm with a file in one of `folders`."""
     hints = typing.get_type_hints(Config)
     inner = {one.name: hints[one.name] for one in dataclasses.fields(Config)}
     found = [_group("", Config)]
@@ -62,7 +61,7 @@ def groups(folders: Iterable[Path]) -> list[Group]:
 
 
 def _algorithms(folders: Iterable[Path]) -> list[Group]:
-    """Returns the settings of each algorithm: those of the class that its YAML file names, which is imported."""
+    """Returns the settings of each algorithm, from the class that its YAML file names; the class is imported."""
     targets: dict[str, str] = {}
     for path in sorted(path for folder in folders for path in folder.glob("algorithm/*.yaml")):
         entries = _entries(path)
@@ -70,7 +69,7 @@ def _algorithms(folders: Iterable[Path]) -> list[Group]:
             if isinstance(entry, dict) and "target" in entry:
                 targets[name] = entry["target"]
     owners = {name: resolve(target, f"algorithm.{name}.target") for name, target in targets.items()}
-    # A target that is not an algorithm is rejected, in one line, where it is chosen.
+    # A target that is not an algorithm is rejected when it is chosen.
     return [
         _group(f"algorithm.{name}", owner)
         for name, owner in owners.items()
@@ -104,7 +103,7 @@ def help_text(program: str, folders: Sequence[Path], notes: Sequence[str] = ()) 
     Args:
         program: the name of the script.
         folders: folders with the options of groups.
-        notes: further paragraphs about this program.
+        notes: additional paragraphs on this program.
     """
     lines = [f"{program} [FLAG ...] [GROUP=OPTION ...] [KEY=VALUE ...]", ""]
     for note in notes:
@@ -133,7 +132,7 @@ def help_text(program: str, folders: Sequence[Path], notes: Sequence[str] = ()) 
 
 
 def pages(conf: Path) -> dict[str, str]:
-    """Returns the texts of docs/configuration.md and the pages below docs/configuration/, by their paths in docs/."""
+    """Returns the texts of docs/configuration.md and of the pages in docs/configuration/, by their paths in docs/."""
     parts: dict[str, list[Group]] = {}
     for one in groups([conf]):
         parts.setdefault(one.key.partition(".")[0], []).append(one)
@@ -170,7 +169,7 @@ def _index(conf: Path, own: Sequence[Group], parts: Mapping[str, Sequence[Group]
 
 
 def _first_line(key: str, found: Sequence[Group]) -> str:
-    """Returns the first sentence about a group; of algorithms, which have no group of their own, their names."""
+    """Returns the first sentence on a group; for algorithms, which have no schema group, their names."""
     about = " ".join(found[0].about.split())
     names = [one.key.removeprefix(f"{key}.") for one in found]
     return about.partition(". ")[0].rstrip(".") + "." if found[0].key == key else ", ".join(names)

@@ -46,7 +46,7 @@ def main() -> int:
         print(f"qatkit {version()}")
         return 0
     if asked in commands:
-        # Use the name of the single command: a distributed run starts its other processes by that name.
+        # The name of the single command, by which a distributed run starts its other processes.
         sys.argv = [str(Path(sys.argv[0]).with_name(f"qatkit-{asked}")), *sys.argv[2:]]
         return commands[asked]()
     print(_USAGE)
@@ -67,12 +67,12 @@ def _started(job: Callable[[Config], int], *, from_checkpoint: bool = False) -> 
 
     Ctrl-C during the imports, which take a second, also ends in one line.
     """
-    gc.disable()  # until the command line is checked: imports stay in memory, and scanning them takes time
+    gc.disable()  # until the command line is checked: scanning imported objects takes time and frees nothing
     try:
         from qatkit.cli.command_line import main
 
         return main(job, conf(), from_checkpoint=from_checkpoint)
-    except KeyboardInterrupt:  # once the imports are done, `main` handles it
+    except KeyboardInterrupt:  # after the imports, `main` handles it
         print("interrupted before the command started", file=sys.stderr)
         return 130
 

@@ -1,5 +1,4 @@
-"""The launcher `launcher=slurm`: Hydra's submitit launcher, with runs that resume after a preemption and
-report their end.
+"""The launcher `launcher=slurm`: Hydra's submitit launcher with runs that resume and always report their end.
 
     here     one array of jobs ── waits, asking squeue ──> an Outcome per run, whatever happened to it
              interrupted, and typed again ──> waits for queued and running jobs, submits what is missing
@@ -7,8 +6,8 @@ report their end.
              SIGUSR1, SIGUSR2 (the time limit is near)  ──> a checkpoint, then `scontrol requeue`
              started again                              ──> resumes in its folder from its last checkpoint
 
-Hydra's own launcher raises at the first failed run and forgets the others, and without accounting it waits
-forever for a run that was killed. Submitit ignores SIGTERM.
+Hydra's own launcher raises an error at the first failed run and forgets the others. Without Slurm's
+accounting it waits forever for a killed run. Submitit ignores SIGTERM.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ LAUNCHER = "launcher=slurm"
 _PLUGIN = "hydra_plugins.hydra_submitit_launcher"
 HYDRAS = f"{_PLUGIN}.submitit_launcher.SlurmLauncher"
 _POLL = 5.0  # seconds between two queries to Slurm
-_PATIENCE = 60.0  # seconds within which Slurm kills a process after SIGTERM
+_PATIENCE = 60.0  # seconds after SIGTERM within which Slurm kills a process
 _OVER = (
     "COMPLETED",
     "FAILED",
@@ -64,10 +63,11 @@ def prepare(overrides: Sequence[str], multirun: bool) -> None:
 
 
 def take_over(asked: str, multirun: bool) -> None:
-    """Replaces Hydra's launcher by that of `slurm_launcher`, since Hydra accepts none from another package by name.
+    """Replaces Hydra's launcher by that of `slurm_launcher`, since Hydra finds no launchers of other packages by name.
 
     Args:
-        asked: the override that asks for Slurm, which may be an option of the user's own.
+        asked: the override that requests Slurm, possibly with an option of the user's.
+        multirun: whether the command line starts a sweep.
 
     Raises:
         ConfigError: Slurm is not available here, or there is nothing to submit.
@@ -85,7 +85,7 @@ def take_over(asked: str, multirun: bool) -> None:
             "a node that submits to the cluster"
         )
         raise ConfigError(key, value, allowed)
-    from qatkit.cli.slurm_launcher import Slurm  # needs the extra
+    from qatkit.cli.slurm_launcher import Slurm  # requires the extra
 
     Plugins.instance().class_name_to_class[HYDRAS] = Slurm
 
@@ -95,8 +95,8 @@ class Queued:
     """A run that Slurm has queued or is running.
 
     Attributes:
-        number, overrides: the number and overrides of the run in the sweep.
-        folder: the folder of the run; "" if the run finds it by itself.
+        number, overrides: the number and the overrides of the run in the sweep.
+        folder: the folder of the run; "" if the run itself finds it.
         job: the job object of submitit.
     """
 
@@ -109,7 +109,7 @@ class Queued:
 def results(runs: Sequence[Queued], sweep: str) -> dict[int, Outcome]:
     """Waits for the runs and returns an `Outcome` for each; no failed run raises.
 
-    A signal ends the waiting: runs that have not ended are reported as they are.
+    A signal ends the wait; runs that have not ended are reported with their current states.
     """
     told: dict[int, Outcome] = {}
     try:
@@ -135,12 +135,12 @@ def results(runs: Sequence[Queued], sweep: str) -> dict[int, Outcome]:
 
 
 def _look(runs: Sequence[Queued], told: dict[int, Outcome]) -> None:
-    """Adds the outcomes of runs that have ended, by number."""
+    """Adds the outcomes of the runs that have ended to `told`, by number."""
     waiting = [run for run in runs if run.number not in told]
     states = states_of(waiting)
     for run in waiting:
         if (outcome := ended(run.job)) is None and states is not None and over(run.job, states):
-            time.sleep(1)  # a result that was written in between may take a moment to become visible
+            time.sleep(1)  # a result that was written in the meantime may become visible a moment later
             outcome = ended(run.job) or _lost(run.job, states)
         if outcome is not None:
             told[run.number] = outcome
@@ -148,7 +148,7 @@ def _look(runs: Sequence[Queued], told: dict[int, Outcome]) -> None:
 
 
 def _told_of(left: Sequence[Queued], count: int) -> tuple[str, str]:
-    """Returns where a sweep was interrupted, and what the same command would do."""
+    """Returns descriptions of where a sweep was interrupted, and of what the same command would do."""
     if not left:
         return "", "the same command reports the runs again without repeating any"
     jobs = arrays(left)
@@ -165,7 +165,7 @@ def _as_it_stands(run: Queued, states: Mapping[str, str]) -> Outcome:
 
 
 def arrays(runs: Iterable[Queued]) -> list[str]:
-    """Returns the numbers by which Slurm knows the runs: one per array."""
+    """Returns the numbers of the runs in Slurm, one per array."""
     return sorted({run.job.job_id.split("_")[0] for run in runs})
 
 
@@ -175,14 +175,12 @@ def states_of(runs: Iterable[Queued]) -> dict[str, str] | None:
 
 
 def over(job: Any, states: Mapping[str, str]) -> bool:
-    """Returns whether Slurm is done with a job, or no longer knows it."""
+    """Returns whether a job has ended in Slurm, or is no longer known to it."""
     return states.get(job.job_id, "") in _OVER
 
 
 def _states(jobs: Collection[str]) -> dict[str, str] | None:
-    """Returns the state of each job from squeue, including jobs that ended a while ago; None if it does not
-    answer.
-    """
+    """Returns the state of each job from squeue, including jobs that ended recently; None if it does not answer."""
     if not jobs:
         return {}
     command = ["squeue", "-h", "-a", "-r", "-t", "all", "-o", "%i %T", "-j", ",".join(jobs)]
@@ -197,7 +195,7 @@ def _states(jobs: Collection[str]) -> dict[str, str] | None:
 
 
 def ended(job: Any) -> Outcome | None:
-    """Returns the outcome of a run that has left a result (its own, or that of an exception), else None."""
+    """Returns the outcome of a run that has written a result or an exception, else None."""
     if not job.paths.result_pickle.exists():
         return None
     found, result = job._get_outcome_and_result()
@@ -215,18 +213,18 @@ def _lost(job: Any, states: Mapping[str, str]) -> Outcome:
 
 
 def end(stop: stopping.Stopped, restarts: int) -> None:
-    """Ends a run on Slurm after its checkpoint is written, and requeues it if Slurm does not do so by itself.
+    """Ends a run on Slurm after its checkpoint is written, and requeues it unless Slurm does so.
 
-    After a SIGTERM Slurm kills the process and requeues the job if it was preempted, not if it was cancelled.
-    A process that ends before would count as failed. If no kill comes, the signal was a warning like the
-    others.
+    After a SIGTERM, Slurm kills the process; it requeues a preempted job, but not a cancelled one. A process
+    that ends before it is killed would count as failed. If it is not killed, the signal was a warning like
+    the others.
 
     Args:
         stop: the signal that ended the run.
         restarts: the allowed number of restarts.
 
     Raises:
-        ConfigError: it was restarted as often as allowed.
+        ConfigError: the run has been restarted as often as allowed.
     """
     number = int(stop.code or 0) - 128
     if number == signal.SIGTERM:
@@ -244,7 +242,7 @@ def end(stop: stopping.Stopped, restarts: int) -> None:
         raise ConfigError("hydra.launcher.max_num_timeout", restarts, f"{allowed} (stopped {stop.where})")
     say("queued again, to continue from the checkpoint")
     done = subprocess.run(["scontrol", "requeue", job], check=False, capture_output=True, text=True)
-    if done.returncode > 0:  # below 0: ended together with this job, as requested
+    if done.returncode > 0:  # below 0: the step ended together with this job, as requested
         raise ConfigError(
             "launcher", "slurm", f"a cluster whose jobs can be requeued ({done.stderr.strip()})"
         ) from stop

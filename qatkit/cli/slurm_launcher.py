@@ -1,6 +1,4 @@
-"""Hydra's launcher for Slurm with another start and another end of each run (`qatkit.cli.slurm`); needs the
-extra `slurm`.
-"""
+"""Hydra's launcher for Slurm with a changed start and end of each run (`qatkit.cli.slurm`); requires extra `slurm`."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ class Slurm(SlurmLauncher):  # type: ignore[misc]  # from a package without type
     """A launcher that submits one array of jobs and reports the end of every job."""
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Submits what no interrupted launch of the same sweep has submitted, and waits for all of it."""
+        """Submits the runs that no interrupted launch of the same sweep has submitted, and waits for all runs."""
         assert self.config is not None
         folder = Path(str(self.config.hydra.sweep.dir)).absolute()
         file = sweep_file(folder)
@@ -43,7 +41,7 @@ class Slurm(SlurmLauncher):  # type: ignore[misc]  # from a package without type
         jobs = dict(enumerate(job_overrides, initial_job_idx))
         configs = {number: self._config(overrides) for number, overrides in jobs.items()}
         there = _there(file, jobs, configs)
-        stopping.wait(True)  # so that everything submitted is written down
+        stopping.wait(True)  # so that all submitted runs are recorded
         try:
             runs = [*there, *self._submitted(file, jobs, configs, {run.number for run in there})]
         finally:
@@ -63,7 +61,7 @@ class Slurm(SlurmLauncher):  # type: ignore[misc]  # from a package without type
     ) -> list[slurm.Queued]:
         """Submits the runs that are new and returns them.
 
-        A run's folder is chosen now, so that a restarted run finds its own.
+        The folder of a run is chosen before its start, so that a restarted run finds it.
         """
         new = [number for number in jobs if number not in without]
         if not new:
@@ -94,9 +92,7 @@ class Slurm(SlurmLauncher):  # type: ignore[misc]  # from a package without type
         return queued
 
     def _config(self, overrides: Sequence[str]) -> Config | None:
-        """Returns the configuration of a run; None for one that finds its folder by itself, from a checkpoint
-        or its name.
-        """
+        """Returns the configuration of a run; None for a run that finds its folder from a checkpoint or its name."""
         assert self.hydra_context is not None
         node = self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
         with open_dict(node):
@@ -118,13 +114,13 @@ class Slurm(SlurmLauncher):  # type: ignore[misc]  # from a package without type
         return executor
 
     def __call__(self, *arguments: Any) -> JobReturn:
-        """Runs one run, on a node of the cluster."""
+        """Executes one run on a node of the cluster."""
         streams.prepare()
         compose.register()
         for number in (signal.SIGTERM, signal.SIGUSR2):
             signal.signal(
                 number, signal.SIG_DFL
-            )  # submitit's handlers: one does nothing, one writes no checkpoint
+            )  # instead of submitit's handlers: one does nothing, the other writes no checkpoint
         with stopping.served():
             try:
                 result: JobReturn = super().__call__(*arguments)
@@ -154,13 +150,12 @@ def _queued(number: int, overrides: Sequence[str], known: Known) -> slurm.Queued
 def _there(
     file: SweepFile, jobs: Mapping[int, Sequence[str]], configs: Mapping[int, Config | None]
 ) -> list[slurm.Queued]:
-    """Returns the runs with this configuration that an earlier start of the same sweep has finished or handed
-    to Slurm.
+    """Returns the runs with this configuration that an earlier launch of the same sweep has finished or submitted.
 
-    For a completed sweep, only with resume=auto.
+    For a completed sweep there are none without resume=auto.
 
     Raises:
-        ConfigError: Slurm does not tell their states.
+        ConfigError: Slurm does not report the states of the runs.
     """
     queued = [
         _queued(number, overrides, known)
@@ -182,7 +177,7 @@ def _there(
 
 
 def _needs_no_other(ended: Outcome | None, run: slurm.Queued, states: Mapping[str, str]) -> bool:
-    """Returns whether a run is finished without a failure, or queued or running on Slurm."""
+    """Returns whether a run has finished without a failure, or is queued or running on Slurm."""
     return not slurm.over(run.job, states) if ended is None else not ended.reason
 
 

@@ -17,7 +17,8 @@ def train_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """Makes `onnx=FILE` the model of the recipe; the run is named after the file unless a name is typed.
 
     Raises:
-        ConfigError: a file for a recipe with another model, such a recipe without a file, or a mode.
+        ConfigError: a file is given for a recipe with another model, a recipe for files has no file, or a
+            mode is set.
     """
     imports = str(node.model.name).startswith(_PREFIX)
     if node.onnx is None:
@@ -39,7 +40,7 @@ def train_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
 
 
 def _check_states(overrides: Sequence[str]) -> None:
-    """Rejects a state that is named twice: Hydra keeps only the last of two equal keys in a mapping."""
+    """Rejects a state that is named twice, since Hydra keeps only the last of two equal keys in a mapping."""
     for text in overrides:
         typed = re.search(r"\bstates\s*:\s*\{([^{}]*)\}", text) if "model.kwargs=" in text else None
         names = [one.partition(":")[0].strip() for one in typed[1].split(",")] if typed else []

@@ -87,7 +87,7 @@ class Range(Limit):
         return f", up to {_LARGEST}" if value > _LARGEST and math.isinf(self.high) else ""
 
     def expected(self) -> str:
-        """Returns the interval in words: "an integer from 1 to 8"."""
+        """Returns the interval as text, such as "an integer from 1 to 8"."""
         kind, low = "an integer" if self.whole else "a number", _number(self.low)
         if math.isinf(self.high):
             words = f"{kind} above {low}" if self.above else f"{kind} of at least {low}"

@@ -233,7 +233,7 @@ def override(key: str, value: Value) -> str:
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
-    """Returns the differences between two mappings in words; "" if there are none."""
+    """Returns the differences between two mappings as text; "" if there are none."""
     # Compared as they are written: 0 begins an interval of integers, 0.0 one of reals.
     keys = [key for key in {**there, **here} if _written(there.get(key)) != _written(here.get(key))]
     return "; ".join(

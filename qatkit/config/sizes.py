@@ -24,7 +24,7 @@ class Size(Limit):
         return are_sides(value, _LARGEST)
 
     def expected(self) -> str:
-        """Returns both forms in words."""
+        """Returns both forms as text."""
         return "an integer of at least 1, or [height, width]"
 
     def hint(self, value: Any) -> str:

@@ -1,7 +1,6 @@
-"""The model card of a finished run (card.md), written from report.json for people who did not see the run.
+"""The model card of a finished run (card.md), written from report.json for readers who do not know the run.
 
-Nothing is measured here, and nothing is claimed that the report does not say: no license is invented, and
-what was not measured is listed as such.
+The card only states facts from the report: it does not invent a license, and it lists what was not measured.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from qatkit_verify.classification import names_of
 from qatkit_verify.errors import counted
 from qatkit_verify.fitting import by_sides
 
-_WORST = 10  # classes in the table
+_WORST = 10  # limit of classes in the table
 
 Report = Mapping[str, Any]
 
@@ -31,10 +30,10 @@ def card(
     """Returns Markdown with the front matter of Hugging Face's model cards.
 
     Args:
-        report: report.json.
-        labels: names of the classes, in the order of the outputs; empty without labels.
-        snippets: how the file is loaded, as Markdown.
-        arrays: model.json of a model whose samples are arrays, or preprocess.json of one that takes
+        report: the content of report.json.
+        labels: the names of the classes, in the order of the outputs; empty without labels.
+        snippets: the code that loads the file, as Markdown.
+        arrays: the content of model.json for a model of arrays, or of preprocess.json for a model of
             recordings.
         stream: the section on the file that takes chunks, as Markdown.
     """
@@ -212,7 +211,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _plain(text: object) -> str:
-    """Returns text of a run in one line that can't be taken for Markdown or HTML."""
+    """Returns text of a run as one line, with characters of Markdown and HTML escaped."""
     line = " ".join(str(text).split())
     for sign in "\\`*_[]<>|#":
         line = line.replace(sign, f"\\{sign}" if sign not in "<>" else {"<": "&lt;", ">": "&gt;"}[sign])

@@ -25,7 +25,7 @@ class Generator:
 
     Args:
         folder: the folder with model.onnx, tokenizer.json and genai_config.json.
-        threads: threads of ONNX Runtime; 0: its choice.
+        threads: the number of threads of ONNX Runtime; 0 means its default.
     """
 
     def __init__(self, folder: Path, threads: int = 0) -> None:
@@ -33,8 +33,8 @@ class Generator:
         about, self._ends = config["decoder"], config["eos_token_id"]
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
-        # Products with weights from a DequantizeLinear are computed in float; a MatMulNBits has a level of
-        # its own.
+        # Products with weights from a DequantizeLinear are computed in float. A MatMulNBits has its own
+        # level.
         options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
         self.tokenizer: Any = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self._session = ort.InferenceSession(
@@ -68,14 +68,14 @@ class Generator:
         for token in self.tokens(ids, count):
             made.append(token)
             whole = self.tokenizer.decode(made)
-            if not whole.endswith("\N{REPLACEMENT CHARACTER}"):  # part of a multi-byte character
+            if not whole.endswith("\N{REPLACEMENT CHARACTER}"):  # an incomplete multi-byte character
                 yield whole[len(told) :]
                 told = whole
         yield whole[len(told) :]
 
 
 def main() -> None:
-    """Parses the arguments and prints the text as it comes."""
+    """Parses the arguments and prints the text as it is generated."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("prompt")
     parser.add_argument("--tokens", type=int, default=200, help="maximum number of tokens (default: 200)")

@@ -1,7 +1,7 @@
-"""The golden vectors of a bundle: a few test samples, and the outputs of the shipped file for them.
+"""The golden vectors of a bundle: a few test samples, and the outputs of the exported file for them.
 
-images   as decoded and as the file takes them, all in one batch; recordings likewise
-arrays   run by run, each the feed of one `InferenceSession.run`: sizes may differ from sample to sample
+images   decoded and as inputs of the file, all in one batch; the same for recordings
+arrays   the feeds of each `InferenceSession.run`, since sizes may differ between samples
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from qatkit_verify.errors import ConfigError
 from qatkit_verify.feeds import Array, feeds
 from qatkit_verify.session import fixed_batch, in_its_batches, integer_io, open_session
 
-_EXACT = 0.5  # for outputs of integers or booleans: a difference of one exceeds the smallest tolerance
+_EXACT = 0.5  # for integer or boolean outputs, so that a difference of one exceeds the smallest tolerance
 
 
 def golden_of(
@@ -33,8 +33,8 @@ def golden_of(
         int8: the quantized file.
         data: the data whose test samples are used.
         count: the number of samples.
-        step: the size of a quantization step of the first float output; None: a 255th of its range.
-        threads, options: settings of ONNX Runtime.
+        step: the size of a quantization step of the first float output; None means 1/255 of its range.
+        threads, options: the settings of ONNX Runtime.
 
     Raises:
         ConfigError: an output of a model of arrays is not an array of numbers.
@@ -59,8 +59,7 @@ def golden_of(
 
 
 def _outputs(session: Any, inputs: Mapping[str, Array]) -> Sequence[Array]:
-    # Row by row, as most checks do: in a file that quantizes dynamically, the result would depend on the
-    # batch.
+    # Row by row, as most checks do, since the results of a dynamically quantized file depend on the batch.
     return in_its_batches(lambda given: session.run(None, dict(given)), inputs, fixed_batch(session) or 1)
 
 
@@ -87,7 +86,7 @@ def _of_arrays(sessions: Mapping[str, Any], data: DataModule, count: int, step: 
 
 
 def ports_of(session: Any, data: DataModule) -> tuple[list[Port], list[Port]]:
-    """Returns the inputs and outputs of a file of arrays; the batch axis of an output is not known."""
+    """Returns the inputs and outputs of a file of arrays; the batch axes of outputs are not known."""
     axes = list(data.array_axes().items())
     named, declared = dict(axes), session.get_inputs()
     inputs = [
@@ -98,7 +97,7 @@ def ports_of(session: Any, data: DataModule) -> tuple[list[Port], list[Port]]:
 
 
 def _samples_a_run(session: Any, data: DataModule) -> int:
-    """Returns how many samples the file takes at once: one if the batch is open."""
+    """Returns how many samples the file takes at once; 1 if the batch size is not fixed."""
     inputs, _ = ports_of(session, data)
     fixed = {port.shape[port.batch_axis] for port in inputs if port.batch_axis is not None}
     return next((size for size in fixed if size is not None), 1)

@@ -1,6 +1,6 @@
-"""Publishes bundles at PLACE/NAME/VERSION in a folder or an object store, completely or not at all.
+"""Publishes bundles at PLACE/NAME/VERSION in a folder or an object store.
 
-An existing version is never overwritten.
+A bundle is published completely or not at all, and an existing version is never overwritten.
 
     check(place, name, version)              before a run: is it writable, is the version free
     publish(bundle, place, name, version)    after it
@@ -13,13 +13,13 @@ at once, so the order of writes makes a bundle appear at once:
     NAME/VERSION/*              then every file except the manifest
     NAME/VERSION/manifest.json  last, if it does not exist; then the claim is removed
 
-A reader that looks for manifest.json never sees half a bundle. What a killed process leaves is completed when
-the same bundle is published again. It is removed when another bundle of that name is published after the
-process is gone (a process on another machine: after six hours).
+A reader that looks for manifest.json never sees an incomplete bundle. The files that a killed process leaves
+are completed when the same bundle is published again. They are removed when another bundle of that name is
+published after the process has ended (for a process on another machine, after six hours).
 
-Without a given version, the version is the beginning of the manifest's SHA-256: the same bundle has the same
-place, and publishing it twice changes nothing. A zip is stored next to its manifest, which is not encrypted
-even if the zip is. So it stays the same bundle, however often it is encrypted.
+Without a given version, the version is the beginning of the manifest's SHA-256. The same bundle therefore has
+the same place, and publishing it twice changes nothing. A zip is stored next to its manifest, which is not
+encrypted even if the zip is. The zip thus remains the same bundle, even if it is encrypted again.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ _CLAIMS = ".publishing"
 _LEASE = 6 * 3600  # seconds
 _VERSION_DIGITS = 12
 _NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,127}")
-# A store that does not answer is reported in seconds, not after minutes of retries of a library.
+# A store that does not answer is reported within seconds, not after minutes of a library's retries.
 _PATIENCE = {"connect_timeout": 5, "read_timeout": 60, "retries": {"max_attempts": 3}}
 KEY = "export.publish"
 T = TypeVar("T")
 
 
 def check(place: str, name: str, version: str | None) -> None:
-    """Checks that bundles can be published there, without leaving a trace.
+    """Checks that bundles can be published at a place, without leaving files there.
 
     Args:
         place: a folder, or a URL for fsspec (s3://bucket/prefix).
@@ -90,12 +90,12 @@ def check(place: str, name: str, version: str | None) -> None:
 
 
 def publish(bundle: Path, place: str, name: str, version: str | None = None) -> str:
-    """Publishes a bundle (a folder or a zip, encrypted or not) and returns where it is.
+    """Publishes a bundle (a folder or a zip, encrypted or not) and returns its path or URL.
 
     Raises:
-        ConfigError: see `check`; also if another bundle of that version exists or is being published, or the
-            key does not fit.
-        ValueError: it has no manifest.
+        ConfigError: `check` raises it, another bundle of that version exists or is being published, or the
+            key is wrong.
+        ValueError: the bundle has no manifest.
     """
     _check_names(name, version)
     with tempfile.TemporaryDirectory(prefix="qatkit-") as folder:
@@ -162,7 +162,7 @@ def _into_folder(files: Mapping[str, Path], folder: Path, version: str, manifest
                 with path.open("rb") as source, (part / name).open("xb") as copy:
                     shutil.copyfileobj(source, copy)
                     copy.flush()
-                    os.fsync(copy.fileno())  # otherwise a name could reach the disk before its bytes
+                    os.fsync(copy.fileno())  # otherwise a name could be on the disk before its content
             os.rename(part, target)
         finally:
             shutil.rmtree(part, ignore_errors=True)
@@ -208,16 +208,16 @@ def _store(place: str) -> tuple[Any, str]:
 
 
 def _asked(place: str, question: Callable[[], T]) -> T:
-    """Returns the answer of a store; a refusal, in whatever library, becomes one line.
+    """Returns the answer of a store; errors of any library are reported in one line.
 
     Raises:
-        ConfigError: it does not answer, or refuses.
+        ConfigError: the store does not answer, or it refuses the request.
     """
     try:
         return question()
     except ConfigError:
         raise
-    except Exception as error:  # from botocore, aiohttp, the operating system
+    except Exception as error:  # errors of botocore, aiohttp or the operating system
         reason = first_line(error) or type(error).__name__
         raise ConfigError(KEY, place, f"a reachable store that accepts files ({reason[:200]})") from error
 
@@ -255,7 +255,7 @@ class _Upload:
         """Returns whether exactly this bundle is published.
 
         Raises:
-            ConfigError: another bundle has that version.
+            ConfigError: another bundle has this version.
         """
         there = self._read(f"{self.target}/{MANIFEST}")
         if there is not None and there != self.manifest:
@@ -263,22 +263,22 @@ class _Upload:
         return there is not None
 
     def _claimed(self) -> bytes:
-        """Makes the claim, or takes over one for the same bundle; returns its content."""
+        """Creates the claim, or takes over an existing one for the same bundle; returns its content."""
         told = {"manifest": self.digest, "host": platform.node(), "process": os.getpid(), "time": time.time()}
         mine = json.dumps(told).encode()
         try:
             self.store.pipe_file(self.claim, mine, mode="create")
-        except Exception:  # stores differ in how they report that it exists
+        except Exception:  # stores report an existing file in different ways
             other = self._read(self.claim)
             if other is None:
                 raise
             if _told(other).get("manifest") != self.digest:
                 raise self._at_work() from None
-            return other  # the same bundle, whoever is first
+            return other  # the same bundle, whichever publisher is first
         return mine
 
     def _clear(self) -> None:
-        """Removes what publishers of other bundles left when they were killed."""
+        """Removes the files that killed publishers of other bundles have left."""
         for claim in self.store.find(f"{self.base}/{_CLAIMS}"):
             version, told = claim.rpartition("/")[2], _told(self._read(claim) or b"")
             if version.startswith("trial-") or told.get("manifest") == self.digest or not _gone(told):
@@ -289,7 +289,7 @@ class _Upload:
             self._remove(claim)
 
     def _there(self) -> list[str]:
-        """Returns the files below the version."""
+        """Returns the files in the folder of the version."""
         return [path.split(f"{self.target}/", 1)[-1] for path in self.store.find(self.target)]
 
     def _read(self, path: str) -> bytes | None:
@@ -323,7 +323,7 @@ def _told(claim: bytes) -> dict[str, Any]:
 
 
 def _gone(told: Mapping[str, Any]) -> bool:
-    """Returns whether the publisher of a claim has ended; on another machine, whether its lease is over."""
+    """Returns whether the publisher of a claim has ended or, on another machine, whether its lease has expired."""
     process, since = told.get("process"), told.get("time")
     if not isinstance(process, int) or not isinstance(since, int | float):
         return True

@@ -1,6 +1,4 @@
-"""The model card's section on the file that takes a recording in chunks: inputs, outputs, chunk lengths and
-an example.
-"""
+"""The model card's section on the file that takes recordings in chunks: inputs, outputs, chunk lengths, an example."""
 
 from __future__ import annotations
 
@@ -29,8 +27,8 @@ def stream_section(bundle: Path, told: Mapping[str, Any]) -> str:
     """Returns Markdown on the file with states of a bundle; "" if there is none.
 
     Args:
-        bundle: its folder, with the ONNX files.
-        told: preprocess.json, or model.json for a model of arrays.
+        bundle: the folder of the bundle with the ONNX files.
+        told: the content of preprocess.json, or of model.json for a model of arrays.
     """
     path = stream_file(bundle / INT8_FILE)
     if not path.is_file():
@@ -81,7 +79,7 @@ def _example(
 
 
 def _time(told: Mapping[str, Any]) -> str:
-    """Returns the length of a step of a recording, if the preprocessing defines it."""
+    """Returns the duration of a step of a recording as text, if the preprocessing defines it."""
     if "hop" not in told:
         return ""
     step = 1000 * told["hop"] / told["rate"]
@@ -89,7 +87,7 @@ def _time(told: Mapping[str, Any]) -> str:
 
 
 def _shape(sizes: Sequence[Any], cut: int | None = None) -> str:
-    """Returns the axes as text: N for an open batch, n for the axis along which chunks are cut."""
+    """Returns the axes as text: N for a variable batch size, n for the axis along which chunks are cut."""
     axes = ("n" if axis == cut else size if isinstance(size, int) else "N" for axis, size in enumerate(sizes))
     return f"[{', '.join(map(str, axes))}]"
 

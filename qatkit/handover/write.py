@@ -74,11 +74,11 @@ from qatkit_verify.session import RUNTIME_VERSION, integer_io, open_session
 from qatkit_verify.stream import stream_file
 from qatkit_verify.untrusted import read_json
 
-# The oldest ONNX Runtime that runs a file, by the kernels that earlier versions lack: QuantizeLinear of opset
-# 23, and ConvInteger with int8 weights.
+# The oldest versions of ONNX Runtime with kernels that earlier ones lack: QuantizeLinear of opset 23, and
+# ConvInteger with int8 weights.
 _OLDEST_OF_OPSET, _OLDEST_OF_OPERATOR = {23: "1.24"}, {"ConvInteger": "1.24"}
 _CACHE = "calibration.safetensors"
-# Files of a run's folder that are useful for deployment and keep their names.
+# Files of a run's folder that are useful for deployment and keep their names in a bundle.
 _COPIED = (REPORT_FILE, PAGE_FILE, CONFIG_FILE, PLACEMENT_FILE, RANGES_FILE, TABLE_FILE)
 
 
@@ -88,11 +88,12 @@ class BundleSource:
 
     Attributes:
         name: the name of the run.
-        int8: the quantized file that is shipped.
+        int8: the quantized file to deliver.
         run: the folder of a finished run, with report.json.
         data: the data whose test images become golden vectors.
         export: the settings of the bundle.
-        threads, options: settings of ONNX Runtime; all config entries under which the figures hold.
+        threads, options: the settings of ONNX Runtime, with all config entries with which the figures were
+            measured.
         cache: the calibration cache of the run, if it has one.
     """
 
@@ -107,10 +108,10 @@ class BundleSource:
 
 
 def check_source(run: Path, int8: Path) -> None:
-    """Rejects a bundle without evidence: a run without a report, or files that its report does not describe.
+    """Checks that the run of a bundle has a report that describes its files.
 
     Raises:
-        ConfigError: the first of these problems.
+        ConfigError: there is no report, or it does not describe a file.
     """
     if not (run / REPORT_FILE).is_file():
         raise ConfigError("export.bundle", True, f"a finished run; {run} has no {REPORT_FILE}")
@@ -135,10 +136,10 @@ def _digest(path: Path) -> str:
 
 
 def write_bundle(source: BundleSource, folder: Path) -> Path:
-    """Writes `folder`/bundle, or bundle.zip, completely or not at all; an existing one is replaced.
+    """Writes `folder`/bundle or bundle.zip in an atomic step; an existing one is replaced.
 
     Raises:
-        ConfigError: see `check_source`, or a key that can't sign.
+        ConfigError: `check_source` raises it, or a key cannot sign.
     """
     check_source(source.run, source.int8)
     clear_parts(folder)
@@ -161,9 +162,7 @@ def write_bundle(source: BundleSource, folder: Path) -> Path:
 
 
 def _replace(new: Path, target: Path) -> None:
-    """Replaces a folder, whose old version is renamed first, since a folder can't be renamed over one that is
-    not empty.
-    """
+    """Replaces a folder. The old one is renamed first, since a folder cannot be renamed to one that is not empty."""
     if target.exists():
         old = unfinished(target)
         os.replace(target, old)
@@ -211,9 +210,7 @@ def _fill(source: BundleSource, new: Path) -> None:
 
 
 def _copy_larger_files(source: BundleSource, new: Path) -> None:
-    """Copies the further files of some tasks: the decoder, the file with non-maximum suppression, the one
-    with states.
-    """
+    """Copies the additional files of some tasks: a decoder, a file with non-maximum suppression, or one with states."""
     for beside in (nms_file, stream_file):
         if beside(source.int8).is_file():
             _copied(beside(source.int8), new / beside(Path(INT8_FILE)).name)
@@ -222,7 +219,7 @@ def _copy_larger_files(source: BundleSource, new: Path) -> None:
 
 
 def _fill_for_programs(source: BundleSource, new: Path, report: Mapping[str, Any]) -> None:
-    """Writes what shows how to run the file: the card, the page, modules for JavaScript, the demo."""
+    """Writes the files that show how to run the model: the card, the page, modules for JavaScript, the demo."""
     if source.data.of_arrays:
         _write_card(source, new, report, arrays_program(new, source.options), read_json(new / ARRAYS_FILE))
         return
@@ -252,7 +249,7 @@ def _write_card(
 
 
 def _copied(path: Path, target: Path) -> None:
-    """Copies a file decrypted, since a bundle is not encrypted file by file even if the run is."""
+    """Copies a decrypted file: single files of a bundle are not encrypted, even if those of the run are."""
     with readable(path) as plain:
         shutil.copyfile(plain, target)
 
@@ -262,9 +259,7 @@ def _lines(labels: Iterable[str]) -> str:
 
 
 def preprocess_json(int8: Path, preprocessing: Mapping[str, Any], threads: int) -> dict[str, Any]:
-    """Returns the content of preprocess.json: how an image becomes the input tensor, and the file's input and
-    output.
-    """
+    """Returns the content of preprocess.json: the preprocessing of images, and the file's input and output."""
     channels = int(preprocessing["channels"])
     order, layout = preprocessing.get("channel_order", "RGB"), preprocessing.get("layout", "NCHW")
     size = sides(preprocessing["image_size"])
@@ -281,7 +276,7 @@ def preprocess_json(int8: Path, preprocessing: Mapping[str, Any], threads: int) 
 
 
 def ends_json(int8: Path, sample: Iterable[int], threads: int) -> dict[str, Any]:
-    """Returns what preprocess.json says about the file's input and output, for samples of a shape."""
+    """Returns the entries of preprocess.json on the file's input and output, for samples of a shape."""
     session = open_session(int8, threads=threads)
     ends = integer_io(session)
     (taken, *_), (given, *_) = session.get_inputs(), session.get_outputs()
@@ -289,7 +284,7 @@ def ends_json(int8: Path, sample: Iterable[int], threads: int) -> dict[str, Any]
         "input": {
             "name": taken.name,
             "dtype": "uint8" if ends else "float32",
-            "shape": [*_shape(taken.shape[:1]), *sample],  # even if the file takes other sizes
+            "shape": [*_shape(taken.shape[:1]), *sample],  # even if the file accepts other sizes
         },
         "output": {"name": given.name, "shape": _shape(given.shape), **_meaning(ends)},
     }

@@ -1,4 +1,4 @@
-"""Cleans a given ONNX file, as a job of its own (mode=clean) or before another mode."""
+"""Cleans a given ONNX file, as a separate job (mode=clean) or before another mode."""
 
 from __future__ import annotations
 

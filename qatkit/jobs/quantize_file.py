@@ -133,7 +133,7 @@ def by_tools(config: Config) -> int:
     Returns 0, or 1 if the file misses a bound.
 
     Raises:
-        ConfigError: as in `quantize`.
+        ConfigError: the user has made a mistake, as in `quantize`.
     """
     validate(config)
     config = replace(config, verify=replace(config.verify))  # a fixed batch becomes the latency batch

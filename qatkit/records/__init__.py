@@ -1,4 +1,4 @@
-"""Results of every engine as plain dataclasses. Reading one needs neither torch nor ONNX Runtime.
+"""Results of all parts of the project as plain dataclasses. Reading them requires neither torch nor ONNX Runtime.
 
 results      a run as a whole: the final table, report.json and the report read it
 analysis     sensitivity and isolation, layer by layer

@@ -1,4 +1,4 @@
-"""Encodings as AIMET (Qualcomm's AI Model Efficiency Toolkit) writes and reads them, in its three versions.
+"""Encodings in the three versions of the format of AIMET (Qualcomm's AI Model Efficiency Toolkit).
 
     0.6.1   {"activation_encodings": {NAME: [{"bitwidth": 8, "dtype": "int", "is_symmetric": "False", "scale":
     ...,
@@ -9,10 +9,10 @@
     2.0.0   {"encodings": [{"name": NAME, "output_dtype": "uint8", "y_scale": ..., "y_zero_point": ...,
     "axis": 0}]}
 
-An offset is the negative zero point. Up to 1.0.0 it is that of the unsigned type with the same number of
-bits: -128 for an int8 tensor with the zero point 0. "Symmetric" means there that the type is signed. Only
-files of 2.0.0 contain biases, since AIMET leaves them out of the older ones. Only integers are read and
-written.
+An offset is the negative zero point. Up to version 1.0.0 the zero point is that of the unsigned type with the
+same number of bits, so the offset is -128 for an int8 tensor with the zero point 0. In these versions
+"symmetric" means that the type is signed. Only files of version 2.0.0 contain biases, as in AIMET. Only
+integers are read and written.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def is_aimet(content: Mapping[str, Any]) -> bool:
 
 
 def from_dict(content: Mapping[str, Any]) -> Encodings:
-    """Returns the encodings of a file's content; entries of other types than integers are named in its notes.
+    """Returns the encodings from a file's content; its notes name the entries of other types than integers.
 
     Raises:
         KeyError, TypeError, ValueError: an entry is damaged.
@@ -54,7 +54,7 @@ def from_dict(content: Mapping[str, Any]) -> Encodings:
 
 
 def _entries(content: Mapping[str, Any]) -> Iterator[tuple[bool, str, Any]]:
-    """Yields whether an entry belongs to a parameter, its name, and the entry."""
+    """Yields (whether it belongs to a parameter, its name, the entry) for each entry."""
     for one in content.get("encodings", ()):
         yield False, one["name"], one
     for group in _GROUPS:
@@ -65,7 +65,7 @@ def _entries(content: Mapping[str, Any]) -> Iterator[tuple[bool, str, Any]]:
 
 
 def _read(name: str, entry: Any) -> Encoding | None:
-    if isinstance(entry, list):  # 0.6.1
+    if isinstance(entry, list):  # version 0.6.1
         return _read_0_6_1(name, entry)
     if "bw" in entry:
         return _read_1_0_0(name, entry)
@@ -97,7 +97,7 @@ def _read_1_0_0(name: str, entry: Mapping[str, Any]) -> Encoding | None:
 
 
 def _grid(bits: int, signed: bool) -> tuple[str, int]:
-    """Returns the type, and how far its zero point lies below that of the unsigned type."""
+    """Returns the type, and the difference between the zero points of the unsigned type and of this one."""
     return f"{'' if signed else 'u'}int{bits}", 2 ** (bits - 1) if signed else 0
 
 
@@ -118,7 +118,7 @@ def _shifted(
 
 
 def left_out(encodings: Encodings, version: str) -> list[str]:
-    """Returns the names of tensors that a version has no entry for."""
+    """Returns the names of the tensors for which a version has no entries."""
     found = [name for name, one in encodings.all.items() if not _has_entry(one, version)]
     return found + list(encodings.formats)
 
@@ -161,7 +161,7 @@ def _offsets(one: Encoding) -> list[float]:
 
 
 def _by_channel(one: Encoding, values: Any) -> Any:
-    """Returns values of scales in blocks ordered by output channel, as in 1.0.0; other values unchanged."""
+    """Returns the values of scales in blocks ordered by output channel, as in version 1.0.0; others unchanged."""
     return values.T if one.block_size is not None and one.axis == 0 and values.ndim == 2 else values
 
 

@@ -1,8 +1,7 @@
-"""The findings of an analysis as plain dataclasses, for reports and for choices based on them. Nothing here
-needs torch.
+"""The results of an analysis as plain dataclasses, for reports and for choices. This module does not need torch.
 
-Shares are 0..1, accuracies and losses of accuracy in percent and points, divergences in nats, SQNR in dB
-(None: no difference at all).
+Shares are in 0..1, accuracies in percent, losses of accuracy in points, divergences in nats, and SQNR in dB,
+where None means no difference at all.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import dataclass, field
 
 WEIGHT, ACTIVATION = "weight", "activation"
 ONLY, ALL_BUT = "only", "all but"
-# The endings of the advice of an isolation.
+# The last words of the advice of an isolation.
 BY_WEIGHTS = "most of the outputs' error comes from the weights"
 BY_ACTIVATIONS = "most of the outputs' error comes from the activations"
 BY_BOTH = "weights and activations contribute about equally to the outputs' error"
@@ -20,14 +19,14 @@ BY_BOTH = "weights and activations contribute about equally to the outputs' erro
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outputs of one way to compute, over all images, compared with those of the float graph.
+    """The outputs of one variant of the graph over all images, compared with those of the float graph.
 
     Attributes:
         images: the number of images.
-        score: the percentage of right decisions; None without labels, or if labels are not classes.
-        agreement: share of the outputs with the same decision as float.
-        loss: divergence of float's softmax to this one's, mean over the outputs.
-        cross_entropy: mean, nats; None without labels.
+        score: the percentage of correct decisions; None without labels, or if labels are not classes.
+        agreement: the share of outputs with the same decision as float.
+        loss: the KL divergence from float's softmax to that of the variant, averaged over the outputs.
+        cross_entropy: the mean cross entropy in nats; None without labels.
         sqnr: the SQNR of the outputs; the lowest of several outputs.
     """
 
@@ -41,14 +40,14 @@ class Outcome:
 
 @dataclass(frozen=True)
 class SensitivityRow:
-    """A weight or activation that is the only one quantized (direction "only") or the only one in float ("all but").
+    """The effect of one weight or activation: only it is quantized ("only"), or only it is float ("all but").
 
     Attributes:
-        site: the operator, or the tensor's producer, as reports and overrides name it.
+        site: the operator, or the tensor's producer, by its name in reports and overrides.
         kind: "weight" or "activation".
         direction: "only" or "all but".
         score, agreement, loss, cross_entropy, sqnr: see `Outcome`; an estimate has only the loss.
-        exact: measured, not estimated.
+        exact: whether the row was measured and not estimated.
     """
 
     site: str
@@ -64,7 +63,7 @@ class SensitivityRow:
 
 @dataclass(frozen=True)
 class ClassRow:
-    """A class with its percentages of right decisions in float and quantized, on the same images."""
+    """A class with its percentages of correct decisions in float and quantized, on the same images."""
 
     name: str
     images: int
@@ -79,14 +78,14 @@ class ClassRow:
 
 @dataclass(frozen=True)
 class Isolation:
-    """The losses by weights and by activations, which show what causes the error.
+    """The losses due to weights and due to activations, which show what causes the error.
 
     Attributes:
-        outcomes: by "float", "weights", "activations", "both", and "int8" for ONNX Runtime if there is a
-            file. Float is the same module with nothing quantized; after fine-tuning, it has the fine-tuned
-            weights.
-        classes: the classes with the largest loss first; empty without labels.
-        advice: one line.
+        outcomes: the outcomes by "float", "weights", "activations", "both", and "int8" (ONNX Runtime, if
+            there is a file). Float is the same module without quantization; after fine-tuning it has the
+            fine-tuned weights.
+        classes: the classes, the largest loss first; empty without labels.
+        advice: one line of advice.
     """
 
     outcomes: Mapping[str, Outcome]
@@ -99,11 +98,11 @@ class Difference:
     """The difference between a tensor and the same tensor computed in another way.
 
     Attributes:
-        mse: mean squared difference.
+        mse: the mean squared difference.
         sqnr: 10 log10(sum of exact^2 / sum of differences^2).
-        cosine: cosine of the angle between the two.
-        largest: largest absolute difference.
-        shift: mean of the found values minus mean of the exact ones.
+        cosine: the cosine of the angle between both tensors.
+        largest: the largest absolute difference.
+        shift: the mean of the found values minus the mean of the exact ones.
     """
 
     mse: float
@@ -115,10 +114,10 @@ class Difference:
 
 @dataclass(frozen=True)
 class Histogram:
-    """Counts of a tensor's values between two ends, bin by bin, in float and quantized, and the range of the type.
+    """Counts of a tensor's values per bin between two ends, in float and quantized, and the range of the type.
 
     Attributes:
-        step: the distance between two values of the type; the largest one if there are several scales.
+        step: the distance between two values of the type; with several scales, the largest one.
     """
 
     low: float
@@ -136,15 +135,16 @@ class TensorRow:
 
     Attributes:
         site, kind: see `SensitivityRow`.
-        own: the error of only its own quantization, on the float values.
-        simulated: float against the simulation, with everything before it quantized; None for a weight.
-        runtime: float against ONNX Runtime's integers, dequantized; None if the file has no such tensor.
-        clipped: share of the float values beyond the range.
-        grid: share of the type's integers that occur.
-        avoidable: its own error over that of the range from the smallest to the largest value, in dB: near 0
-            or below is fine.
+        own: the error due to only the tensor's own quantization, on the float values.
+        simulated: the error of the simulation, with everything before the tensor quantized; None for a
+            weight.
+        runtime: the error of ONNX Runtime's dequantized integers; None if the file has no such tensor.
+        clipped: the share of float values outside the range.
+        grid: the share of the type's integers that occur.
+        avoidable: the ratio of `own` to the error with the range from the smallest to the largest value, in
+            dB. Values near or below 0 are fine.
         histogram: the histogram, for the tensors that pictures show.
-        picture: the file with its histogram, relative to the run's folder; "" if there is none.
+        picture: the file with the histogram, relative to the run's folder; "" if there is none.
     """
 
     site: str
@@ -161,12 +161,12 @@ class TensorRow:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Every quantized tensor in graph order, and where errors begin.
+    """All quantized tensors in graph order, and where errors begin.
 
     Attributes:
-        suspect: the tensor whose scale costs the most that another scale would not; None if there is none.
-        first: the first tensor of the file that ONNX Runtime computes differently from the simulation, with
-            its operator, in words; None if there is none or no file.
+        suspect: the tensor whose scale causes the largest avoidable error; None if there is none.
+        first: a description of the first tensor (with its operator) that ONNX Runtime computes differently
+            from the simulation; None if there is no such tensor, or no file.
     """
 
     images: int
@@ -185,6 +185,6 @@ class Analysis:
     sensitivity: Sequence[SensitivityRow] = ()
     estimate: Sequence[SensitivityRow] = ()
     comparison: Comparison | None = None
-    pictures: Sequence[str] = ()  # files, relative to the run's folder
+    pictures: Sequence[str] = ()  # file names, relative to the run's folder
     notes: Sequence[str] = ()
-    seconds: Mapping[str, float] = field(default_factory=dict)  # by the part of the analysis
+    seconds: Mapping[str, float] = field(default_factory=dict)  # seconds by part of the analysis

@@ -1,4 +1,4 @@
-"""A run as one row, and the Pareto front of the rows."""
+"""A run as a row of a table, and the Pareto front of the rows."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ MET, SHORT, UNFINISHED, BROKEN = "every bound met", "falls short", "unfinished",
 
 @dataclass(frozen=True)
 class Row(Figures):
-    """A run in a row; the figures are those of its exported file.
+    """A run as a row, with the figures of its exported file.
 
     Attributes:
-        folder: relative to the folder that is compared, with "/".
+        folder: the folder of the run, relative to the compared folder, with "/".
         state: one of the outcomes above; `why` explains all except the first.
-        recipe: the run's `name`, which is that of its recipe unless the command line sets another.
+        recipe: the `name` of the run, which is that of its recipe unless the command line sets another.
         backend: the name of the target's rules.
         page: whether it has a report.html.
         task: the task of the figures.
-        data, machine: the data and machine of the measurement, in words.
+        data, machine: descriptions of the data and the machine of the measurement.
     """
 
     folder: str
@@ -50,16 +50,16 @@ class Row(Figures):
 
     @property
     def measured_on(self) -> str:
-        """The metric, test images and machine in words; rows in which they differ can't be compared."""
+        """A description of the metric, test images and machine; rows in which it differs cannot be compared."""
         metric = "" if self.task.main == NAMES.main else self.task.main.title
         return "; ".join(filter(None, (metric, self.data, self.machine)))
 
 
 def front(rows: Sequence[Row]) -> list[bool]:
-    """Returns which rows are on the Pareto front of accuracy, latency and size, among rows measured on the same.
+    """Returns whether each row is on the Pareto front of accuracy, latency and size.
 
-    A row without one of the three figures, or one that misses a bound, is not on the front and does not beat
-    another.
+    Only rows measured on the same data and machine are compared. A row without one of the three figures, or
+    one that misses a bound, is not on the front and excludes no other row.
     """
     return [
         _stands(one)
@@ -75,12 +75,12 @@ def _stands(row: Row) -> bool:
 
 
 def _cost(row: Row) -> float:
-    """Returns the cost of a row, where less is better; without a score, more agreement with float costs less."""
+    """Returns the cost of a row (lower is better); without a score, from the agreement with float."""
     falling = row.score is None or row.task.main.higher_is_better
     return -(row.accuracy or 0.0) if falling else row.accuracy or 0.0
 
 
 def _beats(first: Row, second: Row) -> bool:
-    """Returns whether `first` is at least as good as `second` in everything, and better in something."""
+    """Returns whether `first` is at least as good as `second` in all figures, and better in at least one."""
     pairs = [(_cost(row), row.latency_ms or 0.0, row.bytes or 0.0) for row in (first, second)]
     return pairs[0] != pairs[1] and all(a <= b for a, b in zip(*pairs, strict=True))

@@ -1,4 +1,4 @@
-"""The folder of a decoder in a run and in its bundle: names, and the configuration for onnxruntime-genai.
+"""The folder of a decoder in a run and in its bundle: file names, and the configuration for onnxruntime-genai.
 
 decoder/model.onnx         takes keys and values of earlier tokens, returns those of all tokens
 decoder/tokenizer.json
@@ -16,8 +16,8 @@ DECODER_FILE = "model.onnx"
 GENAI_FILE, GENERATE_FILE = "genai_config.json", "generate.py"
 DECODER_FILES = (DECODER_FILE, "tokenizer.json", "tokenizer_config.json", GENAI_FILE, GENERATE_FILE)
 
-# The models that onnxruntime-genai has a type for. It runs the others as one of these, since only names and
-# sizes matter.
+# Models that have a type in onnxruntime-genai. Others run as one of these types, since only names and sizes
+# matter.
 _TYPES = ("gemma", "llama", "mistral", "phi", "phi3", "qwen2", "qwen3")
 
 
@@ -26,8 +26,9 @@ def genai_config(model: Mapping[str, Any], ends: list[int], sizes: Mapping[str, 
 
     Args:
         model: the model's configuration in transformers.
-        ends: the tokens at which a text ends.
-        sizes: "layers", "heads" of keys and values, "width" of a head, "context" in tokens.
+        ends: the ids of the tokens that end a text.
+        sizes: the numbers of "layers" and of key/value "heads", the "width" of a head, and the "context" in
+            tokens.
 
     Source: onnxruntime-genai, docs/genai-config reference.
     """

@@ -1,14 +1,12 @@
-"""Detections after non-maximum suppression: the rule for the boxes that are kept, and the name of the file
-with it.
-"""
+"""Detections after non-maximum suppression: the rule for the boxes that are kept, and the name of the file."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-DETECTIONS = "detections"  # the output [found, 7]: picture, corners, score, class
-METADATA_KEY = "qatkit.nms"  # in the file, tells how it was made
+DETECTIONS = "detections"  # name of the output [found, 7]: picture, four corners, score, class
+METADATA_KEY = "qatkit.nms"  # metadata key in the file that describes its suppression
 
 
 @dataclass(frozen=True)
@@ -16,9 +14,9 @@ class Suppression:
     """The rule that decides which boxes are kept.
 
     Attributes:
-        score: minimum score of a box.
-        overlap: the overlap from which a better box of its class suppresses a box.
-        boxes: maximum number per class and picture.
+        score: the minimum score of a box.
+        overlap: the smallest overlap at which a box is suppressed by a better one of its class.
+        boxes: the maximum number of boxes per class and picture.
     """
 
     score: float

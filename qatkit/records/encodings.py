@@ -1,4 +1,4 @@
-"""Encodings: the scales and zero points of a quantized file by the names of its tensors, as JSON and back.
+"""Encodings: the scales and zero points of a quantized file by tensor name, converted to and from JSON.
 
     {"format": "qatkit.encodings", "version": 1, "file": "model.int8.onnx",
      "activations": {"relu_1": {"dtype": "uint8", "scale": 0.02, "zero_point": 0, "rmin": 0.0, "rmax": 5.1,
@@ -6,9 +6,9 @@
      "parameters": {"conv.weight": {"dtype": "int8", "scale": [...], "zero_point": [...], "axis": 0, ...}},
      "formats": {"y": "mxint8"}}
 
-A float32 scale of the file is written as the double of the same value, whose shortest decimal digits in JSON
-restore it bit for bit. `rmin` and `rmax` follow from the rest and are not read. Nothing here needs torch or
-onnx.
+A float32 scale is written as the double of the same value, whose shortest decimal form in JSON restores it
+bit for bit. `rmin` and `rmax` are derived from the other entries and are not read. This module needs neither
+torch nor onnx.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from qatkit_verify.errors import ConfigError, one_line
 
 FORMAT, VERSION = "qatkit.encodings", 1
-# The largest numbers of types other than integers.
+# The largest values of types other than integers.
 _LARGEST = {"float8e4m3fn": 448.0, "float8e5m2": 57344.0, "float4e2m1": 6.0}
 _INTEGER = re.compile(r"(u?)int(\d+)")
 
@@ -36,12 +36,11 @@ class Encoding:
     """The quantization of one tensor.
 
     Attributes:
-        dtype: the ONNX name of the type: uint8, int4, float8e4m3fn.
-        scale: float32; rank 0 for one scale per tensor, [channels], or in blocks.
-        zero_point: int64, of the same shape.
-        axis: the axis of the channels, or along which blocks lie; None if there is none or the source does
-            not tell.
-        block_size: number of values in a block.
+        dtype: the ONNX name of the type, such as uint8, int4 or float8e4m3fn.
+        scale: the scales, float32: rank 0 for one scale per tensor, [channels], or one per block.
+        zero_point: the zero points, int64, with the shape of `scale`.
+        axis: the axis of the channels or of the blocks; None if there is none or the source does not name it.
+        block_size: the number of values in a block.
         node: the node that quantizes or dequantizes the tensor in the file that this was read from.
     """
 
@@ -54,30 +53,30 @@ class Encoding:
 
     @property
     def bits(self) -> int | None:
-        """The number of bits of an integer type; None for another type."""
+        """The number of bits of an integer type; None for other types."""
         found = _INTEGER.fullmatch(self.dtype)
         return None if found is None else int(found[2])
 
     @property
     def signed(self) -> bool:
-        """The signedness of the type: True if it holds negative values."""
+        """The signedness of the type: True if it can represent negative values."""
         return not self.dtype.startswith("uint")
 
     @property
     def granularity(self) -> str:
-        """The granularity of the scales in words."""
+        """The granularity of the scales as text."""
         if self.block_size is not None:
             return f"blocks of {self.block_size}"
         return "per channel" if self.scale.ndim else "per tensor"
 
     def ends(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Returns the smallest and the largest value that it can represent, with the shape of `scale`."""
+        """Returns the smallest and the largest representable value, each with the shape of `scale`."""
         low, high = _type_ends(self.dtype)
         scale = self.scale.astype(np.float64)
         return (low - self.zero_point) * scale, (high - self.zero_point) * scale
 
     def equals(self, other: Encoding) -> bool:
-        """Returns whether both have the same type, scales and zero points, bit for bit."""
+        """Returns whether both encodings have the same type, scales and zero points, bit for bit."""
         return (
             self.dtype == other.dtype
             and self.scale.shape == other.scale.shape
@@ -86,7 +85,7 @@ class Encoding:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the entry of a file."""
+        """Returns the entry of the encoding for a JSON file."""
         low, high = self.ends()
         found = {
             "dtype": self.dtype,
@@ -106,11 +105,11 @@ class Encodings:
     """The encodings of a file.
 
     Attributes:
-        activations: the activations, by the names of their tensors.
-        parameters: weights and biases, likewise.
-        formats: tensors that functions of the domain `qatkit` round to a number format, which has no zero
-            point, with its name.
-        notes: what is quantized in the file but not listed.
+        activations: the encodings of activations by tensor name.
+        parameters: the encodings of weights and biases by tensor name.
+        formats: the names of number formats, which have no zero point, by the tensors that functions of the
+            domain `qatkit` round to them.
+        notes: notes on quantized tensors of the file that are not listed.
     """
 
     activations: dict[str, Encoding] = field(default_factory=dict)
@@ -127,7 +126,7 @@ class Encodings:
         """Returns the content of a JSON file.
 
         Args:
-            file: the name of the file that the encodings belong to.
+            file: the name of the file to which the encodings belong.
         """
         return {
             "format": FORMAT,
@@ -194,17 +193,17 @@ def made(
     block_size: int | None = None,
     node: str = "",
 ) -> Encoding:
-    """Returns an encoding, checked.
+    """Returns an encoding after checking its values.
 
     Args:
         name: the name of the tensor, for messages.
         dtype, axis, block_size, node: see `Encoding`.
-        scale: number or nested lists.
-        zero_point: likewise, of the same shape, or one for all.
+        scale: the scales, a number or nested lists.
+        zero_point: the zero points in the shape of `scale`, or one number for all.
 
     Raises:
-        ValueError: an unknown type, a scale that is not a positive number, or a zero point out of the type's
-            range.
+        ValueError: the type is unknown, a scale is not a positive number, or a zero point is out of the
+            type's range.
     """
     low, high = _type_ends(dtype)
     scales = np.asarray(scale, np.float32)

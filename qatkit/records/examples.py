@@ -1,8 +1,8 @@
-"""A few test samples as the report draws them: panels of pixels and shapes, as plain data.
+"""A few test samples for drawings in the report: panels of pixels and shapes, as plain data.
 
-`Panel` needs neither the task nor the model: `qatkit.tasks.drawing` tells which code makes panels,
-`qatkit.report.examples` puts them on the page. report.json has everything except the pixels, which are only
-in the page.
+`Panel` needs neither the task nor the model: `qatkit.tasks.drawing` names the code that makes panels, and
+`qatkit.report.examples` draws them on the page. report.json has everything except the pixels, which only the
+page has.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_LONGEST = 320  # pixels of an embedded picture
+_LONGEST = 320  # size of an embedded picture in pixels
 _QUALITY = 85  # JPEG quality
 
 
@@ -25,9 +25,9 @@ class Shape:
     """A line over a panel.
 
     Attributes:
-        points: (x, y) of each point, in pixels of the panel, from its upper left corner.
-        colour: "#rrggbb".
-        label: text next to the first point.
+        points: the (x, y) of each point, in pixels from the panel's upper left corner.
+        colour: the colour, "#rrggbb".
+        label: the text next to the first point.
         closed: whether a line leads from the last point to the first.
     """
 
@@ -45,7 +45,7 @@ class Panel:
         title: the text above it.
         width, height: the size of the drawing in pixels.
         pixels: a data URI of a picture that fills it; "" for none.
-        shapes: drawn over the picture.
+        shapes: the shapes that are drawn over the picture.
     """
 
     title: str
@@ -57,11 +57,11 @@ class Panel:
 
 @dataclass(frozen=True)
 class Example:
-    """A sample that is drawn.
+    """A sample to draw.
 
     Attributes:
         differs: the share that `Examples.measure` names.
-        panels: the panels, from left to right.
+        panels: the panels from left to right.
     """
 
     differs: float
@@ -73,10 +73,10 @@ class Examples:
     """The samples of a report.
 
     Attributes:
-        rows: sorted, the largest difference first.
-        looked_at: number of test samples from which these were chosen.
-        measure: what `Example.differs` is a share of: "of the pixels get another class".
-        legend: (name, "#rrggbb") of each colour.
+        rows: the samples, the largest difference first.
+        looked_at: the number of test samples from which these were chosen.
+        measure: the words after the share `Example.differs`, such as "of the pixels get another class".
+        legend: the (name, "#rrggbb") of each colour.
     """
 
     rows: Sequence[Example]
@@ -91,7 +91,7 @@ class Examples:
 
 
 def box(left: float, top: float, right: float, bottom: float, colour: str, label: str = "") -> Shape:
-    """Returns a rectangle."""
+    """Returns a rectangle with the given edges in pixels."""
     return Shape(((left, top), (right, top), (right, bottom), (left, bottom)), colour, label)
 
 
@@ -109,8 +109,9 @@ def photograph(title: str, picture: NDArray[Any], shapes: Sequence[Shape] = ()) 
 def coloured(
     title: str, numbers: NDArray[Any], palette: Sequence[str], shapes: Sequence[Shape] = ()
 ) -> Panel:
-    """Returns a panel of numbers [H, W] below 256, each in its colour "#rrggbb"; shrunk, and compressed
-    without loss (PNG).
+    """Returns a panel of numbers below 256, [H, W], each drawn in its colour "#rrggbb".
+
+    The picture is shrunk and compressed without loss (PNG).
     """
     import numpy as np
     from PIL import Image

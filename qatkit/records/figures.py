@@ -1,11 +1,11 @@
-"""The figures of a run's report.json, read here for all code that shows, compares or chooses runs by them.
+"""The figures of a run's report.json, for all code that shows, compares or chooses runs.
 
     report["accuracy"], ["fidelity"], ["latency"], ["sizes"]          on the test images and the machine
     report["measured"]["validation"], the first two groups again      on held-out training images, if there
     are any
 
-A figure that was not measured is None. A measured but unbounded one is `math.inf`, which JSON does not have:
-if outputs are equal to the last bit, the report has null instead of decibels.
+A figure that was not measured is None. An infinite figure is `math.inf`, which JSON does not support: if
+outputs are equal to the last bit, the report has null instead of decibels.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ class Figures:
     """The figures of one file in ONNX Runtime, each None if it was not measured.
 
     Attributes:
-        score, drop: the task's main metric, and by how much it is worse than the float file's.
-        agreement: share of the outputs with the same decision as the float file.
-        kl, sqnr_db: the outputs against float's: nats, and decibels, infinite if they are equal.
-        images: number of images for the metric or, without labels, for the comparison.
-        latency_ms, ratio: median latency, and float's latency over it.
-        bytes, size_ratio: size of the file, and its ratio to float's.
+        score, drop: the task's main metric, and its loss compared with the float file.
+        agreement: the share of outputs with the same decision as the float file.
+        kl, sqnr_db: the divergence from float's outputs in nats, and the SQNR in dB, infinite if outputs are
+            equal.
+        images: the number of images for the metric or, without labels, for the comparison.
+        latency_ms, ratio: the median latency, and float's latency divided by it.
+        bytes, size_ratio: the size of the file, and its ratio to that of the float file.
     """
 
     score: float | None = None
@@ -65,7 +66,7 @@ def figures_of(report: Mapping[str, Any], row: str = "int8") -> Figures:
 
 
 def validation_of(report: Mapping[str, Any], row: str = "int8") -> Figures:
-    """Returns the figures on the held-out training images: how good the file is, without latency and size.
+    """Returns the figures on the held-out training images, which do not include latency and size.
 
     Raises:
         ValueError, KeyError, TypeError, AttributeError: see `figures_of`.
@@ -93,7 +94,7 @@ def number(value: Any) -> float | None:
     """Returns a finite figure from JSON; None for null.
 
     Raises:
-        ValueError: something else.
+        ValueError: the value is not a finite number.
     """
     if value is None:
         return None

@@ -1,4 +1,4 @@
-"""The outcome of each rung as plain data: the table at the end, and the file from which a killed climb resumes."""
+"""The outcomes of all rungs as plain data, for the final table and for the file from which a killed climb resumes."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from qatkit_verify.records import TaskNames
 
 @dataclass(frozen=True)
 class RungResult(Figures):
-    """The result of one rung; there are no decibels if the outputs equal float's.
+    """The result of one rung; the SQNR is None if the outputs equal float's.
 
     Attributes:
-        name, title: the name of the rung, and what it does in words.
-        folder: the folder of its run, relative to that of the climb; "" if it made no file.
+        name, title: the name of the rung, and a short description of it.
+        folder: the folder of its run, relative to that of the climb; "" if it wrote no file.
         seconds: the duration of the rung.
         meets: whether the target is met.
         kept: whether the next rungs build on it.
-        why: the reason of the decision, in words.
+        why: the reason for the decision.
     """
 
     name: str
@@ -41,7 +41,7 @@ class RungResult(Figures):
 
     @property
     def measured(self) -> bool:
-        """The presence of a measured file: True if there is one to compare."""
+        """Returns whether the rung has a measured file."""
         return self.agreement is not None
 
 
@@ -50,10 +50,10 @@ class Ladder:
     """A climb through the rungs of a rescue.
 
     Attributes:
-        rungs: float first, then as climbed.
-        chosen: name of the rung whose file is handed over; "" while the climb continues.
-        target: the target in words.
-        advice: one line.
+        rungs: the results of float and of the rungs, in order.
+        chosen: the name of the rung whose file is delivered; "" while the climb continues.
+        target: a description of the target.
+        advice: one line of advice.
         task: the task of the figures.
     """
 
@@ -65,7 +65,7 @@ class Ladder:
 
 
 def rung_result(name: str, title: str, folder: str, report: dict[str, Any], key: str = "int8") -> RungResult:
-    """Returns the figures of a finished run's report.json for its file (`key`: "int8"), or for the float file."""
+    """Returns the figures in a finished run's report.json for its file (`key`: "int8") or for the float file."""
     found = figures_of(report, key)
     decibel = None if found.sqnr_db == math.inf else found.sqnr_db
     near = {"agreement": 1.0 if key == "float" else found.agreement, "sqnr_db": decibel}
@@ -73,13 +73,13 @@ def rung_result(name: str, title: str, folder: str, report: dict[str, Any], key:
 
 
 def write_ladder(folder: Path, ladder: Ladder) -> None:
-    """Writes the ladder into the folder of the climb, completely or not at all."""
+    """Writes the ladder into the folder of the climb in an atomic step."""
     record = dataclasses.asdict(ladder) | {"task": ladder.task.as_dict()}
     write_text(folder / LADDER_FILE, json.dumps(record, indent=1) + "\n")
 
 
 def read_ladder(folder: Path) -> Ladder | None:
-    """Returns what `write_ladder` wrote; None if there is no ladder."""
+    """Returns the ladder that `write_ladder` has written; None if there is none."""
     path = folder / LADDER_FILE
     if not path.is_file():
         return None

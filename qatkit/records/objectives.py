@@ -1,7 +1,7 @@
 """The objectives of a search: figures of a trial's file in ONNX Runtime, read from its report.json.
 
-The quality of a file is read from the held-out training images, by which trials are chosen. The same figures
-on the test images (`of_test_images`) are shown to people after the choice.
+Trials are chosen by figures on the held-out training images. The same figures on the test images
+(`of_test_images`) are only shown after the choice.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from qatkit_verify.records import TaskNames
 
 Report = Mapping[str, Any]
 _CONSTRAINT = re.compile(r"\s*([a-z]+)\s*(<=|>=)\s*(\S+)\s*")
-_EQUAL = 200.0  # dB; outputs that differ anywhere have fewer
+_EQUAL = 200.0  # dB, more than for any outputs that differ
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,13 @@ class Objective:
     """A figure that a search can optimize.
 
     Attributes:
-        title: the name with its unit, as shown in reports.
-        largest: whether more is better.
-        digits: the number of decimals that are shown.
-        read: reads the figure; None if it was not measured.
-        unit: one unit of the shown figure, in the unit of `read`.
-        check: the name of the check that measures it.
-        most: what a sampler gets if the figure is infinite.
+        title: the displayed name with its unit.
+        largest: whether larger values are better.
+        digits: the number of displayed decimals.
+        read: a function that reads the figure; it returns None if the figure was not measured.
+        unit: the size of the displayed unit, in the unit of `read`.
+        check: the name of the check that measures the figure.
+        most: the value for a sampler if the figure is infinite.
     """
 
     title: str
@@ -46,7 +46,7 @@ class Objective:
 
     @property
     def of_images(self) -> bool:
-        """The dependence on the held-out images: True if other images would give another figure."""
+        """Returns whether the figure depends on the held-out images."""
         return self.check == VALIDATION
 
     def shown(self, found: Figures) -> float | None:
@@ -56,7 +56,7 @@ class Objective:
 
 
 def objectives_of(task: TaskNames) -> dict[str, Objective]:
-    """Returns the figures of a task's runs, by the names that they have in `search.objectives`."""
+    """Returns the figures of a task's runs by their names in `search.objectives`."""
     main = task.main
     title = f"{main.name}, {main.unit}" if main.unit else main.name
     return {
@@ -70,7 +70,7 @@ def objectives_of(task: TaskNames) -> dict[str, Objective]:
     }
 
 
-OBJECTIVES = objectives_of(NAMES)  # names and measurement are the same for every task
+OBJECTIVES = objectives_of(NAMES)  # their names and measurement are the same for every task
 
 
 @dataclass(frozen=True)
@@ -78,12 +78,12 @@ class Constraint:
     """A bound on a figure, in the unit in which it is shown."""
 
     name: str
-    largest: bool  # whether `bound` is the largest value allowed
+    largest: bool  # whether `bound` is the largest allowed value
     bound: float
 
     @property
     def key(self) -> str:
-        """The bound as text in one normal form."""
+        """The bound as text in a normal form."""
         return f"{self.name}{'<=' if self.largest else '>='}{self.bound:g}"
 
     def excess(self, figures: Mapping[str, float]) -> float:
@@ -112,7 +112,7 @@ def constraints(texts: Sequence[str]) -> list[Constraint]:
     """Returns the bounds that are written in `search.constraints`.
 
     Raises:
-        ConfigError: a string that is not a bound.
+        ConfigError: a text is not a bound.
     """
     found = []
     for text in texts:
@@ -131,7 +131,7 @@ def constraints(texts: Sequence[str]) -> list[Constraint]:
 
 
 def figures(report: Report) -> dict[str, float]:
-    """Returns every measured figure by which trials are chosen, in the unit in which it is shown."""
+    """Returns all measured figures by which trials are chosen, in their displayed units."""
     judged, own = validation_of(report), figures_of(report)
     return _measured({name: one.shown(judged if one.of_images else own) for name, one in OBJECTIVES.items()})
 
@@ -147,5 +147,5 @@ def _measured(found: Mapping[str, float | None]) -> dict[str, float]:
 
 
 def finite(name: str, value: float) -> float:
-    """Returns a figure as a sampler gets it: finite, since samplers compute volumes."""
+    """Returns the finite value of a figure for a sampler, since samplers compute volumes."""
     return min(value, OBJECTIVES[name].most)

@@ -1,4 +1,4 @@
-"""The plan of a run as plain data: its stages, each with its estimated time and later the time that it took."""
+"""The plan of a run as plain data: its stages with estimated and, later, measured times."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Planned:
     """A stage of a run.
 
     Attributes:
-        stage: its name, as in the report's timings.
-        about: what it does, in a few words.
-        estimate: the estimated seconds; None: not estimated.
-        why: why there is no estimate, in a few words.
+        stage: the name of the stage, as in the report's timings.
+        about: a short description.
+        estimate: the estimated seconds; None if there is no estimate.
+        why: the reason why there is no estimate.
         done: whether an earlier attempt of this run has finished it.
         seconds: the measured seconds; None before the stage has ended.
     """
@@ -33,17 +33,17 @@ class Planned:
 
     @property
     def title(self) -> str:
-        """The stage's name, as reports show it."""
+        """The displayed name of the stage."""
         return self.stage.replace("_", " ")
 
 
 @dataclass(frozen=True)
 class NextStep:
-    """A command that makes sense after a run.
+    """A suggested command after a run.
 
     Attributes:
         command: the command as it is typed.
-        why: what it does or finds out, in a few words.
+        why: a short description of what it does or shows.
     """
 
     command: str
@@ -51,7 +51,7 @@ class NextStep:
 
 
 def with_seconds(plan: Sequence[Planned], timings: Mapping[str, float]) -> tuple[Planned, ...]:
-    """Returns the plan with the measured times; a stage that was done before has none."""
+    """Returns the plan with the measured times; a stage of an earlier attempt has none."""
     return tuple(one if one.done else replace(one, seconds=timings.get(one.stage)) for one in plan)
 
 
@@ -62,7 +62,7 @@ def lines(title: str, plan: Sequence[Planned]) -> list[str]:
 
 
 def duration(seconds: float) -> str:
-    """Returns a time with two significant digits, in the unit that suits it."""
+    """Returns a duration in seconds as text with two significant digits, in a suitable unit."""
     if seconds < 1:
         return "< 1 s"
     for limit, unit, name in ((100, 1.0, "s"), (100 * _MINUTE, _MINUTE, "min"), (2 * _DAY, _HOUR, "h")):

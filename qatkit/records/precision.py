@@ -1,4 +1,4 @@
-"""A front of mixed precisions as plain dataclasses, for the report and for later runs. Nothing here needs torch."""
+"""A front of mixed precisions as plain dataclasses, for the report and for later runs. Torch is not needed."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ class PrecisionPoint:
     """A file on the front.
 
     Attributes:
-        number: the number with which a later run selects it (`precision.point`), 0 for the fastest.
-        floats: sites of the float operators, in graph order; None for the float model itself.
-        operators: how many of the operators that can be int8 are float.
-        predicted_ms, ms: time per run, before and after the measurement; predicted from the files that were
-        timed before.
-        ratio: float's time over this one's.
+        number: the number with which a later run selects the point (`precision.point`); 0 is the fastest.
+        floats: the sites of the float operators, in graph order; None for the float model itself.
+        operators: the number of float operators among those that can be int8.
+        predicted_ms, ms: the predicted and the measured time per run; predictions use the files timed before.
+        ratio: float's time divided by that of the point.
         score: the task's main metric; None without labels.
-        agreement: share of the images with the same decision as float.
-        sqnr_db: SQNR of the outputs against float's; None: equal.
-        chosen: whether the run continued with it.
+        agreement: the share of images with the same decision as float.
+        sqnr_db: the SQNR between the outputs and float's in dB; None if they are equal.
+        chosen: whether the run continued with the point.
     """
 
     number: int
@@ -42,7 +41,7 @@ class PrecisionPoint:
 
     @property
     def name(self) -> str:
-        """The name of the point, as reports show it."""
+        """The displayed name of the point."""
         if self.floats is None:
             return "float"
         return f"{self.operators} float" if self.floats else "int8"
@@ -53,12 +52,11 @@ class Precision:
     """A front, the fastest point first, and how it was found.
 
     Attributes:
-        points: none is beaten by another in both time and error, except int8 and float, which are always
-            included.
-        operators: number of the model's operators that can be int8.
-        measured: number of files that were made and run, including those that were beaten.
-        images: number of images that judged them, held out of calibration.
-        note: why this point was chosen.
+        points: the points of the Pareto front over time and error, together with int8 and float.
+        operators: the number of the model's operators that can be int8.
+        measured: the number of files that were written and measured, including those not on the front.
+        images: the number of images, held out of calibration, on which the files were judged.
+        note: the reason why the point was chosen.
         steps: for a model with states, the calibration steps over which each file kept its own states, for
             agreement and SQNR; 0 for other models.
     """
@@ -72,7 +70,7 @@ class Precision:
 
     @property
     def chosen(self) -> PrecisionPoint:
-        """The point that the run continued with."""
+        """The point with which the run continued."""
         return next(point for point in self.points if point.chosen)
 
     def as_dict(self) -> dict[str, Any]:
@@ -81,9 +79,7 @@ class Precision:
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any], metric: Metric = TOP1) -> Precision:
-        """Returns the inverse of `as_dict`, also after a round trip through JSON or a report of a task with
-        this metric.
-        """
+        """Returns the front from the result of `as_dict`, also from JSON or a report of a task with this metric."""
         points = []
         for row in (with_score(row, metric) for row in stored["points"]):
             floats = row["floats"]

@@ -1,7 +1,6 @@
-"""The preprocessing in the model.json next to an ONNX file: as untrusted as the file, so each value is checked.
+"""The preprocessing in the model.json next to an ONNX file. It is not trusted, so each value is checked.
 
-A model.json without "preprocessing" belongs to another tool and is ignored. The module handles only names and
-JSON: nothing here needs torch.
+A model.json without "preprocessing" belongs to another tool and is ignored. This module does not need torch.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from qatkit_verify.errors import ConfigError, did_you_mean, one_line
 from qatkit_verify.fitting import ALIGNMENTS, FITS, LAYOUTS, ORDERS, PIXELS, are_sides, covers
 from qatkit_verify.untrusted import read_json
 
-_LARGEST_SIDE, _LARGEST, _LEAST = 2**16, 1e6, 1e-6  # pixels; of mean and std, both far from float32's ends
+_LARGEST_SIDE, _LARGEST, _LEAST = 2**16, 1e6, 1e-6  # limits: pixels; mean and std, far from float32's limits
 _COUNT = f"an integer from 1 to {_LARGEST_SIDE}"
 _SIDE = f"{_COUNT}, or [height, width]"
 
 
-_OF_RECORDINGS, _OF_ARRAYS = "features", "arrays"  # keys that only recordings, only arrays by name have
+_OF_RECORDINGS, _OF_ARRAYS = "features", "arrays"  # keys of recordings only, of arrays by name only
 
 
 def preprocessing_beside(onnx_file: Path) -> dict[str, Any] | None:
@@ -30,7 +29,8 @@ def preprocessing_beside(onnx_file: Path) -> dict[str, Any] | None:
         None if there is none, it belongs to another tool, or it describes recordings or arrays by name.
 
     Raises:
-        ConfigError: it is not JSON, or a value of its preprocessing cannot be used; names the key.
+        ConfigError: the file is not JSON, or a value of its preprocessing cannot be used; the message names
+            the key.
     """
     found = _beside(onnx_file)
     if found is None or _OF_RECORDINGS in found or _OF_ARRAYS in found:
@@ -43,7 +43,7 @@ def recordings_beside(onnx_file: Path) -> dict[str, Any] | None:
     """Returns the preprocessing of recordings in the model.json next to a file; None if it describes none.
 
     Raises:
-        ConfigError: it is not JSON.
+        ConfigError: the file is not JSON.
     """
     found = _beside(onnx_file)
     return found if found is not None and _OF_RECORDINGS in found else None
@@ -114,7 +114,7 @@ def _is_count(value: object) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Returns whether a value is a number in range; NaN is not."""
+    """Returns whether a value is a number in the range; False for NaN."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and -_LARGEST <= value <= _LARGEST
 
 
@@ -148,5 +148,5 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "layout": _one_of([layout.upper() for layout in LAYOUTS]),
     "pixels": _one_of(PIXELS),
 }
-# Keys that have a default, or that older files lack.
+# Keys that have a default, or that older files do not have.
 _OPTIONAL = ("upright", "channels", "fit", "pad_value", "align", "channel_order", "layout", "pixels")

@@ -1,8 +1,8 @@
 """The measurements of a run as plain dataclasses, which the table, report.json and the page read.
 
-`qatkit.verify` fills these in. Nothing here needs torch, onnx or onnxruntime, so a report can be read and
-rendered anywhere. Units are in the field names or comments: metrics in the unit of `task`, agreement as a
-share 0..1, latencies in milliseconds, sizes in bytes.
+`qatkit.verify` fills these in. The module needs neither torch, onnx nor onnxruntime, so a report can be read
+and rendered anywhere. Units are in the field names or comments. Metrics are in the unit of `task`, agreement
+is a share in 0..1, latencies are in milliseconds, and sizes in bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from qatkit_verify.classification import NAMES
 from qatkit_verify.placement.record import Placed
 from qatkit_verify.records import Comparison, Hardware, Latency, Scores, TaskNames
 
-# The references that another runtime is compared with, tensor by tensor (`Divergence.reference`).
+# The references for the comparison of single tensors (`Divergence.reference`).
 ALONE = "ONNX Runtime, each operator on the same inputs"
 WHOLE = "ONNX Runtime, the whole file"
 # The rows of the final table, in order: key in `Results.accuracy`, `.latency` and `.sizes`, and its label.
@@ -35,39 +35,39 @@ ROWS: tuple[tuple[str, str], ...] = (
     ("free", "INT8, with its own states"),
     ("dynamic", "ONNX Runtime's dynamic int8"),
 )
-DYNAMIC = "dynamic"  # of the same float file, for comparison (`verify.dynamic`)
-FREE = "free"  # for a model whose states are fed back: both files with their own (`qatkit.verify.drift`)
+DYNAMIC = "dynamic"  # the dynamic int8 version of the float file, for comparison (`verify.dynamic`)
+FREE = "free"  # for a model with states: both files run on their own states (`qatkit.verify.drift`)
 # The beginning of the reason in `Results.skipped` for operators that calibration left in float.
 MIXED_SCALES = "float, since one scale for all values loses"
 
 
-# Fields whose records hold the main metric as `score`.
+# Fields whose records have the main metric as `score`.
 _SCORED = ("calibration", "algorithms", "curves", "precision", "analysis", "ladder")
 
 
 @dataclass(frozen=True)
 class Fidelity:
-    """The outputs against those of the float file, over the same images (`qatkit.verify.fidelity`)."""
+    """The distance between the outputs and those of the float file on the same images (`qatkit.verify.fidelity`)."""
 
     agreement: float  # share of the same decisions, 0..1 (boxes: F1)
-    kl: float | None  # of float's distribution to this one's, nats, mean; None: no distributions
-    sqnr_db: float | None  # of the outputs; None: equal to the last bit
+    kl: float | None  # mean KL divergence from float's distribution in nats; None without distributions
+    sqnr_db: float | None  # SQNR of the outputs in dB; None if they are equal to the last bit
     images: int
-    remark: str = ""  # a remark on the decisions, in a few words
-    doubt: str = ""  # why the agreement means nothing, a clause
+    remark: str = ""  # a short remark on the decisions
+    doubt: str = ""  # the reason why the agreement is meaningless
 
 
 @dataclass(frozen=True)
 class Parity:
     """Three-way parity: the converted module, ONNX Runtime without optimizations, ONNX Runtime with all.
 
-    For a file that was quantized without a module, `reference` is the file itself without optimizations:
-    `unoptimized` is None, and `against_float` tells how far the optimized file is from the float file.
+    For a file that was quantized without a module, `reference` is the file itself without optimizations.
+    `unoptimized` is then None, and `against_float` compares the optimized file with the float file.
     """
 
     images: int
     step: float  # size of one quantization step of the output
-    step_source: str  # where `step` comes from, in words
+    step_source: str  # a description of how `step` was found
     unoptimized: Comparison | None
     optimized: Comparison
     reference: str = "the converted module"
@@ -75,17 +75,17 @@ class Parity:
 
     @property
     def agreement(self) -> float:
-        """The lower share of decisions that agree with the reference."""
+        """The lowest share of decisions that agree with the reference."""
         return min(one.agreement for one in (self.unoptimized, self.optimized) if one is not None)
 
     @property
     def held(self) -> float:
-        """The lower share of images whose decision agrees with the reference or is a tie."""
+        """The lowest share of images whose decision agrees with the reference or is a tie."""
         return min(one.held for one in (self.unoptimized, self.optimized) if one is not None)
 
     @property
     def compared(self) -> list[tuple[str, Comparison]]:
-        """The comparisons, each with its name in words."""
+        """The comparisons with their displayed names."""
         rows = (
             ("ONNX Runtime, no optimizations", self.unoptimized),
             ("ONNX Runtime, all optimizations", self.optimized),
@@ -96,7 +96,7 @@ class Parity:
 
 @dataclass(frozen=True)
 class TensorParity:
-    """A tensor of the file against its reference (`Divergence.reference`), in steps."""
+    """The difference between a tensor of the file and its reference (`Divergence.reference`), in quantization steps."""
 
     name: str
     elements: int
@@ -106,26 +106,26 @@ class TensorParity:
 
 @dataclass(frozen=True)
 class Divergence:
-    """Tensor-by-tensor parity in topological order; `first` exceeds `tolerance` steps, or is None.
+    """The parity of single tensors in topological order; `first` is the first that exceeds `tolerance` steps, or None.
 
-    Against the converted module the file runs without optimizations. Against the file without optimizations
-    it runs with all.
+    For the comparison with the converted module, the file runs without optimizations. For the comparison with
+    the file without optimizations, it runs with all of them.
     """
 
     tolerance: int
     first: TensorParity | None
     tensors: tuple[TensorParity, ...]
-    not_recorded: tuple[str, ...] = ()  # quantized tensors of the file that were not recorded
+    not_recorded: tuple[str, ...] = ()  # number of quantized tensors of the file that were not recorded
     not_in_file: tuple[str, ...] = ()  # recorded names that the file does not have
     reference: str = "the converted module"
     operator: str | None = None  # the node of the file that computes the first tensor that differs
 
     @property
     def begins(self) -> TensorParity | None:
-        """The first tensor with different roundings, from which `first` grew by less than ten times at its
-        own operator.
+        """The first tensor with different rounding, if it explains `first`.
 
-        None if nothing before it differs, or if it differs far more than its inputs.
+        It is None if no tensor before `first` differs, or if `first` differs more than ten times as much as
+        the tensor before it.
         """
         if self.first is None:
             return None
@@ -136,17 +136,17 @@ class Divergence:
 
 @dataclass(frozen=True)
 class InRuntime:
-    """The exported file in a runtime other than ONNX Runtime; what was not measured is None or absent."""
+    """The exported file in a runtime other than ONNX Runtime; figures that were not measured are None or absent."""
 
     versions: Mapping[str, str]
-    failed: str = ""  # why it can't run the file
-    latency: Mapping[str, Latency] = field(default_factory=dict)  # "float" and "int8", in this runtime
-    accuracy: Scores | None = None  # of the INT8 file, with labels
-    images: int = 0  # on which outputs were compared
-    with_module: Comparison | None = None  # the converted module, if there is one
+    failed: str = ""  # the reason why the runtime cannot run the file
+    latency: Mapping[str, Latency] = field(default_factory=dict)  # by "float" and "int8", in this runtime
+    accuracy: Scores | None = None  # accuracy of the INT8 file, with labels
+    images: int = 0  # number of images on which outputs were compared
+    with_module: Comparison | None = None  # parity with the converted module, if there is one
     with_onnxruntime: Comparison | None = None
-    divergence: Divergence | None = None  # if it disagrees with ONNX Runtime
-    note: str = ""  # what a reader should know
+    divergence: Divergence | None = None  # set if the runtime disagrees with ONNX Runtime
+    note: str = ""  # a note for readers
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class NodeAudit:
     domain: str
     precision: str
     source: str | None
-    reason: str  # why it is float; empty for int8
+    reason: str  # the reason why it is float; empty for int8
     problem: bool
     macs: int
     microseconds: float | None
@@ -175,7 +175,7 @@ class RuntimeDequantize:
 
     name: str
     kind: str  # weight | bias | constant
-    bytes: int  # size of the float tensor that is made
+    bytes: int  # size of the resulting float tensor
     feeds: str  # the operator that reads it
 
 
@@ -185,21 +185,19 @@ class Audit:
 
     nodes: tuple[NodeAudit, ...]
     ops: Mapping[str, Mapping[str, int]]  # operator: {precision: count}
-    quantize: int  # QuantizeLinear left
-    dequantize: int  # DequantizeLinear left
+    quantize: int  # number of remaining QuantizeLinear nodes
+    dequantize: int  # number of remaining DequantizeLinear nodes
     transposes: int
     runtime_dequantize: tuple[RuntimeDequantize, ...]
     macs: int
     int8_macs: int
     problems: tuple[str, ...]
-    for_onnxruntime: bool = True  # otherwise "int8" is what the file asks another runtime for
-    packed_bits: float | None = (
-        None  # per weight of products with packed weights, with their scales and zero points
-    )
+    for_onnxruntime: bool = True  # if False, "int8" is what the file requests from another runtime
+    packed_bits: float | None = None  # for products with packed weights, including scales and zero points
 
     @property
     def ok(self) -> bool:
-        """The absence of problems: True if there are none."""
+        """Returns whether the audit found no problems."""
         return not self.problems
 
     @property
@@ -240,23 +238,23 @@ class Results:
     runtimes: Mapping[str, InRuntime] = field(default_factory=dict)  # by name, except ONNX Runtime
     skipped: Sequence[tuple[str, str]] = ()  # (site, reason)
     shortfalls: Sequence[str] = ()
-    fixes: Sequence[str] = ()  # for each shortfall the proposed fix, as it is typed; "" if none is known
-    climb: str = ""  # if the file is too far from float: what to type to continue the climb
+    fixes: Sequence[str] = ()  # the suggested fix for each shortfall, as it is typed; "" if none is known
+    climb: str = ""  # the command that continues the climb if the file is too far from float
     analysis: Analysis | None = None
-    ladder: Ladder | None = None  # of a rescue
+    ladder: Ladder | None = None  # the ladder of a rescue
     examples: Examples | None = None  # test samples that the page draws
-    measured: Mapping[str, Any] = field(default_factory=dict)  # by name: plain figures of further checks
+    measured: Mapping[str, Any] = field(default_factory=dict)  # plain figures of other checks, by name
     classes: Sequence[str] = ()  # names, in the order of the outputs
-    labelled: bool = True  # False: there is no accuracy to measure, only fidelity
-    label: str = "INT8"  # what the exported file (the key "int8") is, in a word or two
+    labelled: bool = True  # if False, only fidelity can be measured, not accuracy
+    label: str = "INT8"  # a short name for the exported file (the key "int8")
     calibration: Sequence[Candidate] = ()  # from a tournament of calibration methods
     algorithms: Sequence[Tried] = ()  # from a competition of algorithms, the first without any
     curves: Sequence[Curve] = ()  # from training stages whose epochs were evaluated
     precision: Precision | None = None  # from a search for a mixed precision
-    placement: Placed | None = None  # if operators differ from the backend's table, for their speed
-    notes: Sequence[str] = ()  # what a reader should know, a line each
+    placement: Placed | None = None  # set if operators differ from the backend's table for their speed
+    notes: Sequence[str] = ()  # notes for readers, a line each
     int8_file: str = "model.int8.onnx"  # relative to the output folder
-    fixed_batch: int | None = None  # images that the exported file takes at a time; None: any number
+    fixed_batch: int | None = None  # batch size of the exported file; None for any
     session_options: Mapping[str, str] = field(default_factory=dict)  # ONNX Runtime's config entries
     preprocessing: Mapping[str, Any] | None = None  # as in model.json: image_size, resize, mean, std, ...
     hardware: Hardware | None = None
@@ -266,12 +264,12 @@ class Results:
     plan: Sequence[
         Planned
     ] = ()  # stages with their estimated and measured seconds, as announced at the start
-    next: Sequence[NextStep] = ()  # commands that make sense now
+    next: Sequence[NextStep] = ()  # suggested next commands
     files: Sequence[FileRecord] = ()
 
     @property
     def rows(self) -> list[tuple[str, str]]:
-        """The rows that have something to show: (key, label), in the order of `ROWS`."""
+        """The (key, label) of rows with at least one figure, in the order of `ROWS`."""
         measured = (self.accuracy, self.fidelity, self.latency, self.sizes)
         labels = dict(ROWS) | {
             "simulated": f"{self.label}, simulated in PyTorch",
@@ -289,21 +287,19 @@ class Results:
 
     @property
     def runtime_latency(self) -> dict[str, Mapping[str, Latency]]:
-        """The latencies of the files by runtime, for every runtime that timed the exported file, the fastest
-        first.
-        """
+        """The latencies of the files by runtime, for every runtime that timed the exported file, fastest first."""
         every = {"onnxruntime": self.latency, **{name: one.latency for name, one in self.runtimes.items()}}
         timed = {name: found for name, found in every.items() if "int8" in found}
         return dict(sorted(timed.items(), key=lambda item: item[1]["int8"].median_ms))
 
     def with_measured(self, name: str, figures: Mapping[str, Any]) -> Results:
-        """Returns a copy that holds the plain figures of the check `name`."""
+        """Returns a copy with the plain figures of the check `name`."""
         return dataclasses.replace(self, measured={**self.measured, name: figures})
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns plain containers for JSON, with derived figures that a reader would compute."""
+        """Returns plain containers for JSON, including derived figures that readers would otherwise compute."""
         record = dataclasses.asdict(self)
-        # Older reports have the fixes under this key, and readers look for it.
+        # Older reports have the fixes under this key, which readers expect.
         record = {"mends" if key == "fixes" else key: value for key, value in record.items()}
         record |= {name: with_key(record[name], self.task.main) for name in _SCORED}
         record |= {

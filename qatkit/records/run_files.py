@@ -1,27 +1,26 @@
-"""The names of the files in a run's folder, and the one that describes the model's images.
+"""The names of the files in a run's folder, and the content of model.json.
 
     config.yaml        the configuration, complete                    written first
-    rescue.yaml        of a rescue: the configuration that was asked for; config.yaml becomes that of its file
+    rescue.yaml        of a rescue: the requested configuration; config.yaml becomes that of its file
     ladder.json        and the result of each rung; the rungs' own folders are below rungs/
     float.ckpt         a checkpoint for each training stage           while it trains
     last.ckpt
     control.ckpt
     placement.json     of a measured placement: the differences from the backend's table, and the times
-    NAME.0.partial ... what an algorithm has finished, block by block, until last.ckpt holds it
-    model.int8.onnx    the file to deploy, and the float file for comparison; model.MODE.onnx if a mode was
-    asked for
+    NAME.0.partial ... the partial result of an algorithm, block by block, until last.ckpt contains it
+    model.int8.onnx    the file to deploy, and the float file for comparison; model.MODE.onnx for a mode
     model.float.onnx
     model.dynamic.onnx of verify.dynamic: ONNX Runtime's dynamic int8 of the float file, for comparison
     model.json         preprocessing and classes, for deployment
     ranges.json        every quantized tensor's range
-    tensorrt.table     the same in TensorRT's format, if asked for
+    tensorrt.table     the same in TensorRT's format, if requested
     sensitivity.json   of an analysis: what it has measured so far
     pictures/          its pictures as PNG files; in histograms/ one for each tensor
-    report.html        for people
+    report.html        the report for readers
     report.json        for programs; with it the run is complete, except for
-    bundle             if one is asked for and every bound is met
+    bundle             if one is requested and every bound is met
 
-The module handles only names and JSON: nothing here needs torch, onnx or the configuration.
+The module handles only names and JSON, and needs neither torch, onnx nor the configuration.
 """
 
 from __future__ import annotations
@@ -42,12 +41,12 @@ CLIMB_FILE, LADDER_FILE = "rescue.yaml", "ladder.json"
 FLOAT_CHECKPOINT, CHECKPOINT_FILE, CONTROL_CHECKPOINT = "float.ckpt", "last.ckpt", "control.ckpt"
 # One for each training stage, the last stage first.
 STAGE_CHECKPOINTS = (CONTROL_CHECKPOINT, CHECKPOINT_FILE, FLOAT_CHECKPOINT)
-# Results of an algorithm that takes long, as far as it has finished.
+# Partial results of a long algorithm.
 PARTIAL = ".partial"
 INT8_FILE, FLOAT_FILE = "model.int8.onnx", "model.float.onnx"
 MODEL_FILE, RANGES_FILE, TABLE_FILE = "model.json", "ranges.json", "tensorrt.table"
 REPORT_FILE, PAGE_FILE = "report.json", "report.html"
-# For an analysis: what its longest part has measured so far, and the folder of its pictures.
+# For an analysis: the measurements of its longest part so far, and the folder of its pictures.
 SENSITIVITY_FILE, PICTURES = "sensitivity.json", "pictures"
 # Files for deployment in addition to the INT8 file, and a self-contained folder or archive.
 BESIDE_INT8 = (FLOAT_FILE, MODEL_FILE, RANGES_FILE)
@@ -57,17 +56,17 @@ INTERPOLATIONS = ("nearest", "bilinear", "bicubic")
 
 
 def file_name(mode: str | None) -> str:
-    """Returns the name of the quantized file: by the mode that was asked for, else that of every run."""
+    """Returns the name of the quantized file, by the requested mode if there is one."""
     return INT8_FILE if mode is None else f"model.{mode}.onnx"
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """Returns the checkpoint of the last stage that has begun to train; None if none has."""
+    """Returns the checkpoint of the last training stage that has begun; None if there is none."""
     return next((path for name in STAGE_CHECKPOINTS if (path := folder / name).is_file()), None)
 
 
 def partial_results(folder: Path) -> list[Path]:
-    """Returns what algorithms have finished in a run that has no checkpoint yet, the newest first."""
+    """Returns the files with partial results of algorithms, in a run without a checkpoint, the newest first."""
     return sorted(folder.glob(f"*{PARTIAL}"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
 
 
@@ -81,9 +80,7 @@ def report_of(folder: Path) -> dict[str, Any] | None:
 
 
 def changed_since_its_report(path: Path) -> bool:
-    """Returns whether the report.json next to a file records other bytes for it; False if it does not list
-    the file.
-    """
+    """Returns whether a file has changed since the report.json next to it; False if the report does not list it."""
     try:
         files = read_json(path.with_name(REPORT_FILE))["files"]
         told = next(entry["sha256"] for entry in files if entry["name"] == path.name)
@@ -94,12 +91,15 @@ def changed_since_its_report(path: Path) -> bool:
 
 
 def model_json(preprocessing: Mapping[str, object], classes: Sequence[str]) -> dict[str, Any]:
-    """Returns the content of model.json: how images are prepared (`Preprocessing.as_dict`) and the meaning of
-    outputs.
-    """
+    """Returns the content of model.json: the preprocessing (`Preprocessing.as_dict`) and the names of the classes."""
     return {"preprocessing": dict(preprocessing), "classes": list(classes)}
 
 
 def write_model_json(folder: Path, about: Mapping[str, Any]) -> None:
-    """Writes `model_json`, with any further entries (integer inputs and outputs), into a run's folder."""
+    """Writes model.json into a run's folder.
+
+    Args:
+        folder: the folder.
+        about: the result of `model_json`, possibly with more entries (integer inputs and outputs).
+    """
     write_text(folder / MODEL_FILE, json.dumps(about, indent=2) + "\n")

@@ -1,6 +1,6 @@
-"""The main metric of a task in records: always `score`, whatever the task.
+"""The main metric of a task in records, which is `score` for every task.
 
-report.json, which other programs read, has it by the metric's own key. So have older checkpoints and ladders.
+report.json, which other programs read, and older checkpoints and ladders have the metric's own key instead.
 Both forms are read.
 """
 
@@ -16,7 +16,7 @@ SCORE, FLOAT_SCORE = "score", "float_score"
 
 
 def with_score(row: Mapping[str, Any], metric: Metric = TOP1) -> dict[str, Any]:
-    """Returns a row with `score` in place of the main metric's own key, if it has that."""
+    """Returns a row with `score` in place of the main metric's own key, if it has that key."""
     return {SCORE if key == metric.key else key: value for key, value in row.items()}
 
 

@@ -1,4 +1,4 @@
-"""A study as plain data, from which its table and its page are made."""
+"""A study as plain data, for its table and its page."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class Trial:
 
     Attributes:
         number: the number of the trial, from 0.
-        state: one of STATES.
+        state: the state, one of STATES.
         values: the proposed values, by key.
-        figures: the measured figures that decide, by objective; those of images on held-out images.
+        figures: the measured figures that decide, by objective; figures on images use the held-out images.
         tested: the same figures on the test images, which do not decide.
         epochs: the main metric of each epoch.
         feasible: whether every constraint is met.
-        front: whether no other trial that meets the constraints is better in everything.
-        attempts: number of workers that started it; above 1 if some were killed.
-        reason: why it failed.
-        shortfalls: bounds of `verify` that its run does not meet.
+        front: whether the trial is on the Pareto front of the trials that meet the constraints.
+        attempts: the number of workers that started the trial; above 1 if some were killed.
+        reason: the reason why the trial failed.
+        shortfalls: the bounds of `verify` that its run misses.
         folder: the folder of the run, relative to that of the study.
     """
 
@@ -47,11 +47,11 @@ class Trial:
 
 @dataclass(frozen=True)
 class Study:
-    """All trials, and what was asked for.
+    """All trials of a study, and the requested ones.
 
     Attributes:
-        wanted: number of trials that were asked for.
-        possible: number of different trials in the space.
+        wanted: the number of requested trials.
+        possible: the number of different trials in the space.
         task: the task of the figures.
     """
 
@@ -70,14 +70,14 @@ class Study:
 
     @property
     def front(self) -> list[Trial]:
-        """The trials to choose from, the best in the first objective first."""
+        """The trials on the front, the best in the first objective first."""
         found = [trial for trial in self.trials if trial.front]
         first = self.objectives[0]
         sign = -1 if self.known[first].largest else 1
         return sorted(found, key=lambda trial: (sign * trial.figures[first], trial.number))
 
     def told(self) -> str:
-        """Returns the number of trials in each state, in words."""
+        """Returns the number of trials in each state as text."""
         counts = {state: sum(trial.state == state for trial in self.trials) for state in STATES}
         states = ", ".join(
             f"{count} {state}" for state, count in counts.items() if count or state == "complete"
@@ -86,6 +86,6 @@ class Study:
         head = f"{count} of {most} trials" if count <= most else f"{count} trials"
         if self.possible < self.wanted:
             head += f", all points of the space ({self.wanted} were requested)"
-        elif count > most:  # the same command, typed again, asks for fewer
+        elif count > most:  # the repeated command requests fewer trials
             head += f" ({most} requested now)"
         return f"{head}: {states}"

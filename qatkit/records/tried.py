@@ -1,4 +1,4 @@
-"""The candidates that a run tried before it chose: calibration methods, algorithms, epochs; plain dataclasses."""
+"""The candidates of a run's choices as plain dataclasses: calibration methods, algorithms and epochs."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to choose all ranges, evaluated as a whole model on the images that chose between them.
+    """A calibration method, evaluated as a whole model on held-out images.
 
-    `score` is the task's main metric (None without labels), and `logit_error` is the mean squared difference
-    of the outputs from the float model's, relative to their size. Both are measured on the file in ONNX
-    Runtime, and None for a method that was left out for its `output_error`: the mean over all tensors of the
-    relative squared error of the outputs of the operators that read them.
+    `score` is the task's main metric (None without labels). `logit_error` is the mean squared difference
+    between the outputs and the float model's, relative to their size. Both are measured on the file in ONNX
+    Runtime. They are None for a method that was excluded by its `output_error`: the relative squared error at
+    the outputs of the operators that read a tensor, averaged over all tensors.
     """
 
     method: str
@@ -26,11 +26,11 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Tried:
-    """An additional algorithm together with those kept before, as a file on images that none of them has seen.
+    """An algorithm that was tried in addition to those kept before, as a file on images that no algorithm has seen.
 
-    `agreement` is the share of images with the same decision as float, `sqnr_db` the SQNR of the outputs
-    against float's, `seconds` the time with the evaluation. All are None for one that was not tried; `why`
-    gives the reason.
+    `agreement` is the share of images with the same decision as float, `sqnr_db` is the SQNR between the
+    outputs and float's, and `seconds` is the time including the evaluation. All are None for an algorithm
+    that was not tried; `why` gives the reason.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Tried:
 
 @dataclass(frozen=True)
 class Epoch:
-    """The evaluation of the weights after some epochs, at one optimizer step; `seconds` is what it took."""
+    """The evaluation of the weights at one optimizer step; `seconds` is its duration."""
 
     epoch: float
     step: int
@@ -58,10 +58,10 @@ class Epoch:
 class Curve:
     """The epochs of one training stage.
 
-    `chosen`: they were judged on `images` held-out training images, by the file in ONNX Runtime (for a float
-    control in PyTorch), and one of them is kept. Otherwise the training model was evaluated, and the last
-    epoch is kept. `held_out`: whether the images are held out of training, or are the test images, which
-    choose nothing.
+    If `chosen` is True, the epochs were judged on `images` held-out training images by the file in ONNX
+    Runtime (for a float control in PyTorch), and the best one is kept. Otherwise the training model was
+    evaluated, and the last epoch is kept. `held_out` says whether the images are held out of training. If
+    not, they are the test images, which do not affect any choice.
     """
 
     stage: str

@@ -1,4 +1,4 @@
-"""An analysis in words and figures, for the terminal and the page."""
+"""An analysis as text and figures, for the terminal and the page."""
 
 from __future__ import annotations
 

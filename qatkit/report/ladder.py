@@ -1,4 +1,4 @@
-"""The ladder of a rescue in words: one line per rung, and advice."""
+"""The ladder of a rescue as text: one line per rung, and advice."""
 
 from __future__ import annotations
 

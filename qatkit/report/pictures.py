@@ -1,4 +1,4 @@
-"""Drawings of an analysis and of a front of mixed precisions as PNG files; needs the extra matplotlib.
+"""Drawings of an analysis and of a front of mixed precisions as PNG files; requires matplotlib.
 
 The page has the same drawings as inline SVG (`qatkit.report.svg`) and needs no library.
 """

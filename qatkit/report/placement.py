@@ -60,7 +60,7 @@ def chosen_line(placed: Placed) -> str:
 
 
 def dearest(placed: Placed) -> list[tuple[str, float]]:
-    """Returns the sites that differ from the table, with the milliseconds that each would add if set as in the table."""
+    """Returns the sites that differ from the table, with the milliseconds that each would add as in the table."""
     return sorted(placed.costs.items(), key=lambda pair: -pair[1])
 
 

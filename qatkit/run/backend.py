@@ -156,7 +156,7 @@ def _check_formats(config: Config, backend: Backend) -> None:
     """Rejects number formats on an integer backend; on others, integers and settings that need them.
 
     Raises:
-        ConfigError: the first setting that does not fit.
+        ConfigError: a setting does not suit the backend; the first one is reported.
     """
     for key, dtype in _dtypes(config.backend):
         if dtype is not None and (dtype in FORMAT_NAMES) != backend.simulated:

@@ -111,7 +111,7 @@ def taken(config: Config, job: int | None = None) -> Iterator[Path]:
 
 
 def finished(config: Config, folder: Path) -> bool:
-    """Returns whether `folder` holds a finished run of this configuration."""
+    """Returns whether `folder` contains a finished run of this configuration."""
     return _done(config, folder) and _same_run(config, _asked(folder))
 
 

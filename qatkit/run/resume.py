@@ -19,7 +19,7 @@ from qatkit.config.schema import Config
 from qatkit.records.run_files import CLIMB_FILE, CONFIG_FILE, last_checkpoint
 from qatkit_verify.errors import ConfigError
 
-# Settings of where a run executes and how it is monitored, and of additional analyses and deliverables.
+# Settings of the machine and the monitoring of a run, and of additional analyses and deliverables.
 ELSEWHERE = (
     *("resume", "output_dir", "name"),
     *("data.root", "data.workers", "data.eval_batch_size", "data.download"),

@@ -286,7 +286,7 @@ def _finished(folder: Path) -> tuple[str, dict[str, str]]:
 
 
 def main(typed: Sequence[str] | None = None) -> int:
-    """Logs a finished run: its settings, figures, report and bundle. Returns the exit status (2 for a mistake)."""
+    """Logs a finished run: its settings, figures, report and bundle. The exit status is 2 for a mistake."""
     parser = argparse.ArgumentParser("python -m qatkit.run.tracking", description=main.__doc__)
     parser.add_argument("run", type=Path, help="the folder of a finished run")
     parser.add_argument("uri", help="URI of the tracking server, such as http://HOST:PORT")

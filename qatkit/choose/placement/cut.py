@@ -87,7 +87,7 @@ class _Network:
         self._capacity: dict[tuple[int, int], int] = {}
 
     def add(self, start: object, end: object, time: float) -> None:
-        """Adds a cost that applies where `start` is int8 and `end` float."""
+        """Adds a cost that applies if `start` is int8 and `end` is float."""
         pair = (self._number(start), self._number(end))
         more = _NEVER if math.isinf(time) else round(time / self._unit)
         self._capacity[pair] = min(_NEVER, self._capacity.get(pair, 0) + more)

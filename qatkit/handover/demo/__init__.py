@@ -1,9 +1,9 @@
-"""The page demo.html of a bundle: runs the INT8 file on a picture, offline, from a folder or a static server.
+"""The page demo.html of a bundle: it runs the INT8 file on a picture, offline, from a folder or a static server.
 
-A page that is opened from a folder may load scripts next to it, but fetch nothing. So the model, the golden
-vectors and ONNX Runtime's WebAssembly are stored as scripts below demo/, gzipped and in base64. The
-preprocessing and the comparison are those of `qatkit_verify`'s JavaScript, copied into the page itself. It
-uses one thread: several need HTTP headers that a folder can't send.
+A page that is opened from a folder may load scripts next to it, but must not fetch other files. The model,
+the golden vectors and ONNX Runtime's WebAssembly are therefore stored as scripts in demo/, gzipped and in
+base64. The code for preprocessing and comparison is `qatkit_verify`'s JavaScript, copied into the page. The
+page uses one thread, since several threads require HTTP headers that a folder cannot send.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _IMPORT = re.compile(r"^import .*\n", re.MULTILINE)
 
 
 def write_demo(bundle: Path, runtime: WebRuntime, name: str, options: Mapping[str, str]) -> None:
-    """Writes the page into a bundle that already holds its other files.
+    """Writes the page into a bundle that already contains its other files.
 
     Args:
-        bundle: the folder; model.onnx, preprocess.json and golden.npz are read, labels.txt and float.onnx if
-            they exist.
+        bundle: the folder of the bundle; model.onnx, preprocess.json, golden.npz and, if they exist,
+            labels.txt and float.onnx are read.
         runtime: the npm package whose WebAssembly is used.
-        name: the name of the model, for the page's title.
-        options: ONNX Runtime's config entries under which the figures hold.
+        name: the name of the model for the page's title.
+        options: the config entries of ONNX Runtime with which the figures were measured.
     """
     assets = bundle / ASSETS
     assets.mkdir(exist_ok=True)
@@ -60,7 +60,7 @@ def write_demo(bundle: Path, runtime: WebRuntime, name: str, options: Mapping[st
 
 
 def _part(name: str, path: Path) -> str:
-    """Returns a script that holds a file, deterministic for the file."""
+    """Returns a script that contains a file; the same file gives the same script."""
     packed = base64.b64encode(gzip.compress(path.read_bytes(), 9, mtime=0)).decode()
     return f'demoParts["{name}"] = "{packed}";\n'
 
@@ -80,7 +80,7 @@ def _page(bundle: Path, runtime: WebRuntime, name: str, options: Mapping[str, st
 
 
 def _facts(bundle: Path, options: Mapping[str, str]) -> Mapping[str, Any]:
-    """Returns what the page has to know about the model."""
+    """Returns the facts about the model that the page needs."""
     labels = bundle / LABELS_FILE
     report = json.loads((bundle / REPORT_FILE).read_text(encoding="utf-8"))
     return {

@@ -21,7 +21,7 @@ class WebRuntime:
     """The three files of the package that a page needs.
 
     Attributes:
-        script: its API, as a plain script.
+        script: the API as a plain script.
         glue: the module that starts the WebAssembly.
         wasm: the WebAssembly, for CPUs with SIMD.
         version: the version of the package; "unknown" without a package.json in the folder above.
@@ -34,11 +34,12 @@ class WebRuntime:
 
 
 def find_runtime(typed: str | None) -> WebRuntime:
-    """Returns the package that `export.demo_runtime` names, or that of the nearest node_modules above the
-    working directory.
+    """Returns the package that `export.demo_runtime` names, else that of the nearest node_modules.
+
+    The search begins in the working directory and continues in its parents.
 
     Raises:
-        ConfigError: it is missing or incomplete; says how to install it.
+        ConfigError: the package is missing or incomplete; the message says how to install it.
     """
     folder = Path(typed) if typed else _nearest(Path.cwd())
     if folder is None:
@@ -53,7 +54,7 @@ def find_runtime(typed: str | None) -> WebRuntime:
 
 
 def _nearest(start: Path) -> Path | None:
-    """Returns the package's dist folder in the nearest node_modules on the way up."""
+    """Returns the package's dist folder in the nearest node_modules of `start` and its parents, or None."""
     ways = (above / "node_modules" / PACKAGE / "dist" for above in (start, *start.parents))
     return next((way for way in ways if way.is_dir()), None)
 
