@@ -45,7 +45,11 @@ class SmoothQuant(Algorithm):
     strength: float | None = setting(
         None, "share of the differences that is moved, 0 to 1; null: searched for each tensor", Range(0, 1)
     )
-    steps: int = setting(10, "number of strengths in the search: 0, 1/steps, ..., 1, and no smoothing", COUNT)
+    steps: int = setting(
+        10,
+        "intervals between the strengths that are tried: 0, 1/steps, ..., 1; no smoothing is tried as well",
+        COUNT,
+    )
     images: int = setting(128, "number of calibration images for the largest value of each channel", COUNT)
 
     def __call__(self, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:

@@ -92,7 +92,7 @@ class MixedScale:
     floats: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"one 8-bit scale cannot represent {self.tensor}: " + ", ".join(map(str, self.losses))
+        return f"{self.tensor}: {', '.join(map(str, self.losses))}"
 
 
 class Sample:

@@ -227,7 +227,7 @@ def _about_scales(module: QATModule) -> list[str]:
     for one in module.mixed:
         floats = [name for name in one.floats if name in module.floats]
         done = f"in float for it: {', '.join(floats)}" if floats else "unchanged"
-        lines.append(f"calibration: one 8-bit scale is too coarse for {one} ({done})")
+        lines.append(f"calibration: one 8-bit scale cannot represent {one} ({done})")
     return lines
 
 

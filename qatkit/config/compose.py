@@ -20,7 +20,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf, StringNode
+from omegaconf import BooleanNode, DictConfig, OmegaConf, StringNode
 from omegaconf.errors import OmegaConfBaseException
 
 from qatkit.config.hydra_errors import translate
@@ -28,7 +28,7 @@ from qatkit.config.overrides_file import with_overrides_file
 from qatkit.config.paths import at_places, expand_home
 from qatkit.config.quoting import calls_quoted, quoted
 from qatkit.config.rules import DOTTED, validate
-from qatkit.config.schema import Config
+from qatkit.config.schema import Config, OverrideConfig
 from qatkit.config.search_space import flat
 from qatkit.config.sweep_file import own_folder
 from qatkit.former_names import present_name, present_task
@@ -152,8 +152,9 @@ def _check_booleans(overrides: Sequence[str]) -> None:
     """Rejects numbers for booleans, since OmegaConf treats every number except 0 as true."""
     for key, _, value in (text.lstrip("+").partition("=") for text in overrides):
         number = value.removeprefix("-").replace(".", "", 1)
-        if number.isdecimal() and value not in ("0", "1") and isinstance(_default(key), bool):
-            raise ConfigError(key, value, "true or false")
+        node = _node(key) if number.isdecimal() and value not in ("0", "1") else None
+        if isinstance(node, BooleanNode):
+            raise ConfigError(key, value, "true, false or null" if node._is_optional() else "true or false")
 
 
 def check_texts(overrides: Sequence[str]) -> None:
@@ -165,11 +166,7 @@ def check_texts(overrides: Sequence[str]) -> None:
     parser = OverridesParser.create()
     for text in overrides:
         key, _, value = text.lstrip("+").partition("=")
-        group, _, leaf = key.rpartition(".")
-        parent = _default(group) if group else _schema()
-        if not isinstance(parent, DictConfig) or not isinstance(
-            parent._get_node(leaf, validate_access=False), StringNode
-        ):
+        if not isinstance(_node(key), StringNode):
             continue
         try:
             read = parser.parse_override(text).value()
@@ -186,6 +183,16 @@ def _default(key: str) -> Any:
         return OmegaConf.select(_schema(), key)
     except OmegaConfBaseException:
         return None
+
+
+def _node(key: str) -> Any:
+    """Returns the schema's node of a key, which knows the key's type; None for a key that the schema lacks."""
+    group, _, leaf = key.rpartition(".")
+    if group.startswith("backend.overrides."):  # by patterns, which may have dots
+        parent: Any = OmegaConf.structured(OverrideConfig)
+    else:
+        parent = _default(group) if group else _schema()
+    return parent._get_node(leaf, validate_access=False) if isinstance(parent, DictConfig) else None
 
 
 def to_config(node: DictConfig) -> Config:

@@ -171,10 +171,9 @@ def _full(port: Port, settings: DataConfig) -> int:
     if kind.kind == "f":
         return _INT16 if settings.scale == "int16" else 1
     if kind.kind != "i" or kind.itemsize < 2:
-        told = (
-            f"the input {_described(port)} is {port.dtype}, but samples of a wave must be floats or integers"
-        )
-        raise ConfigError("data.source", settings.source, reason=f"{told} of at least 16 bits")
+        told = f"the input {_described(port)} is {port.dtype}, but samples of a wave must be floats"
+        reason = f"{told} or signed integers of at least 16 bits"
+        raise ConfigError("data.source", settings.source, reason=reason)
     if settings.scale == "unit":
         raise ConfigError(
             "data.scale", "unit", f"null or int16 for the input {_described(port)} of type {port.dtype}"

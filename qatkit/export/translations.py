@@ -103,7 +103,7 @@ def _average_pool(rank: int) -> Callable[..., Any]:
             )  # fmt: skip
         if ceil_mode:
             raise NotImplementedError(
-                "an average pool with divisor_override and ceil_mode has no form in ONNX"
+                "an average pool with divisor_override and ceil_mode cannot be expressed in ONNX"
             )
         mean = op.AveragePool(x, count_include_pad=1, kernel_shape=kernel, pads=pads * 2, strides=steps)
         size = torch.Size(kernel).numel()
@@ -179,7 +179,7 @@ def _distances(x, y, p: float, compute_mode: int | None = None):  # type: ignore
 def _search(boundaries, x, out_int32=False, right=False, side=None, sorter=None):  # type: ignore[no-untyped-def]
     """Translates torch.searchsorted: the number of boundaries before each value."""
     if sorter is not None:
-        raise NotImplementedError("searchsorted with a sorter has no form in ONNX")
+        raise NotImplementedError("searchsorted with a sorter cannot be expressed in ONNX")
     rows = boundaries if len(boundaries.shape) == 1 else op.Unsqueeze(boundaries, [-2])
     column = op.Unsqueeze(x, [-1])
     before = op.LessOrEqual(rows, column) if right or side == "right" else op.Less(rows, column)

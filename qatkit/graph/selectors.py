@@ -277,8 +277,8 @@ def _input_of(graph: fx.Graph, node: fx.Node, number: int, key: str, selector: s
 
 
 def _no_input(name: str, number: int, count: int) -> str:
-    numbers = "0" if count == 1 else f"0 to {count - 1}"
-    return f"{name} has no input {number}; its inputs are numbered {numbers}"
+    numbers = "only has input 0" if count == 1 else f"has inputs 0 to {count - 1}"
+    return f"{name} has no input {number}; it {numbers}"
 
 
 def record_of(selector: str, settings: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:

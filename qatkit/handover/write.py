@@ -114,7 +114,9 @@ def check_source(run: Path, int8: Path) -> None:
         ConfigError: there is no report, or it does not describe a file.
     """
     if not (run / REPORT_FILE).is_file():
-        raise ConfigError("export.bundle", True, f"a finished run; {run} has no {REPORT_FILE}")
+        raise ConfigError(
+            "export.bundle", True, reason=f"a bundle needs a finished run, but {run} has no {REPORT_FILE}"
+        )
     told = {one["name"]: one["sha256"] for one in read_json(run / REPORT_FILE)["files"]}
     if entry(int8.parent, int8.name).sha256 not in told.values():
         allowed = f"the file that {run / REPORT_FILE} describes; {int8.name} is another, by other settings or versions"

@@ -133,7 +133,8 @@ def _unpickle(path: str, plain: pathlib.Path) -> Any:
     try:
         # torch.load does not compare the archive's checksums: flipped bits would load as weights.
         if zipfile.is_zipfile(plain) and (member := zipfile.ZipFile(plain).testzip()) is not None:
-            raise ConfigError("model.checkpoint", path, f"an undamaged file ({member} fails its checksum)")
+            reason = f"the file is damaged ({member} fails its checksum); copy or download it again"
+            raise ConfigError("model.checkpoint", path, reason=reason)
         with warnings.catch_warnings(), torch.serialization.safe_globals(_PLAIN):
             warnings.simplefilter(
                 "ignore"

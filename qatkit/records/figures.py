@@ -99,5 +99,5 @@ def number(value: Any) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{value!r} is not a number")
+        raise ValueError(f"{value!r} is not a finite number")
     return float(value)

@@ -38,7 +38,7 @@ ROWS: tuple[tuple[str, str], ...] = (
 DYNAMIC = "dynamic"  # the dynamic int8 version of the float file, for comparison (`verify.dynamic`)
 FREE = "free"  # for a model with states: both files run on their own states (`qatkit.verify.drift`)
 # The beginning of the reason in `Results.skipped` for operators that calibration left in float.
-MIXED_SCALES = "float, since one scale for all values loses"
+MIXED_SCALES = "float, since one 8-bit scale cannot represent"
 
 
 # Fields whose records have the main metric as `score`.

@@ -131,8 +131,8 @@ def _outputs_of(model: nn.Module, config: Config, data: DataModule) -> tuple[dic
         except ConfigError:
             raise
         except Exception as error:  # ONNX Runtime's exceptions have no public common base
-            allowed = f"a file that ONNX Runtime can run on {data.inputs.text} ({described(error)})"
-            raise ConfigError("onnx", model.file, allowed) from error
+            reason = f"ONNX Runtime failed on {data.inputs.text} ({described(error)})"
+            raise ConfigError("onnx", model.file, reason=reason) from error
         names = model.outputs
     return dict(zip(names, tensors, strict=True)), cost
 

@@ -111,7 +111,7 @@ _KEYS = [
     bad("=", "=: "),
     bad("", "=: "),
     bad(" ", "=: "),
-    bad("schedule", "schedule=: "),
+    bad("schedule", "argument=schedule: expected KEY=VALUE"),
     bad("schedule.lr", "schedule.lr=: "),
     bad("schedule.lr==1", "schedule.lr==1: "),
     bad("schedule.lr: 1", "schedule.lr: 1=: "),

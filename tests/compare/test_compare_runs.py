@@ -84,7 +84,7 @@ def test_a_bundle_of_a_run_and_somebody_elses_files_are_no_runs(tmp_path: Path) 
         ('{"schema": 99}', "schema 99"),
         ('{"schema": 1}', "'accuracy' is missing"),
         ("[" * 100_000, "nested too deeply"),
-        ('{"schema": 1, "accuracy": {"int8": {"top1": NaN}}, "latency": {}, "sizes": {}}', "is not a number"),
+        ('{"schema": 1, "accuracy": {"int8": {"top1": NaN}}, "latency": {}, "sizes": {}}', "is not a finite number"),
         ('{"schema": 1, "accuracy": [], "latency": {}, "sizes": {}}', "report.json"),
         ('{"schema": 1, "accuracy": {"int8": {"top1": "97"}}, "latency": {}, "sizes": {}}', "'97'"),
     ],

@@ -318,7 +318,7 @@ def test_a_folder_or_setting_that_does_not_fit_is_refused(
         ),
         (
             Port("x", "uint8", (None, 8), 0),
-            r"'x' \[N, 8\] is uint8, but samples of a wave must be floats or integers of at least 16",
+            r"'x' \[N, 8\] is uint8, but samples of a wave must be floats or signed integers of at least 16",
         ),
         (Port("x", "bool", (None, 8), 0), "is bool, but samples of a wave"),
     ],

@@ -98,7 +98,7 @@ def test_scales_stand_through_calibration_and_training() -> None:
         ({"exclude": [{"from": ["conv3"], "to": ["conv1"]}]}, r"no path leads here from conv3, which reaches nothing"),
         ({"exclude": [{"from": ["conv1"], "to": ["conv9"]}]}, r"matches no operator \(did you mean conv"),
         ({"overrides": {"tensor/conv9": {"activation_scale": 1.0}}}, r"no tensor \(did you mean tensor/conv"),
-        ({"overrides": {"input/5/conv1": {"activation_dtype": "int8"}}}, "its inputs are numbered 0 to 1"),
+        ({"overrides": {"input/5/conv1": {"activation_dtype": "int8"}}}, "it has inputs 0 to 1"),
         ({"overrides": {"tensor/conv1.weight": {"activation_dtype": "int8"}}}, r"a weight; use keys weight_\*"),
         ({"overrides": {"tensor/conv1": {"weight_dtype": "int8"}}}, r"selects an activation; use keys activation_\*"),
         ({"overrides": {"conv1": {"weight_axis": 4}}}, "weight_axis=4: expected an integer from -4 to 3"),

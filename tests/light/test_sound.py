@@ -102,11 +102,11 @@ def test_a_record_is_what_json_said() -> None:
     [
         ({"features": "cqt"}, "features=cqt: expected waveform | log_mel | mfcc"),
         ({"rate": 0}, "rate=0: expected an integer from 1 to 400000"),
-        ({"window": 4001}, "window=4001: expected at most samples (4000)"),
+        ({"window": 4001}, "window=4001: expected at most the number of samples (4000)"),
         ({"std": 0.0}, "std=0.0: expected a positive number"),
         ({"log_offset": None}, "log_offset=null: expected a number from 1e-12 to 1"),
         ({"mean": float("nan")}, "mean=nan: expected a number"),
-        ({"coefficients": 41}, "coefficients=41: expected at most mels (40)"),
+        ({"coefficients": 41}, "coefficients=41: expected at most the number of mels (40)"),
     ],
 )
 def test_values_that_no_version_knows_are_refused(change: dict[str, Any], message: str) -> None:

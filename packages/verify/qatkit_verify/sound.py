@@ -91,10 +91,14 @@ class SoundPreprocess:
                 raise ConfigError(f"preprocess.json: {key}", value, allowed)
         made = cls(features=kind, **known)  # type: ignore[arg-type]
         if kind != WAVEFORM and made.window > made.samples:
-            raise ConfigError("preprocess.json: window", made.window, f"at most samples ({made.samples})")
+            raise ConfigError(
+                "preprocess.json: window", made.window, f"at most the number of samples ({made.samples})"
+            )
         if kind == MFCC and made.coefficients > made.mels:
             raise ConfigError(
-                "preprocess.json: coefficients", made.coefficients, f"at most mels ({made.mels})"
+                "preprocess.json: coefficients",
+                made.coefficients,
+                f"at most the number of mels ({made.mels})",
             )
         return made
 

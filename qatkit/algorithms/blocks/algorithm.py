@@ -30,7 +30,7 @@ class BlockAlgorithm(Algorithm):
     )
     batch_size: int = setting(
         4,
-        "number of images that are stored together; a step may use several such batches of small tensors",
+        "number of images that are stored together; where tensors are small, a step uses several of these batches",
         COUNT,
     )
     memory: int = setting(

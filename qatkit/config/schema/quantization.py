@@ -104,19 +104,19 @@ class BackendConfig:
     )
     weight_dtype: str | None = setting(
         None,
-        "number type of all weights, with the values of an override; null: the backend's choice",
+        "number type of all weights; null: the backend's choice",
         Choices((*SIGNED, *FORMAT_NAMES)),
     )
     activation_dtype: str | None = setting(
         None,
-        "number type of all activations including the model's inputs, with the values of an override;"
-        " number formats need backend=simulated; null: the backend's choice",
+        "number type of all activations including the model's inputs; number formats need backend=simulated;"
+        " null: the backend's choice",
         Choices((*ACTIVATIONS, *FORMAT_NAMES)),
     )
     activation_symmetric: bool | None = setting(
         None,
-        "activations with zero in the middle of their range: the zero point is 0 for signed types, "
-        "128 (or 32768) for unsigned ones, and 0 if a ReLU ends the range at zero; null: the "
+        "activations with zero in the middle of their range: the zero point is 0 for signed types, the "
+        "middle of unsigned ones (128 for uint8), and 0 if a ReLU ends the range at zero; null: the "
         "backend's choice",
     )
     # Any: a string or a mapping.

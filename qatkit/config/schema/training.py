@@ -90,7 +90,8 @@ class ScheduleConfig:
     distill_temperature: float = setting(2.0, "temperature of the soft targets", POSITIVE)
     distill_teacher: str | None = setting(
         None,
-        "teacher model, in the form of model.name, with its pretrained weights; null: the float model itself",
+        "teacher model, written like model.name, with pretrained weights unless distill_checkpoint is set;"
+        " null: the float model itself",
         PLACE,
     )
     distill_checkpoint: str | None = setting(

@@ -91,5 +91,6 @@ def _check_installed(given: str, runtime: Runtime) -> None:
         try:
             runtime.versions()
         except ImportError as error:
-            install = install_extra(runtime.extra, "qatkit-verify") if runtime.extra else first_line(error)
-            raise ConfigError(_KEY, given, f"an installed runtime (install it with {install})") from error
+            install = f"install it with {install_extra(runtime.extra, 'qatkit-verify')}"
+            told = install if runtime.extra else first_line(error)
+            raise ConfigError(_KEY, given, f"an installed runtime ({told})") from error
