@@ -58,7 +58,7 @@ def shift(images: int, graph_module: fx.GraphModule, inputs: Iterable[Example]) 
 
 
 def shiftable(graph_module: fx.GraphModule) -> list[ShiftableOperator]:
-    """Returns the operators with channels that can be shifted and a reader of quantized input, in graph order."""
+    """Returns the operators that have shiftable channels and a reader whose input is quantized, in graph order."""
     reads = parameter_reads(graph_module.graph)
     found = list[ShiftableOperator]()
     for node in graph_module.graph.nodes:

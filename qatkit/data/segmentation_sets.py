@@ -34,7 +34,7 @@ _VOC_CLASSES = (
 
 
 def voc_segmentation(root: str | None, download: bool, seed: int) -> Splits:
-    """Returns Pascal VOC 2012: 1,464 pictures to train, 1,449 to verify, 20 classes and background.
+    """Returns Pascal VOC 2012: 1,464 pictures for training, 1,449 for verification, 20 classes and background.
 
     Borders (255) are ignored.
 

@@ -3,7 +3,7 @@
 This saves 0.5 of the 1.2 s of CPU time that the export of a small model takes (torch 2.13). A run exports at least
 three files, and a search for mixed precision exports two dozen.
 
-    The table of translations to ONNX, built from the source of some hundred functions, is built once per process.
+    The table of translations to ONNX, built from the source of about 500 functions, is built once per process.
     The search for composite operators in all libraries, otherwise repeated sixty times per file, runs once per file.
     The source line of each operator, which the file does not contain, is never looked up.
 

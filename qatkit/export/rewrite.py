@@ -67,7 +67,7 @@ def new_constant(builder: tape.Tape, node: ir.Node, what: str, array: NDArray[An
 
 
 def new_int64(builder: tape.Tape, node: ir.Node, what: str, *values: int) -> ir.Value:
-    """Adds an initializer int64 [len(values)] for the replacement of `node`, and returns it."""
+    """Adds an int64 initializer [len(values)] for the replacement of `node`, and returns it."""
     return new_constant(builder, node, what, np.array(values, np.int64))
 
 

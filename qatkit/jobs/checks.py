@@ -148,7 +148,13 @@ def _check_devices(wanted: TrainerConfig) -> None:
 
 
 def _check_compiler(wanted: TrainerConfig) -> None:
-    """Tests the compiler by compiling, since headers may be missing, and the device decides which are needed."""
+    """Tests the compiler by compiling a small function on the device.
+
+    Headers may be missing, and which ones are needed depends on the device.
+
+    Raises:
+        ConfigError: the function cannot be compiled.
+    """
     import torch
 
     device = "cuda" if wanted.accelerator != "cpu" and torch.cuda.is_available() else "cpu"

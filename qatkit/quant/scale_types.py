@@ -193,7 +193,10 @@ def _ends(scale: float, zero: int, spec: QuantSpec) -> tuple[float, float]:
 
 
 def _zero_points(low: float, high: float, scale: float, spec: QuantSpec) -> list[int]:
-    """Returns the zero points that fit the lower end, the upper end, and both ends equally well."""
+    """Returns candidates for the zero point: the fit to the lower end, the fit to the upper end, and their mean.
+
+    A symmetric spec, or a range that starts at 0, has only one candidate.
+    """
     if spec.symmetric:
         return [_middle(spec)]
     at_low, at_high = spec.quant_min - low / scale, spec.quant_max - high / scale

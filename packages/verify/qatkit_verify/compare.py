@@ -138,7 +138,11 @@ def _within(differences: Sequence[Array], step: float) -> float:
 
 
 def _lost(reference: Array, decided: Array, answers: Array | None) -> Array:
-    """Returns, where decisions differ, the reference's value for its answer minus that for the other one."""
+    """Returns the margin of the reference's answer over the other answer, for each place where the decisions differ.
+
+    The margin is the difference between the reference's values for the two answers. For boolean decisions, it is
+    the absolute value of the reference.
+    """
     assert answers is not None
     places = decided != answers
     if decided.dtype == bool:

@@ -1,4 +1,4 @@
-"""Resolves dotted paths, which name components of the library or of the user in the configuration."""
+"""Resolves dotted paths, which the configuration uses to name components of the library or of the user's code."""
 
 from __future__ import annotations
 

@@ -20,11 +20,11 @@ def chosen_floats(config: Config, stored: Mapping[str, Any] | None) -> FloatSite
 
     Args:
         config: the configuration of the run.
-        stored: the entries of the run's checkpoint (`qatkit.run.folder.Run.stored`), which include its
-            choice.
+        stored: the entries of the run's checkpoint (`qatkit.run.folder.Run.stored`), which include the
+            operators that the run chose; None if there is no checkpoint (then `precision.front` decides).
 
     Raises:
-        ConfigError: `floats_of_point` raises it.
+        ConfigError: the point does not exist or cannot be used (`floats_of_point`).
     """
     if stored is not None:
         return read_float_sites(stored.get("floats", ()))

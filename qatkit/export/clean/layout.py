@@ -1,4 +1,4 @@
-"""Puts the channels of inputs and outputs first or last, by a new Transpose or by changing an existing one."""
+"""Puts the channels of inputs and outputs first or last, by adding a Transpose or changing an existing one."""
 
 from __future__ import annotations
 

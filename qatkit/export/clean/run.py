@@ -60,6 +60,8 @@ class Cleaned:
         rows: the changes, each with its service.
         proof: the comparison with the original, before operators were replaced by approximations.
         error: the comparison with the approximations; None if none were requested.
+        nodes: the numbers of nodes before and after cleaning.
+        bytes: the sizes in bytes before and after cleaning.
     """
 
     files: list[Path]

@@ -85,7 +85,7 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
 
 
 def _batch_axis(node: fx.Node, other: fx.Node) -> int | None:
-    """Returns the only axis along which the shape of the first argument differs between the runs."""
+    """Returns the axis in which the first argument's shape differs between the runs; None unless there is just one."""
     mine, theirs = _shape(node), _shape(other)
     differing = [i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b]
     return differing[0] if len(differing) == 1 and len(mine) == len(theirs) else None

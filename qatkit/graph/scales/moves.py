@@ -147,9 +147,10 @@ class _Sums(_Around):
 
 
 class _Fractions(_Around):
-    """Moves one scale so that (product of the inputs' scales)/(count·after) = p/q.
+    """Moves one scale so that (product of the inputs' scales)/(count·after) is a fraction with an odd denominator.
 
-    It is the scale of the output (`after`), or, if this is settled, that of an input.
+    The output's scale (`after`) moves; if it is settled, an input's scale moves instead. `odd_fraction` says why
+    the denominator is odd.
     """
 
     def __init__(

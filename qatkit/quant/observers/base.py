@@ -28,7 +28,7 @@ def in_one_process() -> bool:
 
 @contextmanager
 def with_other_ranks(wanted: bool) -> Iterator[None]:
-    """Reduces ranges and statistics within the context over all ranks if `wanted`; otherwise each process uses its own.
+    """Reduces ranges and statistics over all ranks within the context if `wanted`; otherwise each process uses its own.
 
     The latter is for work that one rank does while the others wait for its result, where a reduction would
     deadlock.

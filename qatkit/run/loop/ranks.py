@@ -125,7 +125,7 @@ class _Family:
 
 @contextmanager
 def peers(several: bool) -> Iterator[None]:
-    """Ends this process if another one of the run dies within the context; does nothing for a single process."""
+    """Ends this process if another process of the run dies within the context; does nothing in a single-process run."""
     if not several:
         yield
         return
