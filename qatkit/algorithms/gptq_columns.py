@@ -101,7 +101,10 @@ class Columns:
         return self._by_steps(weight, scale, lambda steps, _: elements.rounded(steps, element))
 
     def _in_order(self, of_weight: Tensor) -> Tensor:
-        """Turns columns into rows, in their order: rows are contiguous, and `_rounded` processes one at a time."""
+        """Returns the columns as rows, in the order in which they are rounded.
+
+        Rows are contiguous in memory, and `_rounded` processes one column at a time.
+        """
         return of_weight.gather(2, self._places[:, None].expand_as(of_weight)).mT.contiguous()
 
     def _by_steps(self, weight: Tensor, scale: Tensor, nearest: Callable[[Tensor, int], Tensor]) -> Tensor:

@@ -23,7 +23,7 @@ from qatkit_verify.errors import ConfigError, did_you_mean
 
 @dataclass(frozen=True)
 class Switch:
-    """A switch of one weight or activation.
+    """A switch that turns the quantization of one weight or activation on and off.
 
     Attributes:
         site, kind: the two parts of its name.

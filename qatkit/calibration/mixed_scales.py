@@ -341,7 +341,11 @@ class _Measured(fx.Interpreter):
         return at.sinks.setdefault(where, _Sink(where, output))
 
     def _behind(self, quantizer: fx.Node) -> list[fx.Node]:
-        """Returns the nodes that a quantizer's values reach, up to the next weight, quantizer or ordering."""
+        """Returns the nodes that a quantizer's values reach, in graph order.
+
+        A path ends at the next quantizer, operator with a weight, or operator that orders values. It continues after
+        quantizers before an output, and after operators with a weight that lead to a logarithm.
+        """
         found: set[fx.Node] = set()
         left = [quantizer]
         while left:

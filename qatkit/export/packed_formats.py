@@ -121,7 +121,7 @@ class _Packer:
         return self._looked_up(known, self._constant(flat, "codes"), shape)
 
     def _six_bits(self, packed: Array) -> ir.Value:
-        """Returns codes [n, 4] as an output of nodes that unpack four of them from three bytes."""
+        """Adds nodes that unpack four 6-bit codes from every three bytes [n, 3]; returns their output [n, 4]."""
         whole = self._made("Cast", [self._constant(packed, "codes")], {"to": int(ir.DataType.INT32)})
         shifted = self._made("Mul", [whole, self._table("byte_weights", _powers(8, 3))])
         word = self._made("ReduceSum", [shifted, self._table("axis_1", np.array([1], np.int64))])

@@ -32,7 +32,7 @@ def python_sides(prepare: Prepare) -> str:
 
 
 def python_fitted(prepare: Prepare) -> str:
-    """Returns the lines that convert the resized `pixels` [C, H, W] to the model's height and width."""
+    """Returns the lines of Python that crop or pad the resized `pixels` [C, H, W] to the model's input size."""
     fit, (height, width) = prepare.get("fit", "crop"), sides(prepare["image_size"])
     if fit == "resize":
         return ""

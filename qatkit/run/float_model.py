@@ -4,7 +4,7 @@
                                                                   └ yes ─> teacher, float file, control, drop
 
 The trained weights are in the checkpoints. The teacher, the reference for the accuracy and the start of a
-control are read from a file again. That file may have been overwritten since, or is no longer configured.
+control are read from a file again. By then, it may have been overwritten, or the configuration may name another one.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ class Logits(Task):
 
     @property
     def rule(self) -> Callable[[Array], Array] | Alike | None:
-        """None, since outputs are compared along their class axis; this axis may come after positions."""
+        """None, so that outputs are compared along their class axis: the last of three axes, else axis 1."""
         return None
 
     def divergence(self, exact: Array, found: Array) -> float:

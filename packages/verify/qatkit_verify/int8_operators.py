@@ -97,7 +97,15 @@ def _operators(
     folder: Path,
     signed: bool,
 ) -> Iterator[Int8Operator]:
-    """Yields the operators of a graph; the mappings are the outer graphs' constants and producers."""
+    """Yields the operators of a graph and of its inner graphs that multiply by int8 in pairs.
+
+    Args:
+        graph: a graph of the file that ONNX Runtime optimized.
+        tensors: the constants of the outer graphs, by name.
+        makers: the nodes of the outer graphs, by the names of their outputs.
+        folder: the folder of the file, from which external data is read.
+        signed: whether to yield the int8 x int8 operators instead of the uint8 x int8 ones.
+    """
     tensors = {**tensors, **graph.tensors}
     makers = {**makers, **{name: node for node in graph.nodes for name in node.outputs if name}}
     beyond = overflowing_on_arm if signed else overflowing_channels

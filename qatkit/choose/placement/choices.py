@@ -112,7 +112,7 @@ class Choices:
         return any(site(user) not in labelled for user in chosen)
 
     def _trimmed(self, found: Sites) -> Sites:
-        """Removes operators whose type follows from their neighbours."""
+        """Returns the sites without the float operators that stay float anyway because of their neighbours."""
         floats = set(found.floats)
         wanted = self._layouts(floats, found.opened)
         for one in sorted(found.floats - set(self._layouts.operators)):

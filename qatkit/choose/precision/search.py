@@ -151,7 +151,9 @@ class Search:
         return Measured(self.layouts(floats), kernels, ms)
 
     def rounds(self, costs: Costs, before: dict[str, float]) -> list[_Trial]:
-        """Writes and measures the promising sets in two rounds; times of the first correct predictions for the second.
+        """Writes and measures the promising sets in two rounds.
+
+        The times that are measured in the first round correct the predictions for the second.
 
         Args:
             costs: the costs, which are corrected by the measured times.

@@ -1,4 +1,4 @@
-"""Provides inputs on which a file and its cleaned form are compared: from a file, or random ones."""
+"""Reads or draws the inputs on which a model and its cleaned form are compared."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Writes out nn.MultiheadAttention for calls without a twin in `self_attention`.
+"""Computes nn.MultiheadAttention by separate operators, for the calls that `self_attention` does not support.
 
-These are cross attention, masks, attention weights that are read, and keys and values of other widths.
+These are calls with cross attention, with masks, with keys and values of other widths, or whose attention weights are
+used.
 
     q, k, v = Linear(query), Linear(key), Linear(value)   each with its rows of the joint weight
     w = softmax(q·kᵀ / sqrt(E/heads) + mask)              [N, heads, T, S]

@@ -1,4 +1,4 @@
-"""Replaces complex numbers by pairs of real ones, since quantizers have no scale and files no type for them.
+"""Replaces complex numbers with pairs of real ones, since quantizers and ONNX's arithmetic support only real numbers.
 
     view_as_complex(x)      →  x[..., 0], x[..., 1]
     z · w                   →  re(z)·re(w) - im(z)·im(w), re(z)·im(w) + im(z)·re(w)

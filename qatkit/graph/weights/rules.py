@@ -135,7 +135,7 @@ def _product(builder: OperatorBuilder, node: fx.Node, a: Any, b: Any) -> str | N
 def _batched(
     shape: tuple[int, ...], weight: tuple[int, ...], *, weight_first: bool
 ) -> tuple[str, str, str] | str:
-    """Returns the letters of the axes of x, of the weight and of the result of a matmul, or why there are none.
+    """Returns the letters of x, the weight and the result of a matmul as in einsum, or the reason if it stays float.
 
     The letter of an axis that is broadcast to the other operand is "1".
     """
