@@ -173,7 +173,7 @@ def test_weights_for_another_order_of_channels_are_refused(saved: Path) -> None:
         (ModelConfig("hf/bert"), "an architecture with an image classifier"),
         (
             ModelConfig("hf/imagegpt", kwargs={"n_embd": 8, "n_layer": 1, "n_head": 2}),
-            "model.name=ImageGPTForImageClassification: expected a model of pictures whose forward takes pixel_values",
+            "model.name=ImageGPTForImageClassification: expected an image model whose forward accepts pixel_values",
         ),
         (ModelConfig("hf//absent/folder"), "a folder with a config.json"),
         (

@@ -52,7 +52,7 @@ class BiasCorrection(Algorithm):
     )
     trim: float = setting(
         0.05,
-        "share of images with the largest and the smallest errors that is ignored (empirical)",
+        "share of images to ignore at each end, the smallest and the largest errors; only with method=empirical",
         Range(0, 0.49),
     )
 

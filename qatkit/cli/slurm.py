@@ -74,7 +74,7 @@ def take_over(asked: str, multirun: bool) -> None:
     """
     key, _, value = asked.partition("=")
     if not multirun:
-        raise ConfigError(key, value, f"-m in front of it (train.py -m {asked} ...)")
+        raise ConfigError(key, value, reason=f"Slurm only runs sweeps; add -m (train.py -m {asked} ...)")
     if importlib.util.find_spec("hydra_plugins") is None or importlib.util.find_spec(_PLUGIN) is None:
         allowed = f"local without the extra slurm (install it with {install_extra('slurm')})"
         raise ConfigError(key, value, allowed)

@@ -80,9 +80,8 @@ class Slurm(SlurmLauncher):  # type: ignore[misc]  # from a package without type
         try:
             made = self._executor().map_array(self, *zip(*calls, strict=True))
         except (submitit.core.utils.FailedJobError, subprocess.CalledProcessError, ValueError) as error:
-            raise ConfigError(
-                "launcher", "slurm", f"settings that Slurm accepts ({' '.join(str(error).split())})"
-            ) from error
+            reason = f"Slurm rejected the jobs ({' '.join(str(error).split())}); check hydra.launcher"
+            raise ConfigError("launcher", "slurm", reason=reason) from error
         slurm.submitted(len(made), made[0], made[0].paths.folder)
         queued = []
         for number, job in zip(new, made, strict=True):

@@ -28,7 +28,7 @@ from qatkit.config.overrides_file import with_overrides_file
 from qatkit.config.paths import at_places, expand_home
 from qatkit.config.quoting import calls_quoted, quoted
 from qatkit.config.rules import DOTTED, validate
-from qatkit.config.schema import Config, OverrideConfig
+from qatkit.config.schema import Config
 from qatkit.config.search_space import flat
 from qatkit.config.sweep_file import own_folder
 from qatkit.former_names import present_name, present_task
@@ -188,10 +188,7 @@ def _default(key: str) -> Any:
 def _node(key: str) -> Any:
     """Returns the schema's node of a key, which knows the key's type; None for a key that the schema lacks."""
     group, _, leaf = key.rpartition(".")
-    if group.startswith("backend.overrides."):  # by patterns, which may have dots
-        parent: Any = OmegaConf.structured(OverrideConfig)
-    else:
-        parent = _default(group) if group else _schema()
+    parent = _default(group) if group else _schema()
     return parent._get_node(leaf, validate_access=False) if isinstance(parent, DictConfig) else None
 
 

@@ -72,7 +72,7 @@ def sentence_pairs(root: str | None, download: bool, seed: int, request: Request
     tests = [one for one in files if "test" in os.path.basename(one).lower()]
     others = [one for one in sorted(files) if one not in tests]
     if not tests or not others:
-        has = f"it has {len(others)} to calibrate and {len(tests)} to verify"
+        has = f"it has {len(others)} for calibration and {len(tests)} for verification"
         raise ConfigError("data.root", root, f"{FOLDERS[_SOURCE]}; {has}")
     parts = [[pair for path in paths for pair in _read(path)] for paths in (others, sorted(tests))]
     scores = [pair.score for part in parts for pair in part]

@@ -302,8 +302,8 @@ def _adapted(model: nn.Module, head: Head, name: str) -> nn.Module:
     theirs: Any = type(model)
     missing = [one for one in head.takes if one not in inspect.signature(theirs.forward).parameters]
     if missing:
-        what = "text" if head.text else "pictures"
-        allowed = f"a model of {what} whose forward takes {missing[0]}; that of this one does not"
+        what = "a text" if head.text else "an image"
+        allowed = f"{what} model whose forward accepts {missing[0]}"
         raise ConfigError("model.name", theirs.__name__, allowed)
 
     def of_pixels(self: nn.Module, pixel_values: Tensor) -> Tensor:

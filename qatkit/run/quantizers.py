@@ -36,7 +36,7 @@ def quantizers_of(config: Config) -> Quantizers:
         }
         for place, kind in asked.items():
             if kind is not None and kind not in found[name].scale_types:
-                raise ConfigError(key, path, f"a class without learned scales with {place}.scale_type={kind}")
+                raise ConfigError(key, path, f"a class that supports {place}.scale_type={kind}")
     found["weight"].check(backend.weight)
     return Quantizers(observer_of(config.calibration), **found)
 

@@ -87,7 +87,7 @@ def test_slurm_takes_sweeps_alone(launch: Launch, capsys: pytest.CaptureFixture[
     assert launch(no_job, "launcher=slurm") == 2
     assert (
         capsys.readouterr().err
-        == "error: launcher=slurm: expected -m in front of it (train.py -m launcher=slurm ...)\n"
+        == "error: launcher=slurm: Slurm only runs sweeps; add -m (train.py -m launcher=slurm ...)\n"
     )
 
 
@@ -114,7 +114,7 @@ def test_an_option_of_the_users_own_is_known_for_slurm(
     for flag in ("--config-dir", str(tmp_path / "mine")), (f"hydra.searchpath=[file://{tmp_path / 'mine'}]",):
         assert launch(no_job, "launcher=gpus", *flag) == 2
         assert capsys.readouterr().err.startswith(
-            "error: launcher=gpus: expected -m in front of it (train.py -m launcher"
+            "error: launcher=gpus: Slurm only runs sweeps; add -m (train.py -m launcher"
         )
     monkeypatch.setenv("PATH", str(tmp_path / "mine"))
     assert launch(no_job, "-m", "--config-dir", str(tmp_path / "mine"), "launcher=gpus", "seed=0,1") == 2

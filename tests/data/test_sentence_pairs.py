@@ -81,7 +81,7 @@ def test_files_without_pairs_are_refused(text: str, told: str, tmp_path: Path, t
 
 def test_both_kinds_of_files_are_needed(tmp_path: Path, tokens: Path) -> None:
     (tmp_path / "test.tsv").write_text(TEST)
-    with pytest.raises(ConfigError, match="it has 0 to calibrate and 1 to verify"):
+    with pytest.raises(ConfigError, match="it has 0 for calibration and 1 for verification"):
         read(tmp_path, tokens)
     (tmp_path / "test.tsv").write_bytes(b"sentence1\tsentence2\tscore\ncaf\xe9\tb\t1\n")
     (tmp_path / "train.tsv").write_text(TRAIN)

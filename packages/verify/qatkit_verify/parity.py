@@ -118,4 +118,6 @@ def _run(session: Any, given: Mapping[str, Array], path: Path) -> list[Array]:
         return list(in_its_batches(lambda feed: session.run(None, dict(feed)), given, fixed_batch(session)))
     except Exception as error:  # ONNX Runtime's exceptions have no public common base
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError("inputs", path, f"inputs that fit the file ({reason})") from error
+        raise ConfigError(
+            "onnx file", path, reason=f"ONNX Runtime failed on the inputs ({reason})"
+        ) from error

@@ -18,7 +18,7 @@ class CleanConfig:
 
     fix_shapes: Any = setting(
         None,
-        "sizes of open axes: {NAME: 1} by the name of the size, {INPUT: {2: 224}} by axis (in a YAML "
+        "sizes of dynamic axes: {NAME: 1} by the name of the size, {INPUT: {2: 224}} by axis (in a YAML "
         'file also "INPUT[2]": 224), {INPUT: [1, 3, 224, 224]} for all axes',
     )
     fold: str | None = setting(
@@ -31,13 +31,13 @@ class CleanConfig:
     )
     rewrite: list[str] = setting(
         list,
-        "operators to rewrite: layer_norm, instance_norm, l2_norm and gelu join their parts; relu "
-        "replaces Clip and Max from 0; batch_norm_of_concat merges into the convolutions before; "
-        "batch_norm_to_conv; mean_to_pool; split_pool: a global pool over more than 512 values "
-        "becomes two; split_to_slice; for quantized files fold_relu (QuantizeLinear clips like the "
-        "Relu before it), dedicated_pairs (a QuantizeLinear and DequantizeLinear per reader), "
-        "weight_pairs (float weights followed by both) and bfloat16_clip (before each cast to "
-        "bfloat16)",
+        "operators to rewrite. layer_norm, instance_norm, l2_norm, gelu: join the operators they consist of; "
+        "relu: replace Clip and Max from 0; batch_norm_of_concat: merge it into the convolutions before; "
+        "batch_norm_to_conv: write it as a depthwise convolution; mean_to_pool: write a mean as "
+        "GlobalAveragePool; split_pool: pool more than 512 values in two steps; split_to_slice: write a "
+        "Split as Slices. For quantized files, fold_relu: drop a Relu whose QuantizeLinear already clips; "
+        "dedicated_pairs: give each reader its own QuantizeLinear and DequantizeLinear; weight_pairs: "
+        "quantize float weights with such a pair; bfloat16_clip: clip before each cast to bfloat16",
         Words(("layer_norm", "instance_norm", "l2_norm", "gelu", "relu", "batch_norm_of_concat", "batch_norm_to_conv",
                "mean_to_pool", "split_pool", "split_to_slice", "fold_relu", "bfloat16_clip",
                "dedicated_pairs", "weight_pairs")),

@@ -89,11 +89,11 @@ class ExportConfig:
     )
     packed_weights: str = setting(
         "matmul_nbits",
-        "storage of packed weights (backend=weight_only). matmul_nbits: ONNX Runtime's own operator; "
+        "storage of packed weights. With backend=weight_only, matmul_nbits: ONNX Runtime's own operator; "
         "dequantize_linear: the standard operator with blocks, which other runtimes read as well "
-        "(opset 21; 25 for 2 bits). For number formats (backend=simulated) matmul_nbits stores bytes "
-        "that standard operators unpack, dequantize_linear stores tensors of float8 (export.opset 19,"
-        " 21 for mxfp8) or int8 (21 for mxint8 and bfp16)",
+        "(opset 21; 25 for 2 bits). With backend=simulated, matmul_nbits: bytes that standard operators "
+        "unpack; dequantize_linear: tensors of float8 (export.opset 19; 21 for mxfp8) or int8 (21 for "
+        "mxint8 and bfp16)",
         Choices(("matmul_nbits", "dequantize_linear")),
     )
     bundle: bool = setting(
@@ -240,8 +240,8 @@ class VerifyConfig:
     )
     min_agreement: float | None = setting(
         0.999,
-        "minimum share of images with the same decision of the converted module and ONNX Runtime; a "
-        "different decision within half a step of the output is a tie and counts as the same",
+        "minimum share of images on which the converted module and ONNX Runtime make the same decision; a "
+        "different decision within half a step of the output counts as the same",
         FRACTION,
     )
     target_isa: str | None = setting(

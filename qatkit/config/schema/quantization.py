@@ -145,9 +145,9 @@ class BackendConfig:
     )
     bias_dtype: str | None = setting(
         None,
-        "bias type of operators with quantized weights and activations; int16 and int8 have scales of"
-        " their own, for NPUs, and float is float32: ONNX Runtime computes most of these operators in"
-        " float; null: int32 with input scale times weight scale",
+        "bias type of operators with quantized weights and activations. int32: scale = input scale times "
+        "weight scale; int16, int8: with scales of their own, for NPUs; float: float32, with which ONNX "
+        "Runtime computes most of these operators in float; null: int32",
         Choices(BIAS_TYPES),
     )
     every_operator: bool = setting(
@@ -259,7 +259,7 @@ class CalibrationConfig:
     )
     mixed_scales: str = setting(
         "float",
-        "what to do about tensors whose small values one 8-bit scale loses (boxes next to scores, the"
+        "how to treat tensors whose small values are lost with a single 8-bit scale (boxes next to scores, the"
         " input of a logarithm). float: keep the operators around them in float; report: only report "
         "them",
         Choices(("float", "report")),

@@ -96,8 +96,8 @@ class ScheduleConfig:
     )
     distill_checkpoint: str | None = setting(
         None,
-        "file with the teacher's state_dict, used instead of pretrained weights; without "
-        "distill_teacher it belongs to this run's own model",
+        "file with the teacher's state_dict, used instead of pretrained weights; without distill_teacher "
+        "the teacher has the architecture of this run's model",
         PLACE,
     )
     distill_features: list[str] = setting(
