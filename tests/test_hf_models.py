@@ -62,8 +62,9 @@ def refused(config: ModelConfig, num_classes: int | None = None) -> str:
 
 def test_without_transformers_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    assert "the model needs the extra transformers: uv sync --inexact --extra transformers" in refused(
-        ModelConfig("hf/vit")
+    assert (
+        "the model needs the extra transformers; install it with uv sync --inexact --extra transformers"
+        in refused(ModelConfig("hf/vit"))
     )
 
 
