@@ -32,6 +32,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
+from qatkit.calibration.losses import Loss, MixedScale
 from qatkit.calibration.reach import orders, reaching_logarithms, reaching_outputs, weighted
 from qatkit.graph.nodes import facts, module_of, op_class, site
 from qatkit.graph.overrides import OVERRIDDEN
@@ -52,47 +53,6 @@ _WIDEST = 65536  # largest number of channels along an axis
 SAMPLE, AT_ONCE = 16, 8  # number of images in a sample, and how many of them are run together
 _KEPT = 2**24  # largest number of input values in a sample; the first image is always kept
 _VALUES = 2**20  # approximate number of input values that go through the graph together
-
-
-@dataclass(frozen=True)
-class Loss:
-    """The loss of a quantizer at one place.
-
-    Attributes:
-        where: the site of the operator that reads the values; "output NAME" for an output.
-        axis: the axis of the channels; None if all values are measured together.
-        channels, lost: the number of channels, and of those that lose too much.
-        worst_db: the signal-to-error ratio of the worst channel, in dB.
-    """
-
-    where: str
-    axis: int | None
-    channels: int
-    lost: int
-    worst_db: float
-
-    def __str__(self) -> str:
-        if self.axis is None:
-            return f"it reaches only {self.worst_db:.1f} dB at {self.where}"
-        return f"{self.lost} of {self.channels} channels lose it at {self.where} (the worst has {self.worst_db:.1f} dB)"
-
-
-@dataclass(frozen=True)
-class MixedScale:
-    """A tensor that 8 bits with one scale cannot represent.
-
-    Attributes:
-        tensor: the site of the tensor.
-        losses: the losses at the places where too much is lost.
-        floats: the sites of the operators to leave float, so that the tensor is not quantized there.
-    """
-
-    tensor: str
-    losses: tuple[Loss, ...]
-    floats: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return f"{self.tensor}: {', '.join(map(str, self.losses))}"
 
 
 class Sample:

@@ -63,11 +63,9 @@ class Point:
     @property
     def tensor(self) -> str:
         """The name of the quantized tensor in ranges and reports."""
-        return (
-            f"{site(self.node)}_along{self.axis % len(shape_of(self.node) or (1,))}"
-            if self.further
-            else site(self.node)
-        )
+        if not self.further:
+            return site(self.node)
+        return f"{site(self.node)}_along{self.axis % len(shape_of(self.node) or (1,))}"
 
     @property
     def name(self) -> str:

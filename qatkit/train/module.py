@@ -21,7 +21,8 @@ from qatkit.algorithms import Algorithm, dead_channels
 from qatkit.algorithms.base import CALIBRATED, FUSED, OBSERVED, PREPARED
 from qatkit.algorithms.shifted_means import ShiftedMean, shifted_means
 from qatkit.calibration import calibrate
-from qatkit.calibration.mixed_scales import MixedScale, Sample, mixed_scales
+from qatkit.calibration.losses import MixedScale
+from qatkit.calibration.mixed_scales import Sample, mixed_scales
 from qatkit.config.float_overrides import float_overrides
 from qatkit.config.schema import OverrideConfig, ScheduleConfig
 from qatkit.graph.captured import Captured

@@ -1,0 +1,46 @@
+"""The findings of the search for mixed scales (`qatkit.calibration.mixed_scales`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The loss of a quantizer at one place.
+
+    Attributes:
+        where: the site of the operator that reads the values; "output NAME" for an output.
+        axis: the axis of the channels; None if all values are measured together.
+        channels, lost: the number of channels, and of those that lose too much.
+        worst_db: the signal-to-error ratio of the worst channel, in dB.
+    """
+
+    where: str
+    axis: int | None
+    channels: int
+    lost: int
+    worst_db: float
+
+    def __str__(self) -> str:
+        if self.axis is None:
+            return f"it reaches only {self.worst_db:.1f} dB at {self.where}"
+        return f"{self.lost} of {self.channels} channels lose it at {self.where} (the worst has {self.worst_db:.1f} dB)"
+
+
+@dataclass(frozen=True)
+class MixedScale:
+    """A tensor that 8 bits with one scale cannot represent.
+
+    Attributes:
+        tensor: the site of the tensor.
+        losses: the losses at the places where too much is lost.
+        floats: the sites of the operators to leave float, so that the tensor is not quantized there.
+    """
+
+    tensor: str
+    losses: tuple[Loss, ...]
+    floats: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.tensor}: {', '.join(map(str, self.losses))}"
