@@ -7,7 +7,7 @@ const lines = [...body.rows];
 const recipes = [...new Set(rows.map((row) => row.recipe))].filter(Boolean);
 const colour = (row) => `hsl(${(212 + recipes.indexOf(row.recipe) * 137.5) % 360} 65% 50%)`;
 
-const stands = (row) => row.state === "every bound met" && row.acc !== null && row.ms !== null && row.mb !== null;
+const stands = (row) => row.state === "all bounds met" && row.acc !== null && row.ms !== null && row.mb !== null;
 function beats(a, b) {
   const worse = a.acc < b.acc || a.ms > b.ms || a.mb > b.mb;
   return !worse && (a.acc > b.acc || a.ms < b.ms || a.mb < b.mb);

@@ -10,7 +10,7 @@ from qatkit_verify.classification import NAMES
 from qatkit_verify.records import TaskNames
 
 # The outcomes of a run.
-MET, SHORT, UNFINISHED, BROKEN = "every bound met", "falls short", "unfinished", "broken"
+MET, SHORT, UNFINISHED, BROKEN = "all bounds met", "falls short", "unfinished", "broken"
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ def _header(results: Results) -> str:
         count = len(results.shortfalls)
         badge = f'<span class="badge bad">{count} bound{"s" if count > 1 else ""} not met</span>'
     else:
-        badge = '<span class="badge good">every bound met</span>'
+        badge = '<span class="badge good">all bounds met</span>'
     return (
         f"<header><h1>{escape(results.name)}</h1>{badge}</header>"
         f'<p class="soft">{escape(results.model)} as {escape(results.label)} ONNX; {escape(conditions(results))}</p>'

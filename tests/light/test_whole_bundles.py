@@ -37,7 +37,7 @@ def test_a_whole_bundle_passes_as_a_folder_and_as_a_zip(
     assert status(bundle) == 0
     assert status(tmp_path / "bundle.zip", "--json", str(answer)) == 0
     out = capsys.readouterr().out
-    assert "all 9 checks passed" in out and "1 of 1 convolutions and products run in int8" in out
+    assert "all 10 checks passed" in out and "1 of 1 convolutions and products run in int8" in out
     told = json.loads(answer.read_text())
     assert told["passed"] and {one["verdict"] for one in told["checks"]} <= {"ok", "not judged"}
 
@@ -297,3 +297,19 @@ def test_a_zip_is_unpacked_where_it_goes_away_again(bundle: Path, tmp_path: Path
     with unpacked_bundle(tmp_path / "bundle.zip") as folder:
         assert (folder / MANIFEST).is_file()
     assert not folder.exists()
+
+
+def test_a_bundle_whose_run_missed_a_bound_passes_only_when_accepted(
+    bundle: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = "verify.max_drop=1.0: INT8 top-1 70.00 is 3.20 points below float 73.20"
+    report = bundle / "report.json"
+    content = json.loads(report.read_text()) if report.is_file() else {}
+    report.write_text(json.dumps({**content, "shortfalls": [line]}))
+    seal(bundle)
+
+    assert status(bundle) == 1
+    out = capsys.readouterr().out
+    assert f"missed 1 bound: {line}" in out and "bounds falls short; to fix it: " in out
+    assert status(bundle, "--accept-missed-bounds") == 0
+    assert "(accepted with --accept-missed-bounds)" in capsys.readouterr().out

@@ -248,7 +248,7 @@ def test_names_cannot_break_the_page() -> None:
 
 
 def test_a_bare_page_is_well_formed() -> None:
-    assert "every bound met" in " ".join(_parse(render_page(Results("bare", "m", "out"))).text)
+    assert "all bounds met" in " ".join(_parse(render_page(Results("bare", "m", "out"))).text)
 
 
 def test_code_on_the_page_runs_and_preprocesses_as_torchvision(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from qatkit_verify.bundle.archive import unpacked_bundle
 from qatkit_verify.bundle.manifest import check_files, read_manifest
 from qatkit_verify.bundle.signature import check_signature
 from qatkit_verify.checks.base import OK, SHORT, CheckInputs, Found
+from qatkit_verify.checks.bounds import ACCEPT, bounds
 from qatkit_verify.errors import ConfigError, first_line
 from qatkit_verify.files import write_text
 from qatkit_verify.installed import check_onnxruntime
@@ -96,7 +97,8 @@ def verified(folder: Path, given: argparse.Namespace) -> Iterator[Found]:
         seen += "; made with random data, so its answers say nothing about real data"
     yield Found("files", OK, seen, figures={"files": len(manifest.files), "bytes": size})
     asked = CheckInputs(folder, manifest, given.threads, given.runs, given.runtime, given.pictures,
-                  given.min_speedup, given.max_drop, given.recordings)  # fmt: skip
+                  given.min_speedup, given.max_drop, given.recordings,
+                  given.accept_missed_bounds)  # fmt: skip
     for check in _checks(asked):
         answer = check(asked)
         yield from answer if isinstance(answer, list) else [answer]
@@ -112,7 +114,7 @@ def _checks(asked: CheckInputs) -> list[Check]:
 
     wanted: list[Check] = [
         loading, preprocessing, partial(answers, optimize=False), partial(answers, optimize=True), answers_in_chunks,
-        runtime, answers_elsewhere, saturation, kernels, speed,
+        runtime, answers_elsewhere, saturation, kernels, speed, bounds,
     ]  # fmt: skip
     if asked.pictures is not None:
         from qatkit_verify.checks.pictures import pictures
@@ -183,6 +185,11 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=1.0,
         help="maximum loss of accuracy on --pictures or --recordings against the report, in points (default: 1.0)",
+    )
+    parser.add_argument(
+        ACCEPT,
+        action="store_true",
+        help="let a bundle pass although the run that made it missed bounds",
     )
     parser.add_argument(
         "--json",

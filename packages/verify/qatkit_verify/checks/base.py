@@ -56,6 +56,7 @@ class CheckInputs:
         recordings: a folder of WAV and FLAC files with one folder per class; None to skip this check.
         min_speedup: the minimum speed-up over float.onnx; None: the run's own bound, if it has one.
         max_drop: the maximum loss of top-1 on pictures or recordings against the report, in points.
+        accept_missed: whether a bundle passes although its run missed bounds.
     """
 
     folder: Path
@@ -67,6 +68,7 @@ class CheckInputs:
     min_speedup: float | None = None
     max_drop: float = 1.0
     recordings: Path | None = None
+    accept_missed: bool = False
 
     @property
     def int8(self) -> Path:
