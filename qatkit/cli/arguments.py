@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import NoReturn
 
 import hydra
-from hydra._internal.utils import get_args_parser  # the parser that hydra.main itself uses
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, RangeSweep
 
+from qatkit.cli.hydra_flags import flags_parser
 from qatkit.config.hydra_errors import translate
 from qatkit_verify.errors import ConfigError, first_line
 from qatkit_verify.untrusted import read_yaml
@@ -26,7 +26,7 @@ COMPOSED_AHEAD = 64  # number of jobs of a sweep that are checked before the fir
 
 def typed_arguments() -> argparse.Namespace:
     """Returns the flags and overrides as Hydra parses them."""
-    parser = get_args_parser()
+    parser = flags_parser()
     parser.error = _refuse  # type: ignore[method-assign]  # argparse prints its usage over many lines
     arguments, unknown = parser.parse_known_args()
     if unknown:

@@ -27,7 +27,6 @@ from itertools import zip_longest
 from pathlib import Path
 
 import hydra
-from hydra._internal.utils import get_args_parser  # the parser that hydra.main itself uses
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
@@ -36,6 +35,7 @@ from qatkit.cli import slurm
 from qatkit.cli.arguments import jobs_of, typed_arguments
 from qatkit.cli.endings import complain, ended_by, interrupted, no_room
 from qatkit.cli.export_command import export_notes, export_run
+from qatkit.cli.hydra_flags import flags_parser, support_python_314
 from qatkit.cli.reference import help_text
 from qatkit.cli.train_command import train_run
 from qatkit.config import sweep
@@ -78,6 +78,7 @@ def main(job: Job, conf: Path, *, from_checkpoint: bool = False) -> int:
     """
     streams.prepare()
     register()
+    support_python_314()
     sys.argv[1:] = calls_quoted(sys.argv[1:])
     # Otherwise Hydra itself prints exceptions and exits with status 1.
     os.environ["HYDRA_FULL_ERROR"] = "1"
@@ -292,7 +293,7 @@ def _swept() -> bool:
 
 def _flags() -> list[str]:
     """Returns the user's configuration folders as flags and overrides of Hydra."""
-    arguments, _ = get_args_parser().parse_known_args(sys.argv[1:])
+    arguments, _ = flags_parser().parse_known_args(sys.argv[1:])
     folder = [] if arguments.config_dir is None else ["--config-dir", arguments.config_dir]
     return [*_searched(), *folder]
 
@@ -329,7 +330,7 @@ def _distributed(overrides: Sequence[str], folder: str) -> Iterator[None]:
     """
     typed, environment = sys.argv, dict(os.environ)
     sys.argv = [typed[0], *_searched(), *overrides]
-    arguments, _ = get_args_parser().parse_known_args(typed[1:])
+    arguments, _ = flags_parser().parse_known_args(typed[1:])
     if arguments.config_dir is not None:
         sys.argv += ["--config-dir", arguments.config_dir]
     if not any(override.startswith("output_dir=") for override in overrides):
