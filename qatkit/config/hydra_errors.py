@@ -26,6 +26,7 @@ from qatkit_verify.errors import ConfigError, did_you_mean
 
 _BY_PATTERN = "backend.overrides"
 _NOT_TYPED = "..."
+_NAMED = 30  # maximum number of options that a message lists
 _UNREADABLE = "[ ] { } ! ="  # not allowed in a key by Hydra's grammar
 
 
@@ -40,9 +41,11 @@ def translate(error: Exception, overrides: Sequence[str], conf: Path) -> ConfigE
         group, option = _missing(error.missing_cfg_file, overrides)
         options = error.options or [path.stem for path in (conf / group).glob("*.yaml")]
         if options:
-            near = did_you_mean(option, options, 1)
+            named = len(options) <= _NAMED
+            near = did_you_mean(option, options, 1 if named else 3)
+            every = ", ".join(sorted(options)) if named else f"the {len(options)} names that --help lists"
             own = "; those of your own need --config-dir FOLDER" if group == "recipe" else ""
-            return ConfigError(group, option, f"one of {', '.join(sorted(options))}{near}{own}")
+            return ConfigError(group, option, f"one of {every}{near}{own}")
     for cause in (error, error.__cause__, error.__context__):
         if isinstance(cause, OmegaConfBaseException) and cause.full_key and cause.full_key != "_dummy_":
             found = _translate_key(cause, overrides)

@@ -118,14 +118,31 @@ def _stays(target: Any, translated: Container[Any]) -> bool:
 
 
 def _as_view(node: fx.Node) -> None:
-    """Replaces a change of shape by `reshape`, if at most one size is unknown."""
-    x, shape = node.args[0], node.meta["val"].shape
-    if x.meta["val"].shape == shape:  # type: ignore[union-attr]
+    """Replaces a change of shape by `reshape`, if at most one size is neither known nor a size of the argument."""
+    x, shape = cast(fx.Node, node.args[0]), node.meta["val"].shape
+    if x.meta["val"].shape == shape:
         _leave_out(node)
         return
-    sizes = [size if isinstance(size, int) else -1 for size in shape]
+    sizes: list[int | fx.Node] = [size if isinstance(size, int) else -1 for size in shape]
+    if sizes.count(-1) > 1 and node.target is not _aten.reshape.default:
+        sizes = [size if isinstance(size, int) else _computed(size, node) for size in shape]
     if sizes.count(-1) <= 1 and 0 not in sizes:
         node.target, node.args, node.kwargs = _aten.reshape.default, (x, sizes), {}
+
+
+def _computed(size: torch.SymInt, node: fx.Node) -> int | fx.Node:
+    """Returns a node that computes a size before `node`: an existing one, else a size of its arguments; -1 for none."""
+    for one in node.graph.nodes:
+        if one is node:
+            break
+        if one.target is _aten.sym_size.int and _same(one, size):
+            return cast(fx.Node, one)
+    for x in node.all_input_nodes:
+        for axis, other in enumerate(getattr(x.meta["val"], "shape", ())):
+            if _same(size, other):
+                with node.graph.inserting_before(node):
+                    return _made(node, _aten.sym_size.int, (x, axis), other)
+    return -1
 
 
 def _leave_out(node: fx.Node) -> None:
@@ -219,6 +236,39 @@ def _as_power(node: fx.Node) -> None:
     node.target, node.args = _aten.pow.Tensor_Scalar, (node.args[0], 2)
 
 
+def _as_bitwise(node: fx.Node) -> None:
+    """Replaces an operator of Python by the function that it calls."""
+    node.target = _BITWISE[node.target]
+
+
+_BITWISE: dict[Any, Any] = {
+    _aten.__and__.Tensor: _aten.bitwise_and.Tensor,
+    _aten.__or__.Tensor: _aten.bitwise_or.Tensor,
+    _aten.__xor__.Tensor: _aten.bitwise_xor.Tensor,
+}
+
+
+def _as_difference(node: fx.Node) -> None:
+    """Replaces `diff` of numbers by a difference of two slices, unless it is repeated."""
+    x, order, axis, before, after = (*node.args, *(1, -1, None, None)[len(node.args) - 1 :])
+    value = cast(fx.Node, x).meta["val"]
+    if order != 1 or value.dtype == torch.bool:
+        return
+    with node.graph.inserting_before(node):
+        parts = [one for one in (before, x, after) if one is not None]
+        if len(parts) > 1:
+            joined = torch.cat([cast(fx.Node, one).meta["val"] for one in parts], cast(int, axis))
+            x = _made(node, _aten.cat.default, (parts, axis), joined)
+        later, earlier = (
+            _made(node, _aten.slice.Tensor, (x, axis, *ends), node.meta["val"])
+            for ends in ((1, _LAST), (0, -1))
+        )
+    node.target, node.args, node.kwargs = _aten.sub.Tensor, (later, earlier), {}
+
+
+_LAST = 2**63 - 1  # the end of a slice that reaches to the end of its axis
+
+
 # Operators that stay: reshape, which becomes Reshape in ONNX, and checks, which the exporter removes.
 _LEFT = {
     _aten.reshape.default,
@@ -243,6 +293,8 @@ _RULES: dict[Any, Callable[[fx.Node], None]] = {
     _aten.clip.default: _as_clamp,
     _aten.clip.Tensor: _as_clamp,
     _aten.square.default: _as_power,
+    **dict.fromkeys(_BITWISE, _as_bitwise),
+    _aten.diff.default: _as_difference,
 }
 _POOLS = (
     _aten.adaptive_avg_pool1d.default,

@@ -21,7 +21,7 @@ from cases import TINY, Case
 
 Run = Callable[..., forked.Outcome]
 CPU_SECONDS = 30  # far more than a busy machine takes for one line, far less than for what a huge value asks
-_EVERY = 8  # of the settings, what the default suite tries
+_EVERY = 16  # of the settings, what the default suite tries
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -14,8 +14,8 @@ MISTAKES = [
     # unknown recipe, option, key
     (
         ["recipe=resnt18_qat"],
-        f"recipe=resnt18_qat: expected one of {RECIPES} (did you mean resnet18_qat?); those of your own need "
-        "--config-dir FOLDER",
+        f"recipe=resnt18_qat: expected one of the {len(RECIPES.split(', '))} names that --help lists "
+        "(did you mean resnet18_qat?); those of your own need --config-dir FOLDER",
     ),
     (
         ["backend=fbgem"],

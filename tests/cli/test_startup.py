@@ -211,6 +211,7 @@ for path, message in found.items():
 """
 
 
+@pytest.mark.slow
 def test_a_component_of_ours_is_looked_up_as_importing_it_would() -> None:
     """Every path in conf, and the same with a letter too many, in a process that has imported none of them."""
     texts = [path.read_text() for path in CONF.glob("*/*.yaml")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -57,10 +58,23 @@ def test_every_recipe_composes_with_every_backend(recipe: str, backend: str) -> 
     assert config.backend.target == f"qatkit.quant.backends.{of_16_bits.get(backend, backend).upper()}"
 
 
+def header(recipe: str) -> str:
+    """Returns the comments above the settings of a recipe."""
+    return (ROOT / "recipes" / f"{recipe}.yaml").read_text().split("defaults:")[0]
+
+
+@functools.cache
+def composed(recipe: str) -> Config:
+    """Returns the configuration of the command in the header of a recipe."""
+    command = re.search(r"^# uv run train.py(.*)$", header(recipe), re.MULTILINE)
+    assert command is not None
+    return compose_config(CONF, command[1].split())
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_names_what_exists(recipe: str) -> None:
     """Dotted paths import, and the weights are a member of torchvision's enum for that model, or its package's."""
-    config = compose_config(CONF, [f"recipe={recipe}", *GIVEN])
+    config = composed(recipe)
 
     for key in DOTTED:
         group, field = key.split(".")
@@ -82,15 +96,11 @@ def test_a_recipe_names_what_exists(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_says_its_command(recipe: str) -> None:
-    header = (ROOT / "recipes" / f"{recipe}.yaml").read_text().split("defaults:")[0]
-
-    command = re.search(r"^# uv run train.py(.*)$", header, re.MULTILINE)
-    assert command is not None
-    assert compose_config(CONF, command[1].split()).name == recipe
+    assert composed(recipe).name == recipe
     # The header points to figures exactly where there are some.
     measured = (ROOT / "recipes" / "results" / f"{recipe}.json").is_file()
-    assert (f"recipes/results/{recipe}.json" in header) == measured
-    assert ("not run yet" in header) == (not measured)
+    assert (f"recipes/results/{recipe}.json" in header(recipe)) == measured
+    assert ("not run yet" in header(recipe)) == (not measured)
 
 
 @pytest.mark.parametrize("option", GROUPS)

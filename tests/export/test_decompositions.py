@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.onnx._internal.exporter import _fx_passes
 
+from qatkit.export.decompositions import decomposed_where_needed
 from qatkit.export.torch_to_onnx import export_onnx
 from qatkit_verify.errors import ConfigError
 
@@ -40,6 +41,10 @@ WRITTEN_OUT: dict[str, Callable[[Tensor], Any]] = {
     "clip without a lower end": lambda x: x.clip(max=0.5),
     "clip to tensors": lambda x: x.clip(-x.abs().mean(), x.abs().mean()),
     "square": lambda x: x.square() + 1,
+    "and, or, xor": lambda x: ((x > 0) & (x < 1) | (x > 2)) ^ (x > 1.5),
+    "a difference": lambda x: x.diff(),
+    "a difference with a start": lambda x: x.diff(dim=1, prepend=x[:, :1] * 2),
+    "a difference with an end": lambda x: torch.diff(x, 1, 2, append=x[:, :, -2:]),
     "mean of a sequence": lambda x: functional.adaptive_avg_pool1d(x.flatten(2), 1),
     "mean of an image": lambda x: functional.adaptive_avg_pool2d(x, 1).flatten(1),
     "mean of a volume": lambda x: functional.adaptive_avg_pool3d(x.unsqueeze(1), 1),
@@ -47,6 +52,18 @@ WRITTEN_OUT: dict[str, Callable[[Tensor], Any]] = {
     "batch norm of known statistics": lambda x: functional.batch_norm(x, MEAN, VARIANCE),
     "layers": nn.Sequential(
         nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.Hardswish(), nn.Flatten(), nn.Linear(128, 3)
+    ),
+}
+# The same for [N, 4, H, W] of any batch and size.
+OF_ANY_SIZE: dict[str, Callable[[Tensor], Any]] = {
+    "flatten of two free axes": lambda x: x.flatten(2),
+    "flatten between free axes": lambda x: x.relu().flatten(1, 2),
+    "flatten of the first axes": lambda x: x.flatten(0, 1) + 1,
+    "flatten behind a pool": lambda x: functional.max_pool2d(x, 2).flatten(2).mean(2),
+    "unflatten beside free axes": lambda x: x.unflatten(1, (2, 2)),
+    "view_as": lambda x: x.flatten(2).view_as(x),
+    "heads of attention": lambda x: (
+        x.permute(0, 2, 3, 1).unflatten(3, (2, 2)).transpose(2, 3).flatten(3).flatten(1, 2)
     ),
 }
 # Each needs the exporter's own decompositions.
@@ -106,6 +123,21 @@ def check(function: Callable[[Tensor], Any], path: Path) -> None:
 @pytest.mark.parametrize("name", WRITTEN_OUT)
 def test_programs_are_traced_once_where_that_is_enough(name: str, tmp_path: Path, traces: list[Any]) -> None:
     check(WRITTEN_OUT[name], tmp_path / "model.onnx")
+    assert not traces
+
+
+@pytest.mark.parametrize("name", OF_ANY_SIZE)
+def test_programs_of_any_size_are_traced_once_too(name: str, tmp_path: Path, traces: list[Any]) -> None:
+    path, function, free = tmp_path / "model.onnx", OF_ANY_SIZE[name], torch.export.Dim.DYNAMIC
+    with decomposed_where_needed():
+        torch.onnx.export(Function(function).eval(), (noise(2, 4, 6, 8),), path, input_names=["input"], verbose=False,
+                          dynamo=True, dynamic_shapes=({0: free, 2: free, 3: free},), external_data=False)  # fmt: skip
+
+    session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
+    for shape in ((1, 4, 6, 8), (3, 4, 11, 5), (2, 4, 4, 40)):
+        x = noise(*shape, seed=3)
+        (found,) = session.run(None, {"input": x.numpy()})
+        np.testing.assert_allclose(found, function(x), rtol=1e-5, atol=1e-5)
     assert not traces
 
 

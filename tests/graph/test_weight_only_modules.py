@@ -38,6 +38,13 @@ KINDS: dict[str, tuple[Granularity, bool]] = {
     "channels": (PerChannel(0), False),
     "tensor": (PerTensor(), True),
 }
+STORED = [*((one, "float32") for one in DTYPES), ("int4", "float16"), ("int4", "uint8")]
+# Each type of weights and scales with two of the kinds in turn; the others with the slow tests.
+COMBINED = [
+    pytest.param(dtype, scales, kind, marks=[] if (i + k) % 2 == 0 else [pytest.mark.slow])
+    for i, (dtype, scales) in enumerate(STORED)
+    for k, kind in enumerate(KINDS)
+]
 
 
 def backend(dtype: str, kind: str = "blocks", scales: str = "float32") -> Backend:
@@ -71,10 +78,7 @@ def test_bytes_hold_the_lowest_bits_first(bits: int) -> None:
     np.testing.assert_array_equal(unpacked(held, bits)[:, :13].numpy(), integers)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("dtype", "scales"), [*((one, "float32") for one in DTYPES), ("int4", "float16"), ("int4", "uint8")]
-)
+@pytest.mark.parametrize(("dtype", "scales", "kind"), COMBINED)
 def test_the_file_computes_what_the_simulation_does(
     dtype: str, scales: str, kind: str, tmp_path: Path
 ) -> None:

@@ -299,7 +299,7 @@ def test_a_zip_is_unpacked_where_it_goes_away_again(bundle: Path, tmp_path: Path
     assert not folder.exists()
 
 
-def test_a_bundle_whose_run_missed_a_bound_passes_only_when_accepted(
+def test_a_missed_bound_of_the_run_has_to_be_accepted(
     bundle: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = "verify.max_drop=1.0: INT8 top-1 70.00 is 3.20 points below float 73.20"

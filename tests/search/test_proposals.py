@@ -33,7 +33,7 @@ def _point(values: Mapping[str, Any]) -> tuple[str, int, int]:
     return values["calibration"], values["schedule.epochs"], round(tenths)
 
 
-@pytest.mark.parametrize("storage", [None, "journal"])
+@pytest.mark.parametrize("storage", [None, pytest.param("journal", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("trials", [12, 18, 40])
 def test_every_trial_of_a_small_space_is_another_one(
     tmp_path: Path, trials: int, storage: str | None

@@ -289,7 +289,7 @@ def test_a_full_disk_is_no_attempt(launch: Launch) -> None:
     "ends",
     [
         pytest.param("an epoch", marks=pytest.mark.slow),
-        "its end",
+        pytest.param("its end", marks=pytest.mark.slow),
         # What they write down fails in test_storage.py too; the worker ends as with the one before.
         pytest.param("an early end", marks=pytest.mark.slow),
         pytest.param("a failure", marks=pytest.mark.slow),

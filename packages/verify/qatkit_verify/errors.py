@@ -13,6 +13,7 @@ from functools import partial
 _LONGEST = 300  # maximum number of characters of a value in a message
 _LONGEST_REASON = 2000
 _LONGEST_CAUSE = 400
+_LESS_SIMILAR = 0.15  # difference in similarity at which a word is no longer proposed beside a closer one
 
 
 class ConfigError(ValueError):
@@ -59,9 +60,16 @@ def counted(count: int, noun: str) -> str:
 
 
 def near_matches(word: str, words: Iterable[str], n: int = 5) -> str:
-    """Returns the `n` of `words` that are closest to `word`, separated by commas."""
-    pool = sorted(set(words))
-    return ", ".join(difflib.get_close_matches(word[:_LONGEST], pool, n=n, cutoff=0.3) or pool[:n])
+    """Returns the `n` of `words` that are closest to `word`, separated by commas.
+
+    Words that are clearly less similar than the closest one are left out. If none is similar, the first ones are
+    returned.
+    """
+    pool, typed = sorted(set(words)), word[:_LONGEST]
+    near = {one: difflib.SequenceMatcher(a=one, b=typed).ratio()
+            for one in difflib.get_close_matches(typed, pool, n=n, cutoff=0.3)}  # fmt: skip
+    least = max(near.values(), default=0.0) - _LESS_SIMILAR
+    return ", ".join([one for one, ratio in near.items() if ratio > least] or pool[:n])
 
 
 def did_you_mean(word: str, words: Iterable[str], n: int = 5) -> str:

@@ -169,9 +169,10 @@ def waves(window: int) -> tuple[Doubles, Doubles]:
     """Returns the windowed cosines and sines in whole steps of 2^-20, [window, window // 2 + 1] each."""
     times, bins = np.arange(window), np.arange(window // 2 + 1)
     hann = 0.5 - 0.5 * cosine_of_turns(times, window)
-    turns = np.outer(times, bins) * 4
+    turns, parts = np.outer(times, bins) * 4, 4 * window
     # sin(x) = cos(x - a quarter of a turn); a turn is 4 windows, so a quarter is an integer number of parts.
-    found = (cosine_of_turns(turns - shift, 4 * window) for shift in (0, window))
+    known = cosine_of_turns(np.arange(parts), parts)
+    found = (known[(turns - shift) % parts] for shift in (0, window))
     cosine, sine = (np.rint(hann[:, None] * one * _WEIGHT_STEPS) for one in found)
     return cosine, sine
 

@@ -103,13 +103,16 @@ def in_doubt(found: Parity, least: float) -> bool:
     It may if a file that agrees on exactly the share `least` of all images would differ on at least as many
     of these images with a probability above 5 %.
     """
+    import numpy as np
+
     differing, rate = _otherwise(found), 1 - least
     if found.held >= least or rate == 0:
         return False
-    fewer = 0.0  # the probability of fewer differences, by the binomial distribution
-    for count in range(differing):
-        ways = math.lgamma(found.images + 1) - math.lgamma(count + 1) - math.lgamma(found.images - count + 1)
-        fewer += math.exp(ways + count * math.log(rate) + (found.images - count) * math.log(least))
+    # Logarithms of the binomial distribution: each probability from the one before.
+    before = np.arange(differing - 1)
+    ratios = np.log((found.images - before) / (before + 1)) + math.log(rate / least)
+    logarithms = found.images * math.log(least) + np.concatenate([[0.0], np.cumsum(ratios)])
+    fewer = float(np.exp(logarithms[:differing]).sum())
     return 1 - fewer > _RARELY
 
 

@@ -77,7 +77,7 @@ def _rank(rank: int, file: str, folder: str, kind: type[Observer], first: int) -
 
 @pytest.mark.parametrize(
     "first",
-    [pytest.param(3, marks=pytest.mark.slow), 1, 6],
+    [pytest.param(3, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 6],
     ids=["even", "uneven", "one rank without images"],
 )
 @pytest.mark.parametrize("kind", [MinMaxObserver, MovingAverageMinMaxObserver])

@@ -151,12 +151,9 @@ def reference_entropy(x: Values, width: float, levels: int) -> tuple[float, Valu
     for i in range(n, levels - 1, -step):
         p = counts[:i].copy()
         p[-1] += counts[i:].sum()
-        q = np.zeros(i)
         level = np.arange(i) * levels // i
-        for k in range(levels):
-            bins = np.flatnonzero((level == k) & (p > 0))
-            if len(bins):
-                q[bins] = counts[:i][level == k].sum() / len(bins)
+        total, bins = np.bincount(level, counts[:i]), np.bincount(level, p > 0)
+        q = np.where(p > 0, total[level] / np.maximum(bins[level], 1), 0.0)
         filled = p > 0
         if counts[:i].sum() > 0 and (q[filled] > 0).all():
             p, q = p / p.sum(), q / q.sum()

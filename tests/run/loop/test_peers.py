@@ -100,6 +100,7 @@ def test_a_signal_reaches_a_process_that_waits_in_a_library(number: int, when: s
     )
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_a_process_blocked_in_a_library() -> None:
     with _script(_WAITS.replace("6.0", "600.0"), "trains") as process:
         try:
