@@ -44,7 +44,7 @@ def encodings_of(path: Path) -> Encodings:
     """Returns the encodings of a file.
 
     Raises:
-        ConfigError: the file cannot be read, or has no pair with constant scales.
+        ConfigError: the file cannot be read, or has neither pairs with constant scales nor number formats.
     """
     from qatkit.graph.convert.format_modules import DOMAIN
 
@@ -163,7 +163,7 @@ def _constant(value: ir.Value | None) -> Any:
 
 
 def _encoding(node: ir.Node) -> Encoding | None:
-    """Returns the encoding of a node that quantizes or dequantizes; None if it is computed."""
+    """Returns the encoding of a node that quantizes or dequantizes; None if scale or zero point is computed."""
     value, scale = node.inputs[0], _constant(node.inputs[1])
     zero = node.inputs[2] if len(node.inputs) > 2 else None
     held = _constant(zero)
@@ -182,7 +182,7 @@ def _encoding(node: ir.Node) -> Encoding | None:
 
 
 def _is_lone(scales: Any, value: ir.Value, axis: int | None) -> bool:
-    """Returns whether a single scale applies to the whole tensor, not just to the only channel of the tensor."""
+    """Returns whether the scale is per tensor; one scale [1] is per channel if the tensor has one channel."""
     if scales.ndim == 0:
         return True
     shape = value.shape
@@ -191,7 +191,10 @@ def _is_lone(scales: Any, value: ir.Value, axis: int | None) -> bool:
 
 
 def _dtype(node: ir.Node) -> str:
-    """Returns the type of the quantized values: that of zero_point or of the dequantized input, or `output_dtype`."""
+    """Returns the type of the quantized values.
+
+    It is the type of zero_point, else of the input of a DequantizeLinear, else `output_dtype`, else uint8.
+    """
     import onnx_ir as ir
 
     zero = node.inputs[2] if len(node.inputs) > 2 else None

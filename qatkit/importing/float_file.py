@@ -112,15 +112,15 @@ def layout_of(path: Path, typed: str | None) -> str:
 
 
 def read_float_file(path: Path, fixed: Mapping[str, Any] | None = None) -> FloatFile:
-    """Reads and checks `path`.
+    """Reads a float ONNX file and checks it for export.py.
 
     Args:
         path: an ONNX file, with any external data next to it.
         fixed: values of inputs that become constants, by name.
 
     Raises:
-        ConfigError: the file is missing, damaged, too large or already quantized, has weights that are not
-            finite, or does not have the inputs in `fixed`.
+        ConfigError: the file is missing, damaged, too large or already quantized, has changed since its report, has
+            weights that are not finite or inputs that are not tensors of numbers, or `fixed` does not fit its inputs.
     """
     if path.is_file() and changed_since_its_report(path):
         allowed = (
@@ -178,7 +178,7 @@ def _check_finite(path: Path, graph: ir.Graph) -> None:
 
 
 def for_tools(file: FloatFile, opset: int) -> FloatFile:
-    """Returns the file in the form that ONNX Runtime's quantization tools need, with `opset` or a higher one.
+    """Returns the file as ONNX Runtime's quantization tools need it, with `opset` or a higher one.
 
     Raises:
         ConfigError: the file has no weights to quantize, has them in branches, or cannot be upgraded.

@@ -81,7 +81,7 @@ def operator_name(node: ir.Node) -> str:
 
 
 def takes_any_size(node: ir.Node) -> bool:
-    """Returns whether the module or function of a node accepts a different size of its inputs in each run."""
+    """Returns whether the module or function of a node accepts inputs of a different size in each run."""
     if node.domain not in STANDARD or node.op_type not in _ANY_SIZE:
         return False
     pads = node.attributes.get_ints("pads", ())
@@ -108,7 +108,7 @@ def splits(inputs: Sequence[ir.Value], outputs: Sequence[ir.Value]) -> bool:
 
 
 def reached(graph: ir.Graph, start: ir.Node, *, forward: bool) -> set[ir.Node]:
-    """Returns the nodes of a graph that depend on `start`, or on which it depends."""
+    """Returns the nodes of a graph that depend on `start` (`forward`), or on which `start` depends."""
     found, values = set[ir.Node](), {*(start.outputs if forward else read_by(start))}
     for node in graph if forward else reversed(list(graph)):
         if values & {*(read_by(node) if forward else node.outputs)}:

@@ -56,7 +56,8 @@ def cut_islands(
         The regions.
 
     Raises:
-        ConfigError: an input or output is not a tensor of numbers, or a region draws random numbers.
+        ConfigError: an input of the file or an output of a region is not a tensor of numbers, a region draws random
+            numbers or exceeds 2 GB, or the type of one of its inputs is unknown.
     """
     cutter = _Cutter(file, model, fixed, unsupported, any_batch)
     cutter.found.judge(model.graph)
@@ -133,7 +134,10 @@ class _Cutter:
         return list(distinct.values())
 
     def _makers(self, node: ir.Node, graph: ir.Graph) -> list[ir.Node]:
-        """Returns the nodes whose results a node reads; for a node of a region, without the sizes that it includes."""
+        """Returns the nodes of the graph whose results a node reads.
+
+        For a node of a region, nodes that compute only sizes or constants are left out, since the region copies them.
+        """
         values = (
             self._needed([node])[0] if node in self.why and self.found.is_computed(node) else read_by(node)
         )
@@ -141,7 +145,7 @@ class _Cutter:
         return [maker for maker in found if maker is not None and maker.graph is graph]
 
     def _stages(self, graph: ir.Graph) -> dict[ir.Node, int]:
-        """Returns how often the path to each node changes from a region to PyTorch.
+        """Returns the largest number of changes from a region to PyTorch on a path to each node.
 
         There is no PyTorch node between region nodes of the same stage.
         """

@@ -22,7 +22,7 @@ ENOUGH = 100.0  # dB: float32 rounding of most networks stays above it
 _OF_A_NODE = 90.0  # dB for a single node: ONNX Runtime approximates exponentials
 _OF_A_HALF = 50.0  # dB for a single node with a float16 output, which the module computes in float32
 _SMALL = 2e-6  # absolute difference that is accepted in any case: float32 rounding of values near 1
-_AMPLIFIED = 40.0  # dB for a network that amplifies rounding
+_AMPLIFIED = 40.0  # dB that a network keeps although it amplifies rounding
 
 
 def prove_import(model: ImportedModel, feeds: Feeds) -> dict[str, float]:
@@ -30,7 +30,7 @@ def prove_import(model: ImportedModel, feeds: Feeds) -> dict[str, float]:
 
     If all outputs reach `ENOUGH`, the check ends. Otherwise each node is computed from ONNX Runtime's values
     of its inputs. A network may amplify rounding errors, but the rounding errors of a single node are small,
-    unlike those of a wrong implementation.
+    unlike the errors of a wrong implementation.
 
     Args:
         model: the imported module.
@@ -90,7 +90,7 @@ def _prove_nodes(model: ImportedModel, feeds: Feeds) -> None:
     """Computes each node of the main graph from ONNX Runtime's values of its inputs.
 
     Raises:
-        ConfigError: a node differs by more than rounding; the message names the one that differs most.
+        ConfigError: a node differs by more than rounding; the message names the node that misses its limit by most.
     """
     steps = [step for step in model.program.steps if step.branches is None]
     values = {**feeds, **_every_value(model, feeds)}

@@ -1,4 +1,4 @@
-"""Reads a float ONNX file with onnx_ir: inlines local functions, sorts nodes, and loads weights into memory."""
+"""Reads an ONNX file with onnx_ir: inlines local functions, sorts nodes, and loads weights into memory."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ def read(
     check: Callable[[onnx.GraphProto], None] | None = None,
     as_is: bool = False,
 ) -> ir.Model:
-    """Reads a file of any opset, with its external data from the same folder.
+    """Reads a file of opset 7 or higher, with its external data from the same folder.
 
-    Operators without 8-bit kernels are split into parts that have such kernels (`qatkit.importing.fused`).
+    Fused operators are split into parts that have 8-bit kernels (`qatkit.importing.fused`).
 
     Args:
         path: the file.
         most: the largest allowed number of bytes, including external data; None: any number.
         check: a function that is called with the graph of the file, before onnx_ir is imported (which takes
             long).
-        as_is: whether to keep operators whole, and external data in its files.
+        as_is: whether fused operators are not split, and external data is not loaded.
 
     Raises:
-        ConfigError: the file does not exist, cannot be parsed, has an invalid graph, lacks external data, or is too
-            large.
+        ConfigError: the file does not exist, cannot be parsed, has an unsupported opset or an invalid graph, lacks
+            external data, or is too large.
     """
     if not path.is_file():
         raise ConfigError("onnx", path, "a float ONNX file that exists")
@@ -101,7 +101,7 @@ def _read(
         common.InlinePass()(model)
     common.RemoveInitializersFromInputsPass()(model)
     _check_and_load(path, model, plain.stat().st_size, most, as_is)
-    for value in model.graph.inputs:  # some exporters write an open size as -1 or 0
+    for value in model.graph.inputs:  # some exporters write a dynamic size as -1 or 0
         if value.shape is not None and any(isinstance(size, int) and size < 1 for size in value.shape):
             sizes = [None if isinstance(size, int) and size < 1 else size for size in value.shape]
             value.shape = ir.Shape(sizes)
@@ -159,7 +159,7 @@ def _check_bytes(path: Path, size: int, most: int | None) -> None:
 
 
 def infer_shapes(model: ir.Model) -> None:
-    """Infers types and shapes where onnx can; a model that onnx does not understand stays as it is."""
+    """Infers types and shapes where onnx can; a model that onnx does not understand stays unchanged."""
     try:
         from onnx_ir.passes import common
 
@@ -180,7 +180,7 @@ def _graphs(graph: ir.Graph) -> Iterator[ir.Graph]:
 
 
 def _check_inputs(path: Path, graph: ir.Graph) -> None:
-    """Checks that all inputs of the nodes of a graph exist.
+    """Checks that the nodes of a graph read only values that exist.
 
     Raises:
         ConfigError: an input does not exist; the message names the node and the input.

@@ -2,15 +2,15 @@
 
     regions.py           maps nodes of the converted graph to nodes of the file, and finds the pairs between them
     written_file.py      edits the file in memory: names, new nodes, constants and pairs
-    written_weights.py   replaces float weights by integers and scales
+    written_weights.py   replaces float weights with integers and scales
     written_packed.py    writes packed weights of few bits, multiplied with float activations
-    written_forms.py     writes nodes in another form: gates, SiLU and transposed convolutions in 8 bits
+    written_forms.py     replaces nodes with several others: gates, SiLU, transposed convolutions, image means
 
-Each region of the graph is a node of the file. For each of its inputs, the graph shows whether the node reads
-the value directly or after a pair. The pair is inserted after the file's value, and exactly the inputs after
-a pair read it. Nodes that the graph has absorbed (a ReLU in a range that starts at zero, a reshape around a
-Linear) stay in the file, where they change nothing. A BatchNorm or a layer scale that was folded into weights
-is removed.
+Each region of the graph is a node of the file. For each input of a region, the graph shows whether the node
+reads the value directly or after a pair. The pair is inserted after the value in the file, and only the inputs
+that are quantized in the graph read it. Nodes that the graph has absorbed (a ReLU in a range that starts at
+zero, a reshape around a Linear) stay in the file. A BatchNorm or a layer scale that was folded into weights is
+removed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ from qatkit_verify.errors import ConfigError, one_line
 from qatkit_verify.files import whole
 from qatkit_verify.session import open_session
 
-_PER_TENSOR, _PER_CHANNEL = 11, 13  # the first opsets with pairs, and with scales along an axis
+_PER_TENSOR, _PER_CHANNEL = (
+    11,
+    13,
+)  # the lowest opsets for pairs and Clips by inputs, and for scales along an axis
 _HELD = (*WHOLE, *WIDE)  # number types that pairs may have
 _NORM = {"Sub", "ReduceMean"}
 
@@ -64,10 +67,11 @@ _NORM = {"Sub", "ReduceMean"}
 def write_back(model: ImportedModel, converted: fx.GraphModule, path: Path) -> None:
     """Writes the file of `model` to `path` with the integers of its converted module, atomically.
 
-    Nodes, names, inputs, outputs, metadata and doc strings do not change, nor does the opset unless pairs
-    need a higher one. An input that was fixed becomes a constant, and an If with a constant condition becomes
-    the branch that it takes. In any other If, the branch that the example does not take stays float. The
-    nodes of an `Island` stay as they are.
+    Names, inputs, outputs, metadata and doc strings do not change, nor do nodes without quantized inputs or
+    weights. The opset is raised only if pairs need a higher one. An input that was fixed becomes a constant, and
+    an If with a constant condition becomes the branch that it takes. In any other If, the branch that the example
+    does not take stays float. The nodes of an `Island` stay float as well. Fused operators
+    and local functions are written as their parts (`qatkit.importing.read`).
 
     Args:
         model: the file, imported by `import_onnx`.
@@ -75,13 +79,23 @@ def write_back(model: ImportedModel, converted: fx.GraphModule, path: Path) -> N
         path: the file to write.
 
     Raises:
-        ConfigError: a part of the converted module cannot be written into this file; the message names the node.
+        ConfigError: a part of the converted module cannot be written into this file, or the file can no longer be
+            read.
     """
     _Writer(model, converted).write(path)
 
 
 def write_given(model: ImportedModel, path: Path) -> None:
-    """Writes the file of `model` unchanged, except for inputs that were fixed and the branches that they choose."""
+    """Writes the float file of `model` to `path`, atomically.
+
+    The file is copied if it has no external data, no input was fixed and no If has a constant condition. Otherwise
+    it is written again with constants for fixed inputs, the chosen branches in place of such Ifs, and all weights
+    inside.
+
+    Raises:
+        ConfigError: the file can no longer be read.
+        ValueError: the checker or ONNX Runtime refuses the file that was written again.
+    """
     with readable(model.file) as plain:
         tensors = (value.const_value for value in ir.load(plain).graph.initializers.values())
         alone = not any(isinstance(tensor, ir.ExternalTensor) for tensor in tensors)
@@ -204,7 +218,10 @@ class _Writer:
                     self.rewired.reads(step, name, place, value)
 
     def _in_layout(self, step: Step, place: int, chain: Chain, edges: Sequence[Edge]) -> Chain:
-        """Returns the chain with a `Layout`, so that ONNX Runtime moves image channels before it, not after it."""
+        """Appends a `Layout` to the chain if the value has 1 to 3 spatial axes.
+
+        ONNX Runtime's Transposes, which move channels to the last axis, then stop before the node.
+        """
         maker = self.makers.region(step.inputs[place])
         axes = len(shape(next(edge.source for edge in edges if edge.maker == maker))) - 2
         return (*chain, Layout(axes)) if axes in (1, 2, 3) else chain
@@ -252,7 +269,11 @@ class _Writer:
                 yield place, chains[i if len(chains) == len(places) else 0]
 
     def _source(self, name: str, chain: Chain) -> ir.Value:
-        """Returns the value from which a chain starts: before a Clip, if its bound is below the maximum of the pair."""
+        """Returns the value from which a chain starts.
+
+        It is the input of an absorbed Clip whose upper bound is below the maximum of the chain's first pair, and
+        otherwise the value `name`.
+        """
         step = self.makers.by_output.get(name)
         first = next((link for link in chain if isinstance(link, Pair)), None)
         if step is None or first is None or step.path in self.regions.nodes:

@@ -1,6 +1,6 @@
-"""Writes weights of a converted module as initializers of the file: integers and scales, or new floats.
+"""Writes weights of a converted module as initializers of the file: integers and scales, or new float values.
 
-    Conv, Gemm, MatMul                  int8 with a DequantizeLinear; the bias in int32 with another one
+    Conv, Gemm, MatMul                  integers with a DequantizeLinear; an integer bias with another one
     BatchNormalization without a Conv   becomes a depthwise Conv
     Gather of a constant table          Gather of int8 rows, Cast, Mul with a Gather of scales
     LSTM, GRU, RNN                      int8 with Cast and Mul, which ONNX Runtime computes once
@@ -65,13 +65,13 @@ class WrittenWeights:
     def operands(
         self, module: Quantized, weight: Array, scale: Array, axis: int, names: tuple[str, str]
     ) -> list[ir.Value]:
-        """Returns the dequantized weight and, if the module has one, bias of a product.
+        """Returns the dequantized weight of a product, and its bias if the module has one.
 
         Args:
             module: the converted module.
             weight, scale: the integers and scales in the layout of the node; scales have rank 0 or 1, along `axis`.
             axis: the axis of the scales.
-            names: the names of weight and bias.
+            names: the names of weight and bias, from which the names of new nodes and constants are derived.
         """
         count = scale.size if scale.ndim else weight.shape[axis]
         zero = array_of(module.weight_zero_point)
@@ -276,5 +276,5 @@ def _as_depthwise(node: ir.Node, channels: int, rank: int) -> None:
 
 
 def array_of(tensor: Tensor) -> Array:
-    """Returns a copy of a tensor, or the same memory, as an array in C order."""
+    """Returns a tensor as an array in C order, which may share its memory."""
     return np.ascontiguousarray(tensor.detach().cpu().numpy()).reshape(tuple(tensor.shape))
