@@ -16,7 +16,7 @@ from qatkit_verify.fitting import as_typed, sides
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-_FIX = "onnx.fix"
+_FIX = "model.kwargs.fix"
 _RECURRENT = ("LSTM", "GRU", "RNN")
 
 
@@ -195,16 +195,21 @@ def fixed_inputs(file: Path, graph: ir.Graph, fixed: Mapping[str, Any]) -> dict[
         if name not in known:
             raise ConfigError(_FIX, name, f"an input of {file.name} ({', '.join(known)})")
         kind, sizes = known[name].dtype, known[name].shape
-        shape = "any shape" if sizes is None else f"shape [{', '.join(map(str, sizes))}]"
-        allowed = f"a value of type {kind} and {shape} for input '{name}'"
+        dtype = None if kind is None else kind.numpy()
+        shape = "" if sizes is None else f" of shape [{', '.join(_size(size) for size in sizes)}]"
+        allowed = f"a value{shape}{'' if dtype is None else f' and type {dtype}'} for input '{name}'"
         try:
-            value = np.asarray(given, None if kind is None else kind.numpy())
+            value = np.asarray(given, dtype)
         except (TypeError, ValueError, OverflowError) as error:
             raise ConfigError(_FIX, f"{name}: {given}", allowed) from error
         if sizes is not None and not _fits(value, sizes):
             raise ConfigError(_FIX, f"{name}: {given}", allowed)
         found[name] = value
     return found
+
+
+def _size(size: Any) -> str:
+    return str(size) if isinstance(size, int) else str(size.value or "any")
 
 
 def _fits(value: NDArray[Any], sizes: ir.Shape) -> bool:

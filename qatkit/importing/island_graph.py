@@ -11,6 +11,7 @@ import onnx_ir as ir
 from qatkit.export.rewrite import subgraphs
 from qatkit.importing.operators.elementwise import SINGLE_VALUES
 from qatkit.importing.operators.padding import SAME
+from qatkit.importing.read import name_of
 from qatkit_verify.session import open_session
 
 STANDARD = ("", "ai.onnx")
@@ -43,11 +44,6 @@ def read_by(node: ir.Node) -> list[ir.Value]:
         inside = [value for inner in graph for value in read_by(inner)]
         found += [value for value in (*inside, *graph.outputs) if value not in made]
     return list(dict.fromkeys(found))
-
-
-def name_of(node: ir.Node) -> str:
-    """Returns the name of a node; if it has none, its operator and its output."""
-    return node.name or f"{node.op_type}_{next((v.name for v in node.outputs if v.name), '')}"
 
 
 def inside(node: ir.Node) -> Iterable[ir.Node]:

@@ -21,7 +21,6 @@ from qatkit.importing.island_graph import (
     STANDARD,
     holders,
     inside,
-    name_of,
     one_image,
     operator_name,
     output_dtypes,
@@ -30,7 +29,7 @@ from qatkit.importing.island_graph import (
     splits,
 )
 from qatkit.importing.operators.table import Array
-from qatkit.importing.read import read
+from qatkit.importing.read import name_of, read
 from qatkit.importing.unsupported_nodes import UnsupportedNodes
 from qatkit_verify.errors import ConfigError
 

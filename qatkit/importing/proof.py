@@ -50,7 +50,9 @@ def prove_import(model: ImportedModel, feeds: Feeds) -> dict[str, float]:
     _prove_nodes(model, _first(model, feeds))
     worst = min(ratios, key=lambda name: ratios[name])
     if ratios[worst] < _AMPLIFIED and model.any_batch:
-        reason = f"the file takes one image per run, and several images change its output '{worst}'"
+        reason = (
+            f"the file accepts one image per run; with several at once, its output '{worst}' is different"
+        )
         raise ConfigError("onnx", model.file, reason=reason)
     return ratios
 
@@ -112,7 +114,9 @@ def _prove_nodes(model: ImportedModel, feeds: Feeds) -> None:
             enough = _OF_A_HALF if exact.dtype == np.float16 else _OF_A_NODE
             margin, worst, name = min((margin, worst, name), (ratio - enough, ratio, step.name))
     if margin < 0:
-        reason = f"node '{name}' reaches only {worst:.1f} dB of ONNX Runtime's output in PyTorch"
+        reason = (
+            f"in PyTorch, node '{name}' differs from ONNX Runtime (its output has an SQNR of {worst:.1f} dB)"
+        )
         raise ConfigError("onnx", model.file, reason=reason)
 
 

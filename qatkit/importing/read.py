@@ -51,7 +51,7 @@ def read(
             external data, or is too large.
     """
     if not path.is_file():
-        raise ConfigError("onnx", path, "a float ONNX file that exists")
+        raise ConfigError("onnx", path, f"{'an' if as_is else 'a float'} ONNX file that exists")
     with reading(path), readable(path) as plain:
         return _read(path, plain, most, check, as_is)
 
@@ -82,7 +82,8 @@ def _read(
     _check_bytes(path, plain.stat().st_size, most)
     proto = onnx.load(str(plain), load_external_data=False)
     if not proto.graph.node or not proto.opset_import:
-        raise ConfigError("onnx", path, "an ONNX file with a graph; this one has no operators")
+        lacks = "opset" if proto.graph.node else "operators"
+        raise ConfigError("onnx", path, f"an ONNX file with a graph; this one has no {lacks}")
     if check is not None:
         check(proto.graph)
     import onnx_ir as ir
@@ -109,7 +110,7 @@ def _read(
         model.graph.sort()
     except ValueError as error:
         node = _in_circle(model.graph)
-        reason = f"the graph has a cycle: node '{node.name}' ({node.op_type}) depends on its own output"
+        reason = f"the graph has a cycle: node '{name_of(node)}' ({node.op_type}) depends on its own output"
         raise ConfigError("onnx", path, reason=reason) from error
     if not as_is:
         take_apart(model)
@@ -179,6 +180,11 @@ def _graphs(graph: ir.Graph) -> Iterator[ir.Graph]:
             yield from _graphs(inner)
 
 
+def name_of(node: ir.Node) -> str:
+    """Returns the name of a node; if it has none, its operator and its output."""
+    return node.name or f"{node.op_type}_{next((v.name for v in node.outputs if v.name), '')}"
+
+
 def _check_inputs(path: Path, graph: ir.Graph) -> None:
     """Checks that the nodes of a graph read only values that exist.
 
@@ -188,10 +194,8 @@ def _check_inputs(path: Path, graph: ir.Graph) -> None:
     for node in graph:
         for value in node.inputs:
             if value is not None and value.name and not _is_made(value):
-                name = node.name or f"{node.op_type}_{next((v.name for v in node.outputs if v.name), '')}"
-                reason = (
-                    f"node '{name}' reads '{value.name}', which is neither an input nor computed by a node"
-                )
+                reads = f"node '{name_of(node)}' reads '{value.name}'"
+                reason = f"{reads}, which is neither an input nor computed by a node"
                 raise ConfigError("onnx", path, reason=reason)
 
 

@@ -39,6 +39,7 @@ from qatkit.importing.program import ImportedModel, Operator, Step
 from qatkit.importing.read import MAX_BYTES
 from qatkit.importing.regions import (
     CONSTANT,
+    INPUT,
     Edge,
     Regions,
     carries,
@@ -52,7 +53,7 @@ from qatkit.importing.written_forms import Form, has_another_form
 from qatkit.importing.written_packed import PackedWeights, is_packed
 from qatkit.importing.written_weights import WrittenWeights
 from qatkit.quant.spec import WHOLE, WIDE
-from qatkit_verify.errors import ConfigError, one_line
+from qatkit_verify.errors import ConfigError, counted, one_line
 from qatkit_verify.files import whole
 from qatkit_verify.session import open_session
 
@@ -162,7 +163,7 @@ class _Writer:
                 raise ConfigError(
                     "onnx",
                     self.model.file,
-                    reason=f"activations in {kind} cannot be written into the given file",
+                    reason=f"activations in {kind} cannot be written into the given file, only {', '.join(_HELD)}",
                 )
         scales = [module.weight_scale for module in modules if isinstance(module, Quantized)]
         return _PER_CHANNEL if any(scale.ndim for scale in scales) else _PER_TENSOR
@@ -179,9 +180,11 @@ class _Writer:
             if isinstance(module, (QuantizedRecurrent, WeightOnly)):
                 self._weight(inner, module)
             elif module is not None and _differs(module, self.model.get_submodule(str(node.target))):
-                reason = f"node '{inner.name}' is in a branch that '{step.name}' chooses by the input"
-                told = f"{reason}, and its weights have changed; leave it float by an override"
-                raise refused(self.model.file, told)
+                where = f"node '{inner.name}' is in a branch of '{step.name}', whose condition is computed"
+                why = "its changed weights cannot be written"
+                if type(module).__name__.startswith("Quantized"):
+                    why = "it cannot be quantized there; keep it in float with backend.overrides"
+                raise refused(self.model.file, f"{where}, so {why}")
 
     def _fold(self, step: Step) -> None:
         """Removes a node from the file if its arithmetic is folded into the weights before it."""
@@ -198,7 +201,7 @@ class _Writer:
         if self.regions.loses(region_of(step)):
             raise refused(
                 self.model.file,
-                f"the inside of node '{step.name}' is quantized, which a single node cannot express",
+                f"values inside node '{step.name}' are quantized, which a single node cannot express",
             )
         if step.branches:
             self._captured(step, edges)
@@ -231,8 +234,10 @@ class _Writer:
         for maker in dict.fromkeys(edge.maker for edge in edges):
             chains = {edge.chain for edge in edges if edge.maker == maker}
             names = [name for name in step.captured() if self.makers.region(name) == maker]
-            if len(chains) > 1 or not names:
-                reason = f"a branch of node '{step.name}' reads one value in several ways"
+            if not names:
+                raise refused(self.model.file, _unread(f"the branches of node '{step.name}' read", maker))
+            if len(chains) > 1:
+                reason = f"the branches of node '{step.name}' read one value with different quantizations"
                 raise refused(self.model.file, reason)
             for name in names if any(chains) else ():
                 chain = next(iter(chains))
@@ -260,11 +265,11 @@ class _Writer:
             own = [edge for edge in edges if edge.maker == maker]
             places = [place for place, found in makers.items() if found == maker]
             if not places:
-                raise refused(self.model.file, f"the graph reads {maker} where node '{step.name}' does not")
+                raise refused(self.model.file, _unread(f"node '{step.name}' reads", maker))
             chains = [edge.chain for edge in own]
             if len(set(chains)) > 1 and len(chains) != len(places):
-                reason = f"node '{step.name}' reads one value in several ways, and its inputs are ambiguous"
-                raise refused(self.model.file, reason)
+                reason = f"node '{step.name}' reads one value with different quantizations"
+                raise refused(self.model.file, f"{reason}, and it is ambiguous which input has which")
             for i, place in enumerate(places):
                 yield place, chains[i if len(chains) == len(places) else 0]
 
@@ -317,7 +322,7 @@ class _Writer:
         if len(found) != len(named):
             raise refused(
                 self.model.file,
-                f"the file has {len(named)} outputs, but the converted graph has {len(found)}",
+                f"the file has {counted(len(named), 'output')}, but the converted graph has {len(found)}",
             )
         for place, ((name, source), (node, chain)) in enumerate(zip(named, found, strict=True)):
             if self.regions.region[node] == CONSTANT or not chain:
@@ -327,7 +332,7 @@ class _Writer:
             if self.makers.region(source) != self.regions.region[node]:
                 raise refused(
                     self.model.file,
-                    f"output '{name}' is computed by another node than in the converted graph",
+                    f"output '{name}' is not computed by the same node in the file and in the converted graph",
                 )
             self._output(place, self.file.link(self._source(source, chain), chain), source)
 
@@ -357,6 +362,12 @@ class _Writer:
         old.name = self.file.name(f"{name}_float")
         value.name, value.shape, value.type = name, old.shape, old.type
         outputs[place] = value
+
+
+def _unread(reader: str, maker: str) -> str:
+    """Returns the reason for a value that the graph reads and the file does not; `reader` ends with a verb."""
+    value = f"input '{maker.removeprefix(INPUT)}'" if maker.startswith(INPUT) else f"an output of '{maker}'"
+    return f"{reader} {value} in the converted graph, but not in the file"
 
 
 def _differs(module: nn.Module, own: nn.Module) -> bool:

@@ -16,10 +16,9 @@ import numpy as np
 import onnx_ir as ir
 
 from qatkit.export.rewrite import MICROSOFT
-from qatkit.importing.island_graph import name_of
 from qatkit.importing.operators.table import Array
 from qatkit.importing.program import ImportedModel
-from qatkit.importing.read import infer_shapes, read
+from qatkit.importing.read import infer_shapes, name_of, read
 from qatkit_verify.errors import ConfigError
 
 _OTHER_FLOATS = (ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)

@@ -144,7 +144,8 @@ class Form:
         if name == "getitem":
             return self._slice(node, given[0])
         raise refused(
-            self.file.path, f"node '{self.step.name}' needs {name} in 8 bits, which has no form in the file"
+            self.file.path,
+            f"node '{self.step.name}' needs {name} in 8 bits, which cannot be written into the file",
         )
 
     def _constant(self, array: Any, what: str) -> ir.Value:

@@ -57,7 +57,9 @@ class PackedWeights:
             return
         if node.op_type not in _PRODUCTS or node.domain not in ("", "ai.onnx"):
             raise refused(
-                self.file.path, f"node '{step.name}' is a {node.op_type}, which cannot have a packed weight"
+                self.file.path,
+                f"node '{step.name}' ({node.op_type}) cannot have a packed weight; "
+                "keep it in float with backend.overrides",
             )
         held = held_by(cast(ir.Value, node.inputs[1]))
         if held is not None and held.dtype != np.float32:

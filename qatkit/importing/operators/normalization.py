@@ -79,7 +79,7 @@ def layer_norm_module(node: Node, constants: Sequence[Array | None]) -> nn.Modul
 
 def _with_mean(node: Node) -> str:
     several = sum(map(bool, node.outputs)) > 1
-    return "its output of the mean has no PyTorch equivalent" if several else ""
+    return "it also returns a mean or deviation, which has no PyTorch equivalent" if several else ""
 
 
 @function("LayerNormalization", refuses=_with_mean)
