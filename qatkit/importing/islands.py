@@ -49,7 +49,7 @@ def cut_islands(
         model: the model with shapes inferred; changed in place.
         fixed: values of inputs that are constants.
         unsupported: the reasons why the table of operators refuses nodes, by first output of the node.
-        any_batch: whether the module takes several images per run although the file takes one.
+        any_batch: whether the module accepts several images per run although the file accepts one.
 
     Returns:
         The regions.
