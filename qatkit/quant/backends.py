@@ -112,13 +112,15 @@ class Backend:
             blocks = part == "weight" and self.weights_alone and isinstance(found, PerBlock)
             if found not in known and not blocks:
                 kinds = " or ".join(map(str, known))
-                allowed = f"{kinds}, since int8 kernels need it (backend=weight_only allows blocks)"
+                hint = " (backend=weight_only allows blocks)" if part == "weight" else ""
+                allowed = f"{kinds}, since int8 kernels need it{hint}"
                 raise ConfigError(f"backend={self.name}: {part}.granularity", found, allowed)
         if (self.weight.form is None) != (self.activation.form is None):
-            allowed = "an integer type if the activation has one, or a number format for both"
+            same = "an integer type" if self.activation.form is None else "a number format"
+            allowed = f"{same}, since activation.dtype={self.activation.dtype} is one"
             raise ConfigError(f"backend={self.name}: weight.dtype", self.weight.dtype, allowed)
         if self.aligned and not self.activation.symmetric:  # the scale of a ReLU's output starts at zero
-            allowed = "true with aligned scales"
+            allowed = "true, since this backend aligns scales"
             raise ConfigError(f"backend={self.name}: activation.symmetric", False, allowed)
         if self.weight.scale_dtype != "float32" and not self.weights_alone:
             allowed = "float32, since int8 kernels need it (backend=weight_only allows others)"
