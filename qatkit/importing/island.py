@@ -1,4 +1,4 @@
-"""A module that runs a region of a file in ONNX Runtime, since it has no PyTorch equivalent."""
+"""The module of a region that has no PyTorch equivalent, which ONNX Runtime computes in float."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ class _Cutter:
         return [maker for maker in found if maker is not None and maker.graph is graph]
 
     def _stages(self, graph: ir.Graph) -> dict[ir.Node, int]:
-        """Returns the largest number of changes from a region to PyTorch on a path to each node.
+        """Returns for each node the largest number of changes from a region to PyTorch on a path to it.
 
         There is no PyTorch node between region nodes of the same stage.
         """

@@ -6,7 +6,7 @@
     If                                                  →  both branches; the condition selects the one that runs
     all other nodes                                     →  an `Operator`, which calls the function of its operator
 
-Modules have the paths that the names of their nodes give, so overrides and reports use the names of the file.
+The path of a module follows from the name of its node, so overrides and reports use the names of the file.
 Sizes, axes and other integers that do not depend on values of the inputs are NumPy arrays while the program runs.
 """
 
@@ -71,7 +71,7 @@ class Operator(nn.Module):
 
 
 class Refused(nn.Module):
-    """A node in a branch that has no PyTorch equivalent; it raises an error only if the branch is taken."""
+    """A node without a PyTorch equivalent, in a branch: an error is raised only if the branch is taken."""
 
     def __init__(self, reason: str) -> None:
         super().__init__()

@@ -22,7 +22,7 @@ ENOUGH = 100.0  # dB: float32 rounding of most networks stays above it
 _OF_A_NODE = 90.0  # dB for a single node: ONNX Runtime approximates exponentials
 _OF_A_HALF = 50.0  # dB for a single node with a float16 output, which the module computes in float32
 _SMALL = 2e-6  # absolute difference that is accepted in any case: float32 rounding of values near 1
-_AMPLIFIED = 40.0  # dB that a network keeps although it amplifies rounding
+_AMPLIFIED = 40.0  # lowest dB of a network that amplifies rounding
 
 
 def prove_import(model: ImportedModel, feeds: Feeds) -> dict[str, float]:

@@ -6,7 +6,7 @@
     ConvTranspose with integer weights  Conv, DepthToSpace (or Reshape and Transpose), Slice
     ReduceMean of images in 8 bits      GlobalAveragePool (and Flatten)
 
-ONNX Runtime computes HardSwish and HardSigmoid in int8 only if they are written so, and has no int8 kernel for
+ONNX Runtime computes HardSwish and HardSigmoid in int8 only if they are written in this way, and has no int8 kernel for
 ConvTranspose and ReduceMean. It would give each part of a SiLU its own DequantizeLinear, and would then not fuse
 the parts.
 """

@@ -111,7 +111,7 @@ class PackedWeights:
             node.replace_input_with(1 + place, value)
 
     def _bias(self, node: ir.Node, module: WeightOnly) -> ir.Value | None:
-        """Returns the bias [out], if equal as the constant of the file; None if the module has none."""
+        """Returns the bias [out], which is the file's constant if both are equal; None if the module has none."""
         if module.bias is None:
             return None
         wanted = array_of(module.bias)
@@ -189,7 +189,7 @@ class PackedWeights:
         base: str,
         after: ir.Value,
     ) -> ir.Value:
-        """Returns rows [n, inputs] in float32 from packed rows, scales and zero points, by nodes after `after`."""
+        """Returns float32 rows [n, inputs] from packed rows, scales and zero points; inserts nodes after `after`."""
         _, blocks, size = module.weight.shape
         each, bits = 8 // module.bits, module.bits
         width = size * each

@@ -115,7 +115,8 @@ class WeightFakeQuantize(WeightQuantizerState):
     def bounded(self, scale: Tensor) -> Tensor:
         """Returns `scale`, moved so that the shift to the output is within its bounds.
 
-        It is returned unchanged if there are no bounds, or not one input and one output with powers of two.
+        It is unchanged without such bounds, if scales need not be powers of two, or if the quantizer of the input or
+        output is missing.
         """
         source, target = self._edges
         if self._shifts is None or source is None or target is None or not self.spec.powers_of_two:
