@@ -7,14 +7,16 @@
     unsupported_nodes.py  finds the nodes that have no PyTorch equivalent
     islands.py            groups these nodes into regions
     island.py             runs a region in ONNX Runtime
+    build.py              builds the program from the file's graph
     program.py            runs the nodes in order, each as a submodule with the node's name
     operators/            implements the ONNX operators in PyTorch
-    patterns.py           joins operators that exporters write in parts (SiLU, GELU, LayerNorm)
+    patterns.py           joins operators that exporters write in parts (SiLU, HardSwish, GELU)
     proof.py              compares the module with the file in ONNX Runtime
     write_back.py         writes the file again, with the integers of a converted module
+    encodings.py          reads scales and zero points from any quantized file
 
-The module takes the file's inputs by position or by name, and returns its outputs by name. Sizes are plain numbers
-while it runs, so `qatkit.graph.trace` records it like any other model.
+The module accepts the file's inputs by position or by name. It returns its outputs by name, or its only output.
+Sizes are plain numbers while it runs, so `qatkit.graph.trace` records it like any other model.
 """
 
 from __future__ import annotations

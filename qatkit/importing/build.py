@@ -57,7 +57,7 @@ def _attempt(
     library: Path | None,
     unsupported: Mapping[str, str],
 ) -> tuple[ImportedModel, dict[str, str]]:
-    """Returns a module of the file, and by first output of a node the reason why it has no PyTorch equivalent."""
+    """Returns a module of the file, and why nodes have no PyTorch equivalent, by the first output of each node."""
     model = read(file)
     given = fixed_inputs(file, model.graph, fixed)
     constants = {name: array(value) for name, value in given.items() if value.dtype.kind not in "OUS"}
@@ -106,7 +106,7 @@ class _Builder:
         self.parameters: dict[tuple[str, str, str], nn.Parameter] = {}
 
     def program(self, graph: ir.Graph, constants: Mapping[str, Array] | None = None) -> Program:
-        """Returns a program with the steps of a graph, and adds the modules of the steps to the model."""
+        """Returns a program with the steps of a graph, and adds their modules to `modules`."""
         self.known |= constants or {}
         for value in graph.initializers.values():
             if value.const_value is not None and value.dtype != ir.DataType.STRING:

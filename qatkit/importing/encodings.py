@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qatkit.importing.read import read
+from qatkit.importing.read import name_of, read
 from qatkit.records.encodings import Encoding, Encodings, made
 from qatkit_verify.errors import ConfigError
 
@@ -33,6 +33,7 @@ QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
 _OF_OTHERS = ("Extended", "Vitis")  # prefixes of operator names
 _CONSTANT = re.compile(rf"(.+)_{DEQUANTIZE}(_Output|_output)?(_\d+)?")
 _TENSOR = re.compile(rf"(.+)_{QUANTIZE}(_\d+)?")
+_COMPUTED = "scale or zero point is computed"
 _BIAS, _AXIS = "int32", 1  # the type of a bias, and the default axis of a DequantizeLinear
 # Operators that compute with integers directly, without pairs.
 _WITHOUT_PAIRS = re.compile(
@@ -44,7 +45,7 @@ def encodings_of(path: Path) -> Encodings:
     """Returns the encodings of a file.
 
     Raises:
-        ConfigError: the file cannot be read, or has no pair with constant scales.
+        ConfigError: the file cannot be read, or has neither pairs with constant scales nor number formats.
     """
     from qatkit.graph.convert.format_modules import DOMAIN
 
@@ -93,7 +94,7 @@ class _Found:
     def _quantized(self, node: ir.Node) -> None:
         value, encoding = node.inputs[0], _encoding(node)
         if encoding is None or value is None:
-            self.notes.append(f"'{node.name}' is not listed, because its scale is computed")
+            self.notes.append(f"'{name_of(node)}' is not listed, because its {_COMPUTED}")
             return
         if _constant(value) is not None:  # a float weight before a pair
             self.parameters.setdefault(str(value.name), encoding)
@@ -120,7 +121,7 @@ class _Found:
     def _parameter(self, node: ir.Node) -> None:
         encoding, constant = _encoding(node), node.inputs[0]
         if encoding is None or constant is None:
-            self.notes.append(f"'{node.name}' is not listed, because its scale is computed")
+            self.notes.append(f"'{name_of(node)}' is not listed, because its {_COMPUTED}")
             return
         for name in _parameter_names(node):
             if name in self.names and name != node.outputs[0].name:
@@ -131,7 +132,9 @@ class _Found:
                 return
             if self._stored.get(name) is constant and self.parameters[name].equals(encoding):
                 return  # one constant, dequantized for each reader
-        self.notes.append(f"the constant of '{node.name}' is not listed, because it has no name of its own")
+        self.notes.append(
+            f"the constant of '{name_of(node)}' is not listed, because it has no name of its own"
+        )
 
 
 def _kind(node: ir.Node) -> str:
@@ -163,7 +166,7 @@ def _constant(value: ir.Value | None) -> Any:
 
 
 def _encoding(node: ir.Node) -> Encoding | None:
-    """Returns the encoding of a node that quantizes or dequantizes; None if it is computed."""
+    """Returns the encoding of a node that quantizes or dequantizes; None if scale or zero point is computed."""
     value, scale = node.inputs[0], _constant(node.inputs[1])
     zero = node.inputs[2] if len(node.inputs) > 2 else None
     held = _constant(zero)
@@ -182,7 +185,7 @@ def _encoding(node: ir.Node) -> Encoding | None:
 
 
 def _is_lone(scales: Any, value: ir.Value, axis: int | None) -> bool:
-    """Returns whether a single scale applies to the whole tensor, not just to the only channel of the tensor."""
+    """Returns whether the scale is per tensor; one scale [1] is per channel if the tensor has one channel."""
     if scales.ndim == 0:
         return True
     shape = value.shape
@@ -191,7 +194,10 @@ def _is_lone(scales: Any, value: ir.Value, axis: int | None) -> bool:
 
 
 def _dtype(node: ir.Node) -> str:
-    """Returns the type of the quantized values: that of zero_point or of the dequantized input, or `output_dtype`."""
+    """Returns the type of the quantized values.
+
+    It is the type of zero_point, else of the input of a DequantizeLinear, else `output_dtype`, else uint8.
+    """
     import onnx_ir as ir
 
     zero = node.inputs[2] if len(node.inputs) > 2 else None

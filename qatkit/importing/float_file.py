@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from qatkit.export.quiet import quiet
 from qatkit.importing.inputs import FileInput, ImageInput, file_inputs, fixed_inputs, image_input
-from qatkit.importing.read import MAX_BYTES, read, reading
+from qatkit.importing.read import MAX_BYTES, name_of, read, reading
 from qatkit.records.preprocessing_file import preprocessing_beside
 from qatkit.records.run_files import REPORT_FILE, changed_since_its_report
 from qatkit_verify.errors import ConfigError
@@ -112,21 +112,19 @@ def layout_of(path: Path, typed: str | None) -> str:
 
 
 def read_float_file(path: Path, fixed: Mapping[str, Any] | None = None) -> FloatFile:
-    """Reads and checks `path`.
+    """Reads a float ONNX file and checks it for export.py.
 
     Args:
         path: an ONNX file, with any external data next to it.
         fixed: values of inputs that become constants, by name.
 
     Raises:
-        ConfigError: the file is missing, damaged, too large or already quantized, has weights that are not
-            finite, or does not have the inputs in `fixed`.
+        ConfigError: the file is missing, damaged, too large or already quantized, has changed since its report, has
+            weights that are not finite or inputs that are not tensors of numbers, or `fixed` does not fit its inputs.
     """
     if path.is_file() and changed_since_its_report(path):
-        allowed = (
-            f"the file that {REPORT_FILE} next to it describes; this one is damaged, or has changed since"
-        )
-        raise ConfigError("onnx", path, allowed)
+        reason = f"the file is damaged, or has changed since {REPORT_FILE} next to it was written"
+        raise ConfigError("onnx", path, reason=reason)
     model = read(path, most=MAX_BYTES, check=partial(_check_float, path))
     with reading(path):
         return _checked(path, model, fixed or {})
@@ -173,12 +171,12 @@ def _check_finite(path: Path, graph: ir.Graph) -> None:
             if tensor is None or tensor.dtype != ir.DataType.FLOAT or np.isfinite(tensor.numpy()).all():
                 continue
             assert value is not None
-            reason = f"the weight '{value.name}' of '{node.name}' ({node.op_type}) contains NaN or infinity"
-            raise ConfigError("onnx", path, f"a model with finite weights; {reason}")
+            told = f"the weight '{value.name}' of '{name_of(node)}' ({node.op_type}) contains NaN or infinity"
+            raise ConfigError("onnx", path, f"a model with finite weights; {told}")
 
 
 def for_tools(file: FloatFile, opset: int) -> FloatFile:
-    """Returns the file in the form that ONNX Runtime's quantization tools need, with `opset` or a higher one.
+    """Returns the file as ONNX Runtime's quantization tools need it, with `opset` or a higher one.
 
     Raises:
         ConfigError: the file has no weights to quantize, has them in branches, or cannot be upgraded.

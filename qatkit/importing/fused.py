@@ -2,8 +2,10 @@
 
     com.microsoft.FusedConv                   Conv, Add of its fourth input, activation
     com.microsoft.FusedGemm                   Gemm, activation
-    com.microsoft.FusedMatMul with a matrix   MatMul with the matrix (transposed if requested), Mul by alpha
-    Einsum "...c,cm->...m" with a matrix      MatMul
+    com.microsoft.FusedMatMul (*)             MatMul (the matrix transposed if requested), Mul by alpha
+    Einsum "...c,cm->...m" (*)                MatMul
+
+    (*) with a constant matrix as the second input
 
 ONNX Runtime's optimizer writes the first three. If the parts stay float, it fuses them again when it loads the file.
 """

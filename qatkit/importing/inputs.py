@@ -16,7 +16,7 @@ from qatkit_verify.fitting import as_typed, sides
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-_FIX = "onnx.fix"
+_FIX = "model.kwargs.fix"
 _RECURRENT = ("LSTM", "GRU", "RNN")
 
 
@@ -26,10 +26,10 @@ class FileInput(NamedTuple):
     Attributes:
         name: the name in the file.
         dtype: NumPy's name of its type.
-        shape: its sizes; None for an open size.
+        shape: its sizes; None for a dynamic size.
         axis: the batch axis; None without one.
-        names: the names of the sizes.
-        below: the number of rows of the smallest table that it indexes; None if it indexes none.
+        names: the names of the sizes; "" for a size that is fixed or has no name.
+        below: the number of rows of the smallest table that it indexes; None if no such table is found.
     """
 
     name: str
@@ -42,10 +42,10 @@ class FileInput(NamedTuple):
 
 @dataclass(frozen=True)
 class ImageInput:
-    """The only input of a file that takes images.
+    """The input of a file whose only input is a batch of images.
 
     Attributes:
-        shape: the sizes in the order of `layout`, the batch first; None for an open axis.
+        shape: the sizes in the order of `layout`, the batch first; None for a dynamic axis.
         layout: nchw or nhwc.
     """
 
@@ -54,14 +54,15 @@ class ImageInput:
 
     @property
     def image(self) -> tuple[int | None, int | None, int | None]:
-        """The size of an image: (channels, height, width)."""
+        """The size of an image: (channels, height, width); None for a dynamic axis."""
         one, two, three = self.shape[1:]
         return (three, one, two) if self.layout == "nhwc" else (one, two, three)
 
     def size(self, asked: int | Sequence[int] | None, file: object) -> int | list[int] | None:
-        """Returns the size of an image as for `data.image_size`; sizes that are open in the file come from `asked`.
+        """Returns the image size in pixels: one number for squares, [height, width] for others, None if unknown.
 
-        If the file has only one fixed side and `asked` is None, images are square.
+        Sides that are dynamic in the file come from `asked`. If only one side is fixed and `asked` is None, images
+        are square.
 
         Args:
             asked: the setting `data.image_size`, in pixels.
@@ -80,7 +81,7 @@ class ImageInput:
 
 
 def image_input(inputs: Sequence[FileInput], layout: str) -> ImageInput | None:
-    """Returns the only input of a file that takes float32 images of 1 or 3 channels; None for any other file."""
+    """Returns the only input of a file if it is float32 images of 1, 3 or dynamically many channels; else None."""
     if len(inputs) != 1 or inputs[0].dtype != "float32" or len(inputs[0].shape) != 4:
         return None
     found = ImageInput(inputs[0].shape, layout)
@@ -120,7 +121,10 @@ def _is_tensor(value: ir.Value) -> bool:
 
 
 def one_sample_per_run(inputs: Sequence[ir.Value], graph: ir.Graph) -> bool:
-    """Returns whether the first axis of all inputs is a batch of 1; it is not for initial states of recurrent nodes."""
+    """Returns whether the first axis of every input is a batch axis of size 1.
+
+    An initial state of a recurrent node has another first axis.
+    """
     return (
         bool(inputs)
         and all(_one_sample(value) for value in inputs)
@@ -138,7 +142,7 @@ def _initial_states(graph: ir.Graph) -> set[str]:
 
 
 def _source(value: ir.Value) -> ir.Value:
-    """Returns the value from which another one is computed, following the first inputs of nodes."""
+    """Returns the value from which `value` is computed, following the first inputs of nodes."""
     node = value.producer()
     while node is not None and node.inputs and node.inputs[0] is not None:
         value = node.inputs[0]
@@ -147,21 +151,29 @@ def _source(value: ir.Value) -> ir.Value:
 
 
 def batch_axes(inputs: Sequence[ir.Value], widened: bool) -> dict[str, int | None]:
-    """Returns the batch axis of each input: the axis with the name of the first open size of the first input."""
+    """Returns the batch axis of each input; None for an input without one.
+
+    It is the axis whose size has the name of the first dynamic size of the first input. If that size has no name, it
+    is the first or only dynamic axis of each input. If the first axis of the first input is 1, no input has one.
+
+    Args:
+        inputs: the inputs that are not fixed.
+        widened: whether the module accepts any batch size although the file has batch size 1; the axis is then 0.
+    """
     shapes = {str(value.name): list(value.shape) if value.shape is not None else [] for value in inputs}
     if widened:
         return dict.fromkeys(shapes, 0)
     first = next((shape for shape in shapes.values() if shape), [])
     symbol = next((size for size in first if not isinstance(size, int)), None)
-    if symbol is None or first[0] == 1:  # if the first axis is 1, an open axis after it is time or a height
+    if symbol is None or first[0] == 1:  # if the first axis is 1, a dynamic axis after it is time or a height
         return dict.fromkeys(shapes)
-    if symbol.value is None:  # open sizes without names
+    if symbol.value is None:  # dynamic sizes without names
         return {name: _first_or_only(shape) for name, shape in shapes.items()}
     return {name: shape.index(symbol) if symbol in shape else None for name, shape in shapes.items()}
 
 
 def _first_or_only(shape: Sequence[Any]) -> int | None:
-    """Returns the first axis if its size is open, otherwise the only open axis."""
+    """Returns the first axis if it is dynamic, otherwise the only dynamic axis; None if there are none or several."""
     axes = [axis for axis, size in enumerate(shape) if not isinstance(size, int)]
     return axes[0] if axes[:1] == [0] or len(axes) == 1 else None
 
@@ -183,16 +195,21 @@ def fixed_inputs(file: Path, graph: ir.Graph, fixed: Mapping[str, Any]) -> dict[
         if name not in known:
             raise ConfigError(_FIX, name, f"an input of {file.name} ({', '.join(known)})")
         kind, sizes = known[name].dtype, known[name].shape
-        shape = "any shape" if sizes is None else f"shape [{', '.join(map(str, sizes))}]"
-        allowed = f"a value of type {kind} and {shape} for input '{name}'"
+        dtype = None if kind is None else kind.numpy()
+        shape = "" if sizes is None else f" of shape [{', '.join(_size(size) for size in sizes)}]"
+        allowed = f"a value{shape}{'' if dtype is None else f' and type {dtype}'} for input '{name}'"
         try:
-            value = np.asarray(given, None if kind is None else kind.numpy())
+            value = np.asarray(given, dtype)
         except (TypeError, ValueError, OverflowError) as error:
             raise ConfigError(_FIX, f"{name}: {given}", allowed) from error
         if sizes is not None and not _fits(value, sizes):
             raise ConfigError(_FIX, f"{name}: {given}", allowed)
         found[name] = value
     return found
+
+
+def _size(size: Any) -> str:
+    return str(size) if isinstance(size, int) else str(size.value or "any")
 
 
 def _fits(value: NDArray[Any], sizes: ir.Shape) -> bool:

@@ -1,4 +1,4 @@
-"""A region of a file without a PyTorch equivalent, as a module that runs in ONNX Runtime."""
+"""The module of a region that has no PyTorch equivalent, which ONNX Runtime computes in float."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Border:
     Attributes:
         name: the name in the file.
         dtype: the type in the file, which the module may not support (float16, uint64); None for outputs.
-        one_image: whether its first axis counts images and has size 1 in the file; None if its shape is not known.
+        one_image: whether its first axis has size 1 in the file; None if its shape is not known.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Border:
 
 @dataclass(frozen=True)
 class Region:
-    """Nodes of a file that stay as they are.
+    """Nodes of a file that stay float and run in ONNX Runtime.
 
     Attributes:
         name: the name of the first node without a PyTorch equivalent; reports use it for the region.
@@ -116,7 +116,7 @@ class Island(nn.Module):
         return self._session
 
     def forward(self, *values: Value) -> Tensor | tuple[Tensor, ...]:
-        """Returns the region's outputs; floats have torch's default type."""
+        """Returns the region's outputs; float tensors have torch's default type."""
         with torch._C.DisableTorchFunction():
             given = [tensor(value) for value in values]
             device = given[0].device if given else torch.device("cpu")

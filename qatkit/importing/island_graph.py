@@ -11,6 +11,7 @@ import onnx_ir as ir
 from qatkit.export.rewrite import subgraphs
 from qatkit.importing.operators.elementwise import SINGLE_VALUES
 from qatkit.importing.operators.padding import SAME
+from qatkit.importing.read import name_of
 from qatkit_verify.session import open_session
 
 STANDARD = ("", "ai.onnx")
@@ -45,11 +46,6 @@ def read_by(node: ir.Node) -> list[ir.Value]:
     return list(dict.fromkeys(found))
 
 
-def name_of(node: ir.Node) -> str:
-    """Returns the name of a node; if it has none, its operator and its output."""
-    return node.name or f"{node.op_type}_{next((v.name for v in node.outputs if v.name), '')}"
-
-
 def inside(node: ir.Node) -> Iterable[ir.Node]:
     """Yields the nodes of a node's branches and loop bodies, at any depth."""
     for graph in subgraphs(node):
@@ -81,7 +77,7 @@ def operator_name(node: ir.Node) -> str:
 
 
 def takes_any_size(node: ir.Node) -> bool:
-    """Returns whether the module or function of a node accepts a different size of its inputs in each run."""
+    """Returns whether the module or function of a node accepts inputs of a different size in each run."""
     if node.domain not in STANDARD or node.op_type not in _ANY_SIZE:
         return False
     pads = node.attributes.get_ints("pads", ())
@@ -108,7 +104,7 @@ def splits(inputs: Sequence[ir.Value], outputs: Sequence[ir.Value]) -> bool:
 
 
 def reached(graph: ir.Graph, start: ir.Node, *, forward: bool) -> set[ir.Node]:
-    """Returns the nodes of a graph that depend on `start`, or on which it depends."""
+    """Returns the nodes of a graph that depend on `start` (`forward`), or on which `start` depends."""
     found, values = set[ir.Node](), {*(start.outputs if forward else read_by(start))}
     for node in graph if forward else reversed(list(graph)):
         if values & {*(read_by(node) if forward else node.outputs)}:

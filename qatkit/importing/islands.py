@@ -21,7 +21,6 @@ from qatkit.importing.island_graph import (
     STANDARD,
     holders,
     inside,
-    name_of,
     one_image,
     operator_name,
     output_dtypes,
@@ -30,7 +29,7 @@ from qatkit.importing.island_graph import (
     splits,
 )
 from qatkit.importing.operators.table import Array
-from qatkit.importing.read import read
+from qatkit.importing.read import name_of, read
 from qatkit.importing.unsupported_nodes import UnsupportedNodes
 from qatkit_verify.errors import ConfigError
 
@@ -50,13 +49,14 @@ def cut_islands(
         model: the model with shapes inferred; changed in place.
         fixed: values of inputs that are constants.
         unsupported: the reasons why the table of operators refuses nodes, by first output of the node.
-        any_batch: whether the module takes several images per run although the file takes one.
+        any_batch: whether the module accepts several images per run although the file accepts one.
 
     Returns:
         The regions.
 
     Raises:
-        ConfigError: an input or output is not a tensor of numbers, or a region draws random numbers.
+        ConfigError: an input of the file or an output of a region is not a tensor of numbers, a region draws random
+            numbers or exceeds 2 GB, or the type of one of its inputs is unknown.
     """
     cutter = _Cutter(file, model, fixed, unsupported, any_batch)
     cutter.found.judge(model.graph)
@@ -133,7 +133,10 @@ class _Cutter:
         return list(distinct.values())
 
     def _makers(self, node: ir.Node, graph: ir.Graph) -> list[ir.Node]:
-        """Returns the nodes whose results a node reads; for a node of a region, without the sizes that it includes."""
+        """Returns the nodes of the graph whose results a node reads.
+
+        For a node of a region, nodes that compute only sizes or constants are left out, since the region copies them.
+        """
         values = (
             self._needed([node])[0] if node in self.why and self.found.is_computed(node) else read_by(node)
         )
@@ -141,7 +144,7 @@ class _Cutter:
         return [maker for maker in found if maker is not None and maker.graph is graph]
 
     def _stages(self, graph: ir.Graph) -> dict[ir.Node, int]:
-        """Returns how often the path to each node changes from a region to PyTorch.
+        """Returns for each node the largest number of changes from a region to PyTorch on a path to it.
 
         There is no PyTorch node between region nodes of the same stage.
         """

@@ -13,8 +13,7 @@ from torch import nn
 from qatkit.importing.program import ImportedModel, Operator, Step
 from qatkit.importing.regions import INPUT, Regions, region_of
 
-# Operators of the file that the graph may lack, because they became part of a range or of weights, or change
-# nothing.
+# Operators of the file that the graph may lack, because they became part of a range, or pass on their inputs.
 _ABSORBED = ("Relu", "Clip")
 _NOTHING = (
     *(

@@ -17,6 +17,9 @@ class Paths:
     """Gives each node a unique path: its name, if torch allows it.
 
     No path may be the parent of another one, since a module of torch.nn with a child would no longer be a leaf.
+
+    Args:
+        reserved: the names of the model's own attributes, with which no path may begin.
     """
 
     def __init__(self, reserved: set[str]) -> None:

@@ -6,7 +6,7 @@
     If                                                  →  both branches; the condition selects the one that runs
     all other nodes                                     →  an `Operator`, which calls the function of its operator
 
-Each is a submodule whose path is the node's name in the file, so overrides and reports use the names of the file.
+The path of a module follows from the name of its node, so overrides and reports use the names of the file.
 Sizes, axes and other integers that do not depend on values of the inputs are NumPy arrays while the program runs.
 """
 
@@ -39,7 +39,10 @@ class Operator(nn.Module):
 
     Args:
         node: the node to compute.
-        constants: the constant inputs, by position among the inputs; arrays of floats become buffers.
+        constants: the constant inputs, by position among the inputs; float arrays with several values become buffers.
+
+    Raises:
+        UnsupportedError: the operator has no PyTorch equivalent.
     """
 
     one_operator = True  # its call is named by its path only (`qatkit.graph.trace.name_sites`)
@@ -68,7 +71,7 @@ class Operator(nn.Module):
 
 
 class Refused(nn.Module):
-    """A node of a branch without a PyTorch equivalent, which raises an error only if the branch is taken."""
+    """A node without a PyTorch equivalent, in a branch: an error is raised only if the branch is taken."""
 
     def __init__(self, reason: str) -> None:
         super().__init__()
@@ -172,9 +175,11 @@ class ImportedModel(nn.Module):
     """A float ONNX file as a PyTorch module (`import_onnx`).
 
     Attributes:
-        inputs: names of the file's inputs, in its order.
+        file: the path of the file.
+        inputs: names of the file's inputs that are not fixed, in its order.
         outputs: names of its outputs, in its order.
-        any_batch: whether the module takes any number of images although the file takes one per run.
+        program: the steps that compute the outputs.
+        any_batch: whether the module accepts any number of images although the file accepts one per run.
         fixed: values of inputs of the file that are constants here, by name.
         batch_axes: the batch axis of each input, as the file declares it; None for an input without one.
         taken: the branch (0: then, 1: else) of each If whose condition is constant, by its first output.
@@ -315,7 +320,8 @@ def import_onnx(
             session of this process loads.
 
     Raises:
-        ConfigError: the file cannot be read, a fixed value names no input, or ONNX Runtime cannot run a node either.
+        ConfigError: the file cannot be read or is quantized already, a fixed value fits no input, a node draws random
+            numbers, or neither PyTorch nor ONNX Runtime can run a node.
     """
     from qatkit.importing.build import built
 
@@ -351,7 +357,7 @@ def _last_readers(program: Program) -> dict[int, list[str]]:
 
 
 def _given(value: Any) -> Value:
-    """Returns an input, with floats in torch's default type: float32, except in the proof, which uses float64."""
+    """Returns an input as a tensor; a float tensor gets torch's default type (float64 in `qatkit.graph.proof`)."""
     found = value if isinstance(value, Tensor) else torch.from_numpy(array(value))
     wanted = torch.get_default_dtype() if found.is_floating_point() else found.dtype
     return found if found.dtype == wanted else found.to(wanted)

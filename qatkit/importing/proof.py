@@ -22,7 +22,7 @@ ENOUGH = 100.0  # dB: float32 rounding of most networks stays above it
 _OF_A_NODE = 90.0  # dB for a single node: ONNX Runtime approximates exponentials
 _OF_A_HALF = 50.0  # dB for a single node with a float16 output, which the module computes in float32
 _SMALL = 2e-6  # absolute difference that is accepted in any case: float32 rounding of values near 1
-_AMPLIFIED = 40.0  # dB for a network that amplifies rounding
+_AMPLIFIED = 40.0  # lowest dB of a network that amplifies rounding
 
 
 def prove_import(model: ImportedModel, feeds: Feeds) -> dict[str, float]:
@@ -30,7 +30,7 @@ def prove_import(model: ImportedModel, feeds: Feeds) -> dict[str, float]:
 
     If all outputs reach `ENOUGH`, the check ends. Otherwise each node is computed from ONNX Runtime's values
     of its inputs. A network may amplify rounding errors, but the rounding errors of a single node are small,
-    unlike those of a wrong implementation.
+    unlike the errors of a wrong implementation.
 
     Args:
         model: the imported module.
@@ -50,7 +50,9 @@ def prove_import(model: ImportedModel, feeds: Feeds) -> dict[str, float]:
     _prove_nodes(model, _first(model, feeds))
     worst = min(ratios, key=lambda name: ratios[name])
     if ratios[worst] < _AMPLIFIED and model.any_batch:
-        reason = f"the file takes one image per run, and several images change its output '{worst}'"
+        reason = (
+            f"the file accepts one image per run; with several at once, its output '{worst}' is different"
+        )
         raise ConfigError("onnx", model.file, reason=reason)
     return ratios
 
@@ -90,7 +92,7 @@ def _prove_nodes(model: ImportedModel, feeds: Feeds) -> None:
     """Computes each node of the main graph from ONNX Runtime's values of its inputs.
 
     Raises:
-        ConfigError: a node differs by more than rounding; the message names the one that differs most.
+        ConfigError: a node differs by more than rounding; the message names the node that misses its limit by most.
     """
     steps = [step for step in model.program.steps if step.branches is None]
     values = {**feeds, **_every_value(model, feeds)}
@@ -112,7 +114,9 @@ def _prove_nodes(model: ImportedModel, feeds: Feeds) -> None:
             enough = _OF_A_HALF if exact.dtype == np.float16 else _OF_A_NODE
             margin, worst, name = min((margin, worst, name), (ratio - enough, ratio, step.name))
     if margin < 0:
-        reason = f"node '{name}' reaches only {worst:.1f} dB of ONNX Runtime's output in PyTorch"
+        reason = (
+            f"in PyTorch, node '{name}' differs from ONNX Runtime (its output has an SQNR of {worst:.1f} dB)"
+        )
         raise ConfigError("onnx", model.file, reason=reason)
 
 

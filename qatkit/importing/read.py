@@ -1,4 +1,4 @@
-"""Reads a float ONNX file with onnx_ir: inlines local functions, sorts nodes, and loads weights into memory."""
+"""Reads an ONNX file with onnx_ir: inlines local functions, sorts nodes, and loads weights into memory."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ def read(
     check: Callable[[onnx.GraphProto], None] | None = None,
     as_is: bool = False,
 ) -> ir.Model:
-    """Reads a file of any opset, with its external data from the same folder.
+    """Reads a file of opset 7 or higher, with its external data from the same folder.
 
-    Operators without 8-bit kernels are split into parts that have such kernels (`qatkit.importing.fused`).
+    Fused operators are split into parts that have 8-bit kernels (`qatkit.importing.fused`).
 
     Args:
         path: the file.
         most: the largest allowed number of bytes, including external data; None: any number.
         check: a function that is called with the graph of the file, before onnx_ir is imported (which takes
             long).
-        as_is: whether to keep operators whole, and external data in its files.
+        as_is: whether fused operators are not split, and external data is not loaded.
 
     Raises:
-        ConfigError: the file does not exist, cannot be parsed, has an invalid graph, lacks external data, or is too
-            large.
+        ConfigError: the file does not exist, cannot be parsed, has an unsupported opset or an invalid graph, lacks
+            external data, or is too large.
     """
     if not path.is_file():
-        raise ConfigError("onnx", path, "a float ONNX file that exists")
+        raise ConfigError("onnx", path, f"{'an' if as_is else 'a float'} ONNX file that exists")
     with reading(path), readable(path) as plain:
         return _read(path, plain, most, check, as_is)
 
@@ -82,7 +82,8 @@ def _read(
     _check_bytes(path, plain.stat().st_size, most)
     proto = onnx.load(str(plain), load_external_data=False)
     if not proto.graph.node or not proto.opset_import:
-        raise ConfigError("onnx", path, "an ONNX file with a graph; this one has no operators")
+        lacks = "opset" if proto.graph.node else "operators"
+        raise ConfigError("onnx", path, f"an ONNX file with a graph; this one has no {lacks}")
     if check is not None:
         check(proto.graph)
     import onnx_ir as ir
@@ -101,7 +102,7 @@ def _read(
         common.InlinePass()(model)
     common.RemoveInitializersFromInputsPass()(model)
     _check_and_load(path, model, plain.stat().st_size, most, as_is)
-    for value in model.graph.inputs:  # some exporters write an open size as -1 or 0
+    for value in model.graph.inputs:  # some exporters write a dynamic size as -1 or 0
         if value.shape is not None and any(isinstance(size, int) and size < 1 for size in value.shape):
             sizes = [None if isinstance(size, int) and size < 1 else size for size in value.shape]
             value.shape = ir.Shape(sizes)
@@ -109,7 +110,7 @@ def _read(
         model.graph.sort()
     except ValueError as error:
         node = _in_circle(model.graph)
-        reason = f"the graph has a cycle: node '{node.name}' ({node.op_type}) depends on its own output"
+        reason = f"the graph has a cycle: node '{name_of(node)}' ({node.op_type}) depends on its own output"
         raise ConfigError("onnx", path, reason=reason) from error
     if not as_is:
         take_apart(model)
@@ -159,7 +160,7 @@ def _check_bytes(path: Path, size: int, most: int | None) -> None:
 
 
 def infer_shapes(model: ir.Model) -> None:
-    """Infers types and shapes where onnx can; a model that onnx does not understand stays as it is."""
+    """Infers types and shapes where onnx can; a model that onnx does not understand stays unchanged."""
     try:
         from onnx_ir.passes import common
 
@@ -179,8 +180,13 @@ def _graphs(graph: ir.Graph) -> Iterator[ir.Graph]:
             yield from _graphs(inner)
 
 
+def name_of(node: ir.Node) -> str:
+    """Returns the name of a node; if it has none, its operator and its output."""
+    return node.name or f"{node.op_type}_{next((v.name for v in node.outputs if v.name), '')}"
+
+
 def _check_inputs(path: Path, graph: ir.Graph) -> None:
-    """Checks that all inputs of the nodes of a graph exist.
+    """Checks that the nodes of a graph read only values that exist.
 
     Raises:
         ConfigError: an input does not exist; the message names the node and the input.
@@ -188,10 +194,8 @@ def _check_inputs(path: Path, graph: ir.Graph) -> None:
     for node in graph:
         for value in node.inputs:
             if value is not None and value.name and not _is_made(value):
-                name = node.name or f"{node.op_type}_{next((v.name for v in node.outputs if v.name), '')}"
-                reason = (
-                    f"node '{name}' reads '{value.name}', which is neither an input nor computed by a node"
-                )
+                reads = f"node '{name_of(node)}' reads '{value.name}'"
+                reason = f"{reads}, which is neither an input nor computed by a node"
                 raise ConfigError("onnx", path, reason=reason)
 
 

@@ -32,7 +32,7 @@ class Edge:
         maker: the region that computes the value; "input NAME" for an input of the graph.
         source: the node of the graph that computes the value.
         chain: the pairs and barriers between the two regions.
-        place: the node that reads the value, and the position of the argument.
+        place: the node of the graph that reads the value, and the position among its arguments.
     """
 
     maker: str
@@ -144,7 +144,7 @@ class Regions:
         return node, tuple(chain)
 
     def _ahead(self, node: fx.Node, path: str) -> Chain:
-        """Returns the pairs in a region after `node`, which only moves its input."""
+        """Returns the pairs after `node` in its region, across nodes that only move values."""
         chain: list[Pair | Layout | str] = []
         while facts(node).keeps_range and len(node.users) == 1:
             links, user = self._forward(next(iter(node.users)))
@@ -164,7 +164,7 @@ class Regions:
         return chain, node
 
     def _behind(self, node: fx.Node, path: str) -> Chain:
-        """Returns the pairs in a region before the nodes at its end, if these only move values."""
+        """Returns the pairs before `node` in its region, across nodes that only move values."""
         chain: Chain = ()
         while facts(node).keeps_range and node.all_input_nodes:
             source, links = self.back(node.all_input_nodes[0])
@@ -232,7 +232,7 @@ def _arguments(node: fx.Node) -> list[fx.Node]:
 
 
 def shape(node: fx.Node) -> tuple[int, ...]:
-    """Returns the shape of a node's output for the example."""
+    """Returns the shape of a node's output for the example; () if it is not a tensor."""
     value = node.meta.get("value")
     return tuple(value.shape) if isinstance(value, Tensor) else ()
 

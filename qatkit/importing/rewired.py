@@ -26,6 +26,9 @@ class Rewired:
             name: the name of the old value.
             place: the position among the inputs of the step (two inputs may have the same name).
             value: the new value.
+
+        Raises:
+            ConfigError: the nodes of the step do not read the old value.
         """
         source = origin(self.file.value(name))
         last = self.file.maker(next(one for one in step.outputs if one))

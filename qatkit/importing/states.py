@@ -41,10 +41,9 @@ def file_states(file: Path, model: ir.Model, asked: Any, fixed: Collection[str])
         _check_alike(name, output, inputs[name], outputs[output])
     taken = list(asked.values())
     if twice := next((one for one in taken if taken.count(one) > 1), None):
-        named = " and ".join(f"'{name}'" for name, output in asked.items() if output == twice)
-        raise ConfigError(
-            KEY, _text(asked), reason=f"the inputs {named} take the same output '{twice}'; give each its own"
-        )
+        named = ", ".join(f"'{name}'" for name, output in asked.items() if output == twice)
+        told = f"several inputs ({named}) get the output '{twice}'; name a different output for each"
+        raise ConfigError(KEY, _text(asked), reason=told)
     if not inputs.keys() - {*asked, *fixed}:
         told = f"every input of {file.name} is a state or fixed; leave at least one for the data"
         raise ConfigError(KEY, _text(asked), reason=told)
@@ -72,7 +71,7 @@ def _fits(a: Sequence[Any], b: Sequence[Any]) -> bool:
     sizes = [(x, y) for x, y in pairs if isinstance(x, int) and isinstance(y, int)]
     return len(a) == len(b) and all(
         x == y or min(x, y) < 1 for x, y in sizes
-    )  # some exporters write an open size as -1 or 0
+    )  # some exporters write a dynamic size as -1 or 0
 
 
 def _described(value: ir.Value) -> str:

@@ -19,11 +19,14 @@ _RECURRENT = {"weight_ih_l0": 1, "weight_hh_l0": 2}  # inputs of LSTM, GRU and R
 
 
 def names_of_file(model: ImportedModel, graph_module: fx.GraphModule) -> TensorNames:
-    """Returns the names of a file's tensors.
+    """Returns the names of a file's tensors, by the quantizers of the graph.
 
     Args:
         model: the file, imported by `import_onnx`.
         graph_module: the graph that was prepared from `model`.
+
+    Raises:
+        ConfigError: the file can no longer be read, or a node of the graph belongs to no node of the file.
     """
     regions = Regions(model, graph_module)
     makers = Makers(model, regions)

@@ -2,15 +2,15 @@
 
     regions.py           maps nodes of the converted graph to nodes of the file, and finds the pairs between them
     written_file.py      edits the file in memory: names, new nodes, constants and pairs
-    written_weights.py   replaces float weights by integers and scales
+    written_weights.py   replaces float weights with integers and scales
     written_packed.py    writes packed weights of few bits, multiplied with float activations
-    written_forms.py     writes nodes in another form: gates, SiLU and transposed convolutions in 8 bits
+    written_forms.py     replaces nodes with several others: gates, SiLU, transposed convolutions, image means
 
-Each region of the graph is a node of the file. For each of its inputs, the graph shows whether the node reads
-the value directly or after a pair. The pair is inserted after the file's value, and exactly the inputs after
-a pair read it. Nodes that the graph has absorbed (a ReLU in a range that starts at zero, a reshape around a
-Linear) stay in the file, where they change nothing. A BatchNorm or a layer scale that was folded into weights
-is removed.
+Each region of the graph is a node of the file. For each input of a region, the graph shows whether the node
+reads the value directly or after a pair. The pair is inserted after the value in the file, and only the inputs
+that are quantized in the graph read it. Nodes that the graph has absorbed (a ReLU in a range that starts at
+zero, a reshape around a Linear) stay in the file. A BatchNorm or a layer scale that was folded into weights is
+removed.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from qatkit.importing.program import ImportedModel, Operator, Step
 from qatkit.importing.read import MAX_BYTES
 from qatkit.importing.regions import (
     CONSTANT,
+    INPUT,
     Edge,
     Regions,
     carries,
@@ -52,11 +53,14 @@ from qatkit.importing.written_forms import Form, has_another_form
 from qatkit.importing.written_packed import PackedWeights, is_packed
 from qatkit.importing.written_weights import WrittenWeights
 from qatkit.quant.spec import WHOLE, WIDE
-from qatkit_verify.errors import ConfigError, one_line
+from qatkit_verify.errors import ConfigError, counted, one_line
 from qatkit_verify.files import whole
 from qatkit_verify.session import open_session
 
-_PER_TENSOR, _PER_CHANNEL = 11, 13  # the first opsets with pairs, and with scales along an axis
+_PER_TENSOR, _PER_CHANNEL = (
+    11,
+    13,
+)  # the lowest opsets for pairs and Clips by inputs, and for scales along an axis
 _HELD = (*WHOLE, *WIDE)  # number types that pairs may have
 _NORM = {"Sub", "ReduceMean"}
 
@@ -64,10 +68,11 @@ _NORM = {"Sub", "ReduceMean"}
 def write_back(model: ImportedModel, converted: fx.GraphModule, path: Path) -> None:
     """Writes the file of `model` to `path` with the integers of its converted module, atomically.
 
-    Nodes, names, inputs, outputs, metadata and doc strings do not change, nor does the opset unless pairs
-    need a higher one. An input that was fixed becomes a constant, and an If with a constant condition becomes
-    the branch that it takes. In any other If, the branch that the example does not take stays float. The
-    nodes of an `Island` stay as they are.
+    Names, inputs, outputs, metadata and doc strings do not change, nor do nodes without quantized inputs or
+    weights. The opset is raised only if pairs need a higher one. An input that was fixed becomes a constant, and
+    an If with a constant condition becomes the branch that it takes. In any other If, the branch that the example
+    does not take stays float. The nodes of an `Island` stay float as well. Fused operators
+    and local functions are written as their parts (`qatkit.importing.read`).
 
     Args:
         model: the file, imported by `import_onnx`.
@@ -75,13 +80,23 @@ def write_back(model: ImportedModel, converted: fx.GraphModule, path: Path) -> N
         path: the file to write.
 
     Raises:
-        ConfigError: a part of the converted module cannot be written into this file; the message names the node.
+        ConfigError: a part of the converted module cannot be written into this file, or the file can no longer be
+            read.
     """
     _Writer(model, converted).write(path)
 
 
 def write_given(model: ImportedModel, path: Path) -> None:
-    """Writes the file of `model` unchanged, except for inputs that were fixed and the branches that they choose."""
+    """Writes the float file of `model` to `path`, atomically.
+
+    The file is copied if it has no external data, no input was fixed and no If has a constant condition. Otherwise
+    it is written again with constants for fixed inputs, the chosen branches in place of such Ifs, and all weights
+    inside.
+
+    Raises:
+        ConfigError: the file can no longer be read.
+        ValueError: the checker or ONNX Runtime refuses the file that was written again.
+    """
     with readable(model.file) as plain:
         tensors = (value.const_value for value in ir.load(plain).graph.initializers.values())
         alone = not any(isinstance(tensor, ir.ExternalTensor) for tensor in tensors)
@@ -148,7 +163,7 @@ class _Writer:
                 raise ConfigError(
                     "onnx",
                     self.model.file,
-                    reason=f"activations in {kind} cannot be written into the given file",
+                    reason=f"activations in {kind} cannot be written into the given file, only {', '.join(_HELD)}",
                 )
         scales = [module.weight_scale for module in modules if isinstance(module, Quantized)]
         return _PER_CHANNEL if any(scale.ndim for scale in scales) else _PER_TENSOR
@@ -165,9 +180,11 @@ class _Writer:
             if isinstance(module, (QuantizedRecurrent, WeightOnly)):
                 self._weight(inner, module)
             elif module is not None and _differs(module, self.model.get_submodule(str(node.target))):
-                reason = f"node '{inner.name}' is in a branch that '{step.name}' chooses by the input"
-                told = f"{reason}, and its weights have changed; leave it float by an override"
-                raise refused(self.model.file, told)
+                where = f"node '{inner.name}' is in a branch of '{step.name}', whose condition is computed"
+                why = "its changed weights cannot be written"
+                if type(module).__name__.startswith("Quantized"):
+                    why = "it cannot be quantized there; keep it in float with backend.overrides"
+                raise refused(self.model.file, f"{where}, so {why}")
 
     def _fold(self, step: Step) -> None:
         """Removes a node from the file if its arithmetic is folded into the weights before it."""
@@ -184,7 +201,7 @@ class _Writer:
         if self.regions.loses(region_of(step)):
             raise refused(
                 self.model.file,
-                f"the inside of node '{step.name}' is quantized, which a single node cannot express",
+                f"values inside node '{step.name}' are quantized, which a single node cannot express",
             )
         if step.branches:
             self._captured(step, edges)
@@ -204,7 +221,10 @@ class _Writer:
                     self.rewired.reads(step, name, place, value)
 
     def _in_layout(self, step: Step, place: int, chain: Chain, edges: Sequence[Edge]) -> Chain:
-        """Returns the chain with a `Layout`, so that ONNX Runtime moves image channels before it, not after it."""
+        """Appends a `Layout` to the chain if the value has 1 to 3 spatial axes.
+
+        ONNX Runtime's Transposes, which move channels to the last axis, then stop before the node.
+        """
         maker = self.makers.region(step.inputs[place])
         axes = len(shape(next(edge.source for edge in edges if edge.maker == maker))) - 2
         return (*chain, Layout(axes)) if axes in (1, 2, 3) else chain
@@ -214,8 +234,10 @@ class _Writer:
         for maker in dict.fromkeys(edge.maker for edge in edges):
             chains = {edge.chain for edge in edges if edge.maker == maker}
             names = [name for name in step.captured() if self.makers.region(name) == maker]
-            if len(chains) > 1 or not names:
-                reason = f"a branch of node '{step.name}' reads one value in several ways"
+            if not names:
+                raise refused(self.model.file, _unread(f"the branches of node '{step.name}' read", maker))
+            if len(chains) > 1:
+                reason = f"the branches of node '{step.name}' read one value with different quantizations"
                 raise refused(self.model.file, reason)
             for name in names if any(chains) else ():
                 chain = next(iter(chains))
@@ -243,16 +265,20 @@ class _Writer:
             own = [edge for edge in edges if edge.maker == maker]
             places = [place for place, found in makers.items() if found == maker]
             if not places:
-                raise refused(self.model.file, f"the graph reads {maker} where node '{step.name}' does not")
+                raise refused(self.model.file, _unread(f"node '{step.name}' reads", maker))
             chains = [edge.chain for edge in own]
             if len(set(chains)) > 1 and len(chains) != len(places):
-                reason = f"node '{step.name}' reads one value in several ways, and its inputs are ambiguous"
-                raise refused(self.model.file, reason)
+                reason = f"node '{step.name}' reads one value with different quantizations"
+                raise refused(self.model.file, f"{reason}, and it is ambiguous which input has which")
             for i, place in enumerate(places):
                 yield place, chains[i if len(chains) == len(places) else 0]
 
     def _source(self, name: str, chain: Chain) -> ir.Value:
-        """Returns the value from which a chain starts: before a Clip, if its bound is below the maximum of the pair."""
+        """Returns the value from which a chain starts.
+
+        It is the input of an absorbed Clip whose upper bound is below the maximum of the chain's first pair, and
+        otherwise the value `name`.
+        """
         step = self.makers.by_output.get(name)
         first = next((link for link in chain if isinstance(link, Pair)), None)
         if step is None or first is None or step.path in self.regions.nodes:
@@ -296,7 +322,7 @@ class _Writer:
         if len(found) != len(named):
             raise refused(
                 self.model.file,
-                f"the file has {len(named)} outputs, but the converted graph has {len(found)}",
+                f"the file has {counted(len(named), 'output')}, but the converted graph has {len(found)}",
             )
         for place, ((name, source), (node, chain)) in enumerate(zip(named, found, strict=True)):
             if self.regions.region[node] == CONSTANT or not chain:
@@ -306,7 +332,7 @@ class _Writer:
             if self.makers.region(source) != self.regions.region[node]:
                 raise refused(
                     self.model.file,
-                    f"output '{name}' is computed by another node than in the converted graph",
+                    f"output '{name}' is not computed by the same node in the file and in the converted graph",
                 )
             self._output(place, self.file.link(self._source(source, chain), chain), source)
 
@@ -336,6 +362,12 @@ class _Writer:
         old.name = self.file.name(f"{name}_float")
         value.name, value.shape, value.type = name, old.shape, old.type
         outputs[place] = value
+
+
+def _unread(reader: str, maker: str) -> str:
+    """Returns the reason for a value that the graph reads and the file does not; `reader` ends with a verb."""
+    value = f"input '{maker.removeprefix(INPUT)}'" if maker.startswith(INPUT) else f"an output of '{maker}'"
+    return f"{reader} {value} in the converted graph, but not in the file"
 
 
 def _differs(module: nn.Module, own: nn.Module) -> bool:

@@ -16,10 +16,9 @@ import numpy as np
 import onnx_ir as ir
 
 from qatkit.export.rewrite import MICROSOFT
-from qatkit.importing.island_graph import name_of
 from qatkit.importing.operators.table import Array
 from qatkit.importing.program import ImportedModel
-from qatkit.importing.read import infer_shapes, read
+from qatkit.importing.read import infer_shapes, name_of, read
 from qatkit_verify.errors import ConfigError
 
 _OTHER_FLOATS = (ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -58,7 +57,7 @@ class Layout:
     """A pool with windows of one position, which returns its input and stops Transposes that ONNX Runtime moves.
 
     Attributes:
-        axes: the axes of the positions.
+        axes: the number of spatial axes.
     """
 
     axes: int
@@ -121,7 +120,11 @@ class WrittenFile:
         return self.values[name]
 
     def maker(self, name: str) -> ir.Node:
-        """Returns the node that computes a value."""
+        """Returns the node that computes a value.
+
+        Raises:
+            ConfigError: no node computes it, or nodes in several branches do.
+        """
         value = self.values.get(name) or self._inside.get(name)
         node = None if value is None else value.producer()
         if node is None:
@@ -146,7 +149,10 @@ class WrittenFile:
         base: str,
         attributes: Iterable[ir.Attr] = (),
     ) -> ir.Value:
-        """Inserts a node after a value or node, or first if that is an input or constant; returns its output."""
+        """Inserts a node and returns its output.
+
+        It comes after the value or node `after`, or first if that is an input, a constant or None.
+        """
         name = self.name(f"{base}_{kind}")
         domain = self._domain_of_pair(inputs) if kind in _PAIRS else ""
         new = ir.Node(domain, kind, list(inputs), list(attributes), name=name, num_outputs=1)
@@ -168,7 +174,7 @@ class WrittenFile:
         return MICROSOFT
 
     def link(self, value: ir.Value, chain: Chain) -> ir.Value:
-        """Returns `value` after the pairs and barriers of a chain, which all its readers share."""
+        """Returns `value` after the links of a chain; readers with the same chain share its nodes."""
         if chain and (kind := _other_float(value)) is not None:
             return self._converted(value, kind, chain)
         for count in range(1, len(chain) + 1):
@@ -221,7 +227,7 @@ class WrittenFile:
         second: tuple[ir.Value, ir.Value],
         base: str,
     ) -> ir.Value:
-        """Returns `value` quantized by one scale and zero_point and dequantized by another."""
+        """Returns `value`, quantized by scale and zero_point in `first` and dequantized by those in `second`."""
         whole = self.node(value, "QuantizeLinear", [value, *first], base)
         for reader, place in list(value.uses()):
             if reader.op_type in _SIZES and value.producer() is not None:
@@ -229,7 +235,10 @@ class WrittenFile:
         return self.node(whole, "DequantizeLinear", [whole, *second], base)
 
     def bypass(self, old: ir.Value, new: ir.Value) -> None:
-        """Replaces `old` by `new`, which gets its name, and removes the node of `old`, the only reader of `new`."""
+        """Replaces `old` with `new`, under the name of `old`, and removes the node of `old`.
+
+        That node is the only reader of `new`.
+        """
         name, node = str(old.name), old.producer()
         assert node is not None
         ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
@@ -303,7 +312,7 @@ def _at(path: Path, model: ir.Model, opset: int) -> ir.Model:
 
 
 def _names(graph: ir.Graph) -> set[str]:
-    """Returns all names of nodes and values, including branches and loop bodies."""
+    """Returns all names of nodes and values, including those in branches and loop bodies."""
     found = {str(value.name) for value in (*graph.inputs, *graph.initializers.values())}
     for node in ir.traversal.RecursiveGraphIterator(graph):
         found |= {str(node.name), *(str(value.name) for value in node.outputs)}
@@ -315,7 +324,7 @@ def _names(graph: ir.Graph) -> set[str]:
 
 
 def _in_branches(graph: ir.Graph) -> dict[str, ir.Value]:
-    """Returns, by name, the values that exactly one branch or loop body computes."""
+    """Returns, by name, the values whose names are unique among the graph, its branches and its loop bodies."""
     made = [value for node in ir.traversal.RecursiveGraphIterator(graph) for value in node.outputs]
     count = Counter(value.name for value in made)
     return {str(value.name): value for value in made if count[value.name] == 1}

@@ -1,12 +1,14 @@
-"""Replaces nodes of the file by the nodes of their region, in the form that `qatkit.export` uses.
+"""Replaces nodes of the file with the operators that `qatkit.export` writes for their regions.
 
-    HardSwish, HardSigmoid in 8 bits    Add(x, 3), quantized at 6/255, read at 1/255 (and Mul)
+    HardSigmoid in 8 bits               Add(x, 3), quantized with scale 6/255, dequantized with 1/255
+    HardSwish in 8 bits                 the same, and a Mul
     SiLU after a pair                   com.microsoft.QuickGelu, with a function of standard operators
-    ConvTranspose in 8 bits             Conv, DepthToSpace (or Reshape and Transpose), Slice
+    ConvTranspose with integer weights  Conv, DepthToSpace (or Reshape and Transpose), Slice
     ReduceMean of images in 8 bits      GlobalAveragePool (and Flatten)
 
-ONNX Runtime has an int8 kernel for HardSwish and HardSigmoid only in this form, and none for ConvTranspose
-and ReduceMean. It would give each part of a SiLU its own DequantizeLinear, and would then not fuse the parts.
+ONNX Runtime computes HardSwish and HardSigmoid in int8 only if they are written in this way, and has no int8 kernel for
+ConvTranspose and ReduceMean. It would give each part of a SiLU its own DequantizeLinear, and would then not fuse
+the parts.
 """
 
 from __future__ import annotations
@@ -101,10 +103,7 @@ class Form:
         return self.file.link(self.made[source], chain)
 
     def _new(self, kind: str, inputs: Sequence[ir.Value | None], **attributes: Any) -> ir.Value:
-        """Inserts a node before the old one, and returns its output.
-
-        The first new node with the operator of the old one gets its name.
-        """
+        """Inserts a node before the node that is replaced, and returns its output."""
         items = [ir.convenience.convert_attribute(k, v) for k, v in attributes.items()]
         name = self.file.name(f"{self.node.name or self.base}_{kind}")
         new = ir.Node("", kind, list(inputs), items, name=name, num_outputs=1)
@@ -145,7 +144,8 @@ class Form:
         if name == "getitem":
             return self._slice(node, given[0])
         raise refused(
-            self.file.path, f"node '{self.step.name}' needs {name} in 8 bits, which has no form in the file"
+            self.file.path,
+            f"node '{self.step.name}' needs {name} in 8 bits, which cannot be written into the file",
         )
 
     def _constant(self, array: Any, what: str) -> ir.Value:
@@ -210,7 +210,7 @@ class Form:
         return self._new("Concat", [ends[0], self._constant(between, "between"), ends[1]], axis=0)
 
     def _slice(self, node: fx.Node, x: ir.Value) -> ir.Value:
-        """Returns a slice of some axes; its end is counted from the end of the axis, so that any size works."""
+        """Returns a slice of some axes; ends are counted from the end of each axis, so that any size works."""
         parts = cast("tuple[slice, ...]", node.args[1])
         sizes = shape(node.all_input_nodes[0])
         found = []

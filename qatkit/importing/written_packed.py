@@ -1,8 +1,8 @@
 """Writes packed weights of a converted module (`qatkit.graph.convert.weight_only_modules`) in the nodes of a file.
 
-    MatMul, Gemm, 4 bits or fewer     becomes com.microsoft MatMulNBits, with its bias
-    Conv; MatMul, Gemm of 8 bits      gets a float weight that operators unpack from constants, which ONNX Runtime
-                                      computes once, when it loads the file
+    MatMul, Gemm of 4 bits or fewer   becomes com.microsoft MatMulNBits, with its bias
+    MatMul, Gemm of 8 bits; Conv      gets a float weight that operators unpack from constants; ONNX Runtime
+                                      computes it once, when it loads the file
     Gather of a constant table        becomes Gathers of packed rows, scales and zero points, which are then unpacked
 
 Source: the definition of MatMulNBits in onnxruntime's docs/ContribOperators.md.
@@ -31,7 +31,7 @@ _FLOAT, _INT32 = 1, 6  # the numbers of the types in onnx.TensorProto
 
 
 def is_packed(module: nn.Module | None) -> TypeGuard[WeightOnly | PackedEmbedding]:
-    """Returns whether a module of a converted graph holds a packed weight."""
+    """Returns whether a module of a converted graph has a packed weight."""
     return isinstance(module, (WeightOnly, PackedEmbedding))
 
 
@@ -57,7 +57,9 @@ class PackedWeights:
             return
         if node.op_type not in _PRODUCTS or node.domain not in ("", "ai.onnx"):
             raise refused(
-                self.file.path, f"node '{step.name}' is a {node.op_type}, which cannot have a packed weight"
+                self.file.path,
+                f"node '{step.name}' ({node.op_type}) cannot have a packed weight; "
+                "keep it in float with backend.overrides",
             )
         held = held_by(cast(ir.Value, node.inputs[1]))
         if held is not None and held.dtype != np.float32:
@@ -109,7 +111,7 @@ class PackedWeights:
             node.replace_input_with(1 + place, value)
 
     def _bias(self, node: ir.Node, module: WeightOnly) -> ir.Value | None:
-        """Returns the bias [out]; it is the constant of the file if that has the same values."""
+        """Returns the bias [out], which is the file's constant if both are equal; None if the module has none."""
         if module.bias is None:
             return None
         wanted = array_of(module.bias)
@@ -187,7 +189,7 @@ class PackedWeights:
         base: str,
         after: ir.Value,
     ) -> ir.Value:
-        """Returns rows [n, inputs] in float32 from packed rows, scales and zero points, after the node of `after`."""
+        """Returns float32 rows [n, inputs] from packed rows, scales and zero points; inserts nodes after `after`."""
         _, blocks, size = module.weight.shape
         each, bits = 8 // module.bits, module.bits
         width = size * each

@@ -1,6 +1,6 @@
-"""Writes weights of a converted module as initializers of the file: integers and scales, or new floats.
+"""Writes weights of a converted module as initializers of the file: integers and scales, or new float values.
 
-    Conv, Gemm, MatMul                  int8 with a DequantizeLinear; the bias in int32 with another one
+    Conv, Gemm, MatMul                  integers with a DequantizeLinear; an integer bias with another one
     BatchNormalization without a Conv   becomes a depthwise Conv
     Gather of a constant table          Gather of int8 rows, Cast, Mul with a Gather of scales
     LSTM, GRU, RNN                      int8 with Cast and Mul, which ONNX Runtime computes once
@@ -65,13 +65,13 @@ class WrittenWeights:
     def operands(
         self, module: Quantized, weight: Array, scale: Array, axis: int, names: tuple[str, str]
     ) -> list[ir.Value]:
-        """Returns the dequantized weight and, if the module has one, bias of a product.
+        """Returns the dequantized weight of a product, and its bias if the module has one.
 
         Args:
             module: the converted module.
             weight, scale: the integers and scales in the layout of the node; scales have rank 0 or 1, along `axis`.
             axis: the axis of the scales.
-            names: the names of weight and bias.
+            names: the names of weight and bias, from which the names of new nodes and constants are derived.
         """
         count = scale.size if scale.ndim else weight.shape[axis]
         zero = array_of(module.weight_zero_point)
@@ -102,7 +102,9 @@ class WrittenWeights:
     def _product(self, step: Step, node: ir.Node, module: Quantized) -> None:
         if node.op_type not in _PRODUCTS or node.domain not in ("", "ai.onnx"):
             raise refused(
-                self.file.path, f"node '{step.name}' is a {node.op_type}, which cannot have an int8 weight"
+                self.file.path,
+                f"node '{step.name}' ({node.op_type}) cannot have a quantized weight; "
+                "keep it in float with backend.overrides",
             )
         held = held_by(cast(ir.Value, node.inputs[1]))
         if held is not None and held.dtype != np.float32:
@@ -139,7 +141,9 @@ class WrittenWeights:
         name, base, output = str(table.name), str(node.outputs[0].name), node.outputs[0]
         whole = self.stored(array_of(module.weight), f"{name}_quantized")
         if module.weight_zero_point is not None:
-            raise refused(self.file.path, f"node '{node.name}' cannot have a table with zero points")
+            raise refused(
+                self.file.path, f"node '{node.name}' cannot have a table with zero points in the file"
+            )
         scale = self.stored(array_of(module.weight_scale), f"{name}_scale")
         scales = self.file.node(node, "Gather", [scale, rows], f"{base}_scale")
         node.replace_input_with(0, whole)
@@ -162,7 +166,9 @@ class WrittenWeights:
 
     def _recurrent(self, node: ir.Node, module: QuantizedRecurrent) -> None:
         if "_zero_point" in module.tails:
-            raise refused(self.file.path, f"node '{node.name}' cannot have weights with zero points")
+            raise refused(
+                self.file.path, f"node '{node.name}' cannot have weights with zero points in the file"
+            )
         for place, name in ((1, "weight_ih_l0"), (2, "weight_hh_l0")):
             base = str(cast(ir.Value, node.inputs[place]).name)
             whole = self.stored(array_of(getattr(module, name)), f"{base}_quantized")
@@ -207,7 +213,8 @@ class WrittenWeights:
         shape = array.shape if known is None else known.shape
         if [size for size in shape if size != 1] != [size for size in array.shape if size != 1]:
             told = (
-                f"node '{_name(node)}' has an input {list(shape)} that cannot hold values {list(array.shape)}"
+                f"input {place} of node '{_name(node)}' has the shape {list(shape)} in the file, "
+                f"but {list(array.shape)} in the converted module"
             )
             raise refused(self.file.path, told)
         base = f"{_name(node)}.input_{place}" if old is None else str(old.name)
@@ -276,5 +283,5 @@ def _as_depthwise(node: ir.Node, channels: int, rank: int) -> None:
 
 
 def array_of(tensor: Tensor) -> Array:
-    """Returns a copy of a tensor, or the same memory, as an array in C order."""
+    """Returns a tensor as an array in C order, which may share its memory."""
     return np.ascontiguousarray(tensor.detach().cpu().numpy()).reshape(tuple(tensor.shape))

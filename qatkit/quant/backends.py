@@ -39,7 +39,7 @@ class Shifts:
     Attributes:
         cut: bounds of pos(weight) + pos(input) - pos(output) for a convolution or Linear; moves the weight's
             scale.
-        bias: bounds of pos(weight) + pos(input) - pos(bias), not below 0; moves the scale of the bias.
+        bias: upper bound of pos(weight) + pos(input) - pos(bias), whose lower bound is 0; moves the bias's scale.
         read: bounds of the distance between the positions of a sum's inputs; moves the finer input's scale.
         sum_write: bounds of the smallest position of a sum's inputs - pos(output); moves the output's scale.
         product_write: bounds of the sum of both positions of a product's inputs - pos(output); moves the
@@ -58,6 +58,7 @@ class Backend:
     """A deployment target.
 
     Attributes:
+        name: the name in messages and reports.
         activation, weight: default specs. Weights are per-tensor, per-channel (`PerChannel(0)`) or, with
             `weights_alone`, in blocks. An asymmetric weight has zero points (for their cost see
             docs/onnxruntime-qdq.md, 2a) and is not guarded against saturation (`QuantSpec.pairs`).
@@ -84,6 +85,9 @@ class Backend:
         sixteen_bits: whether the other runtime also supports 16-bit integers, as ONNX Runtime does.
         all_int8: whether no operator stays float for accuracy (`calibration.mixed_scales` only reports),
             because another processor would compute it.
+
+    Raises:
+        ConfigError: the specs do not fit each other or the rules.
     """
 
     name: str
@@ -108,13 +112,15 @@ class Backend:
             blocks = part == "weight" and self.weights_alone and isinstance(found, PerBlock)
             if found not in known and not blocks:
                 kinds = " or ".join(map(str, known))
-                allowed = f"{kinds}, since int8 kernels need it (backend=weight_only allows blocks)"
+                hint = " (backend=weight_only allows blocks)" if part == "weight" else ""
+                allowed = f"{kinds}, since int8 kernels need it{hint}"
                 raise ConfigError(f"backend={self.name}: {part}.granularity", found, allowed)
         if (self.weight.form is None) != (self.activation.form is None):
-            allowed = "an integer type if the activation has one, or a number format for both"
+            same = "an integer type" if self.activation.form is None else "a number format"
+            allowed = f"{same}, since activation.dtype={self.activation.dtype} is one"
             raise ConfigError(f"backend={self.name}: weight.dtype", self.weight.dtype, allowed)
         if self.aligned and not self.activation.symmetric:  # the scale of a ReLU's output starts at zero
-            allowed = "true with aligned scales"
+            allowed = "true, since this backend aligns scales"
             raise ConfigError(f"backend={self.name}: activation.symmetric", False, allowed)
         if self.weight.scale_dtype != "float32" and not self.weights_alone:
             allowed = "float32, since int8 kernels need it (backend=weight_only allows others)"
@@ -147,8 +153,8 @@ class Backend:
     def with_activations(self, dtype: str) -> Backend:
         """Returns the same target with activations of another number type.
 
-        ONNX Runtime has no kernel for 16-bit activations, so the file is not shaped for its kernels. Version
-        1.32 replaces a MatMul of such activations by one that rounds them to 8 bits, unless the session
+        ONNX Runtime has no kernel for 16-bit activations, so with these the file is not shaped for its kernels.
+        Version 1.32 replaces a MatMul of such activations by one that rounds them to 8 bits, unless the session
         option for the accuracy level is 0.
         """
         found = replace(self, activation=replace(self.activation, dtype=dtype))
@@ -211,7 +217,7 @@ FBGEMM = Backend(
     has_amx=True,
 )
 
-# ARM's int8 kernels take signed activations; ONNX Runtime on x86 runs them only on request.
+# ARM's int8 kernels need signed activations; ONNX Runtime on x86 runs them only on request.
 QNNPACK = Backend(
     name="qnnpack",
     activation=QuantSpec("int8"),

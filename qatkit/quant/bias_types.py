@@ -31,8 +31,8 @@ def whole_bias(
         bias: the float bias, [out].
         step: input scale times weight scale, [] or [out].
         spec: spec of the weight.
-        shift: the base-2 logarithm of the largest multiplier; a bias that does not fit is clipped. None: no
-            limit.
+        shift: for scales that are powers of two, the base-2 logarithm of the largest multiplier; a bias that does
+            not fit is clipped. None: no limit.
 
     Returns:
         Whole numbers in float64: the integers [out], and the multiplier in the shape of `step`. The

@@ -48,8 +48,8 @@ class Computed(nn.Module):
         return cast(Tensor, program(*[tensor_at(self, leaf) for leaf in self.leaves[name]]))
 
     # Properties, declared with the type that the other base's attributes may have.
-    weight: Any = property(lambda self: self._value("weight"), doc="As it is now.")
-    bias: Any = property(lambda self: self._value("bias"), doc="As it is now, or None.")
+    weight: Any = property(lambda self: self._value("weight"), doc="The current weight.")
+    bias: Any = property(lambda self: self._value("bias"), doc="The current bias, or None.")
 
 
 class ComputedConv1d(Computed, nn.Conv1d):

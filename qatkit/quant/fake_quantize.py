@@ -7,8 +7,8 @@ quantizer of a weight is in `qatkit.quant.weight_fake_quantize`.
 Alignment, conversion, the cache and the report get the scale and the integers from a quantizer and compute
 neither. Scales and roundings that are learned (LSQ), solved for (GPTQ, AdaRound) or given by the user
 therefore reach the file. `fix` freezes a scale, so that it no longer follows its source. A quantizer that
-learns its scale is a subclass that returns the wanted scale (`settle`, `wanted_scale`). The settings
-`quantizer.activation` and `quantizer.weight` choose it.
+learns its scale is a subclass that sets or returns the wanted scale (`settle`, `wanted_scale`). The settings
+`quantizer.activation` and `quantizer.weight` choose the classes.
 
 A ReLU or ReLU6 before the edge is absorbed as the edge's `bounds`: quantizing to a range that starts at zero
 implements the activation. This holds in the simulation (one pass less forward and backward) and in the
@@ -36,7 +36,7 @@ class Quantizer(nn.Module):
     """The base class of the quantizers of activations and weights.
 
     Attributes:
-        spec: dtype, symmetry and granularity.
+        spec: the specification of the quantization.
         enabled: whether the next forward passes quantize.
         fixed_scale: the frozen scale; None while the scale follows its source. A checkpoint holds it only
             if it is set.
@@ -102,10 +102,10 @@ class FakeQuantize(Quantizer):
     """Per-tensor fake quantization of an activation.
 
     Args:
-        spec: dtype and symmetry.
+        spec: spec of the tensor.
         observer: the observer that finds the range; None if `bounds` fixes it (a sigmoid's 0..1).
-        bounds: the two bounds to which values are clamped before they are observed and quantized; None for an
-            open end.
+        bounds: the lower and the upper bound to which values are clamped before they are observed and quantized;
+            None for no bound.
 
     Attributes:
         scale, zero_point: the current scale and zero point, rank 0, float32 and int32, as in the exported
@@ -114,6 +114,9 @@ class FakeQuantize(Quantizer):
         range_limits: the ends to which ranges are cut, [2], since no reader distinguishes values beyond them
             (`qatkit.calibration.limits`); None if there are none.
         features: number of values of the tensor for one image.
+
+    Raises:
+        ValueError: there is no observer, and a bound is missing.
     """
 
     _optional: ClassVar[tuple[str, ...]] = (*Quantizer._optional, "range_limits")
@@ -141,7 +144,7 @@ class FakeQuantize(Quantizer):
         self.zero_point.copy_(zero_point)
 
     def qparams(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns scale (float32) and zero point (int32) of an observed range, rank 0, cut to the limits."""
+        """Returns scale (float32) and zero point (int32), rank 0, of a range that is first cut to `range_limits`."""
         if self.range_limits is not None:
             low, high = (
                 low.clamp(self.range_limits[0], self.range_limits[1]),
@@ -154,9 +157,9 @@ class FakeQuantize(Quantizer):
     def follow_range(self, low: Tensor, high: Tensor) -> None:
         """Sets scale and zero point from a range, without waiting for a device; an empty range changes nothing.
 
-        If the range is only zero, zero becomes its middle unless a ReLU cuts off values below it. At an end
-        of the range a value has no gradient, so a branch that begins at zero (an adapter, a BatchNorm whose γ
-        is 0) would stay at zero.
+        If the range contains only zero, the zero point becomes the middle integer unless a ReLU cuts off negative
+        values. At an end of the range a value has no gradient, so a branch that begins at zero (an adapter, a
+        BatchNorm whose γ is 0) would stay at zero.
         """
         scale, zero_point = self.qparams(low, high)
         if self.bounds[0] != 0.0:
@@ -210,20 +213,20 @@ class FakeQuantize(Quantizer):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Ends calibration; the range becomes that of the values on all ranks."""
+        """Ends calibration: reduces the observer's range over all ranks and makes it final."""
         if self.observer is not None:
             self.observer.all_reduce()
             self.observer.finish(self.spec)
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Sets scale and zero point from the observer's range, if it has one; called before alignment."""
+        """Sets scale and zero point from the observer's range unless they are frozen; called before alignment."""
         if not self.frozen and self.observer is not None:
             self.follow()
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Does the same as `settle` if the scale is not frozen, without reading a value on the host."""
+        """Does what `settle` does, for a scale that is not frozen, without reading a value on the host."""
         assert self.observer is not None
         self.follow_range(self.observer.low, self.observer.high)
 
@@ -237,7 +240,7 @@ class FakeQuantize(Quantizer):
 
     @property
     def movable(self) -> bool:
-        """Returns whether alignment may move the scale: it has a source and is not frozen."""
+        """Returns whether alignment may move the scale: it comes from observed values and is not frozen."""
         return not self.frozen and self.observer is not None and self.observer.seen
 
     @torch.no_grad()
@@ -252,7 +255,7 @@ class FakeQuantize(Quantizer):
         return self.scale.detach().clone(), self.zero_point.detach().to(self.spec.torch_dtype)
 
     def range_record(self) -> dict[str, float | int | str]:
-        """Returns a record for reports: the range that the type can hold, its scale and zero point."""
+        """Returns a record for reports: the range that can be represented, scale, zero point and number type."""
         scale, zero = self.scale.item(), int(self.zero_point.item())
         low, high = ((end - zero) * scale for end in self.spec.type_range)
         return {"low": low, "high": high, "scale": scale, "zero_point": zero, "dtype": self.spec.dtype}

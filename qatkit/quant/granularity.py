@@ -172,7 +172,7 @@ BLOCKS = f"{{{_BLOCK}: {' | '.join(map(str, BLOCK_SIZES))}}}"
 
 
 def granularity_of(asked: Any) -> Granularity:
-    """Returns the granularity of a weight from its setting, a text or {block: SIZE}.
+    """Returns the granularity of a weight from its setting, a word or {block: SIZE}.
 
     Raises:
         ValueError: the setting is neither one of `GRANULARITIES` nor a block of one of `BLOCK_SIZES`.

@@ -79,5 +79,5 @@ def encoded(scale: Tensor, dtype: str) -> tuple[Tensor, Tensor | None]:
 
 
 def decoded(codes: Tensor, unit: Tensor | None) -> Tensor:
-    """Returns the float32 scales of the output of `encoded`."""
+    """Returns float32 scales from the output of `encoded`."""
     return codes.float() if unit is None else codes.float() * unit

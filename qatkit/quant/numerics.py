@@ -62,6 +62,12 @@ def to_steps(x: Tensor, scale: float, low: int, high: int, *, in_place: bool = F
 
     Four passes over a large tensor would read memory four times. The tensor is processed piece by piece, so
     that memory is read once.
+
+    Args:
+        x: the tensor.
+        scale: the scale.
+        low, high: the smallest and the largest integer, counted from the zero point.
+        in_place: whether `x` may be overwritten.
     """
     x = x.detach()
     made = x if in_place else torch.empty_like(x)
@@ -111,7 +117,7 @@ def _(x: Tensor, gradient: Tensor) -> Tensor:
 
 
 def within(gradient: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    """Returns `gradient` where `x` lies between `ends` [2], else 0: hardtanh's gradient, in a form for compilers."""
+    """Returns `gradient` where `x` lies between `ends` [2], else 0: hardtanh's gradient, for compilers."""
     low, high = _known_behind(ends, gradient) if x.device.type == "cpu" else ends
     return torch.where((x > low) & (x < high), gradient, 0.0)
 
@@ -309,10 +315,10 @@ def mse_clip(w: Tensor, spec: QuantSpec, *, least: float = 0.4, steps: int = 31)
 
 
 def odd_fraction(multiplier: Tensor, *, up: bool) -> Tensor:
-    """Returns the nearest p/q with odd q, not below (`up`) or not above `multiplier`, within 1 %, float64.
+    """Returns a fraction p/q with odd q near `multiplier`, not below it (`up`) or not above it, within 1 %, float64.
 
     An integer times p/q is at least 1/(2q) away from every k + 1/2, so that small errors do not change its
-    rounding (`qatkit.graph.scales.align`). p is 1 unless the multiplier is large.
+    rounding (`qatkit.graph.scales.align`). p is 1 for multipliers up to 1/256.
     """
     m = multiplier.double().clamp(min=1e-30)
     p = torch.ceil(256 * m)

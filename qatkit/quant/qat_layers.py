@@ -37,7 +37,13 @@ class QATOperator(nn.Module):
 
     @classmethod
     def from_float(cls, module: nn.Module, bn: nn.Module | None = None, frozen: bool = False) -> Self:
-        """Returns a layer with the parameters (not copies) and settings of `module`."""
+        """Returns a layer with the parameters (not copies) and settings of `module`.
+
+        Args:
+            module: the float layer.
+            bn: the BatchNorm after it, if the layer keeps it during training.
+            frozen: whether that BatchNorm normalizes with its running statistics.
+        """
         new = with_the_same_parameters(module, cls)
         new.weight_fake_quant, new.bn, new.bn_frozen = None, bn, frozen
         return new

@@ -30,7 +30,9 @@ class QATRecurrent(nn.RNNBase):
     def _ignore(self, values: list[Tensor]) -> None:
         """Ignores assignments: the list follows the parameters by itself."""
 
-    _flat_weights: Any = property(_values, _ignore, doc="Weights and biases as they will ship.")
+    _flat_weights: Any = property(
+        _values, _ignore, doc="The weights with their values in the file, and the biases."
+    )
 
     def _value(self, name: str) -> Tensor:
         tensor = cast(Tensor, getattr(self, name))

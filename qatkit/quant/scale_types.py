@@ -102,7 +102,7 @@ def nearest(scale: Tensor, spec: QuantSpec) -> Tensor:
 
 
 def subnormal_scales(scale: Tensor, spec: QuantSpec) -> int:
-    """Returns the number of scales with reduced precision, such as float16's subnormal numbers."""
+    """Returns the number of scales that are subnormal in float16 and thus less precise; 0 for other scale types."""
     return int((scale < _NORMAL_HALF).sum()) if spec.scale_type == "float16" else 0
 
 
@@ -138,11 +138,11 @@ def qparams(low: Tensor, high: Tensor, spec: QuantSpec, *, fixed: bool = False) 
 def range_of(
     points: Tensor, shares: Tensor, ends: tuple[float, float], spec: QuantSpec
 ) -> tuple[float, float]:
-    """Returns the range with the least squared error among those with a scale near that of another range.
+    """Returns the range with the least squared error among those with an allowed scale near the scale of `ends`.
 
     Args:
         points, shares: values [n] and the share of each, [n].
-        ends: the other range.
+        ends: a range, which may have any scale.
         spec: spec of the tensor.
     """
     low, high = min(ends[0], 0.0), max(ends[1], 0.0)

@@ -116,6 +116,10 @@ class QuantSpec:
         scale_type: the values that scales may have: "float" (any), or for integers only "pow2" (powers of
             two), "float16" (numbers of float16) or "int16" (15-bit integers times powers of two).
         bias_dtype: the type in `BIAS_TYPES` that holds the bias of a weight's operator.
+
+    Raises:
+        ValueError: a name is unknown, the granularity is of another type, or `scale_type` does not fit the types.
+        ConfigError: `pairs` is set for asymmetric weights that may saturate.
     """
 
     dtype: str = "uint8"
@@ -168,7 +172,7 @@ class QuantSpec:
         return FORMATS.get(self.dtype)
 
     def along(self, axis: int) -> QuantSpec:
-        """Returns the spec of a tensor whose blocks lie along `axis`, if it has a format."""
+        """Returns the spec of a tensor whose blocks lie along `axis`; a spec of integers unchanged."""
         return self if self.form is None else replace(self, granularity=self.form.granularity(axis))
 
     @property
@@ -234,7 +238,7 @@ class QuantSpec:
 
     @property
     def may_saturate(self) -> bool:
-        """Returns whether the products of two of a weight's largest integers can saturate.
+        """Returns whether the sum of two products can saturate if both weights are the largest integer.
 
         Kernels for unsigned or 16-bit weights do not add such pairs in 16 bits.
         """

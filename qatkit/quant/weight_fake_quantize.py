@@ -41,8 +41,8 @@ class Integers:
         bias_multiplier: the multiplier, whole numbers in float64, in the shape of `scale`; always 1 unless
             biases have 8 or 16 bits.
         repaired: number of channels whose scale was raised so that the bias fits int32.
-        lost: the largest change of a result by the coarser rounding in these channels, as a share of the bias
-            and per step of the input.
+        lost: the largest error of a result in these channels if every input is one step, relative to the bias; 0
+            without such channels.
     """
 
     weight: Tensor
@@ -58,20 +58,22 @@ class Integers:
 class WeightFakeQuantize(WeightQuantizerState):
     """Fake quantization of a weight; scale and zero point follow the weight's range at each step.
 
-    The bias is quantized with it, as it will be in the file (`qatkit.quant.bias_types`). Integers are counted
-    from the zero point, so that their product with the scale is the weight. The integers in the file
-    (`integers`) are not.
+    The bias is quantized with it, as it will be in the file (`qatkit.quant.bias_types`). Methods count integers
+    from the zero point, so that their product with the scale is the weight; only `integers` returns them with the
+    zero point added, as in the file.
 
     Args:
-        spec: spec of the weight. A symmetric spec of a signed type has no zero point (0), which most of ONNX
+        spec: spec of the weight. With a symmetric spec of a signed type, the zero point is 0, which most of ONNX
             Runtime's kernels prefer.
         shape: shape of the weight; its first axis holds the output channels.
 
     Attributes:
-        source, target: FakeQuantize of the operator's input and of its output; None if there is none, or more
-            than one. They are not submodules, since they belong to the graph's edges.
+        takes_zero_points: whether the class supports weights with zero points.
 
     `WeightQuantizerState` documents the other attributes.
+
+    Raises:
+        ConfigError: this class cannot quantize a weight by `spec`.
     """
 
     takes_zero_points: ClassVar[bool] = True
@@ -96,7 +98,13 @@ class WeightFakeQuantize(WeightQuantizerState):
         target: FakeQuantize | None,
         shifts: Shifts | None = None,
     ) -> None:
-        """Sets the quantizers of the operator's input and output, and the bounds of the hardware's shifts."""
+        """Sets the quantizers of the operator's input and output, and the bounds of the hardware's shifts.
+
+        Args:
+            source, target: the quantizers; None if there is none, or more than one. They do not become submodules,
+                since they belong to the graph's edges.
+            shifts: the bounds; None if any shift is allowed.
+        """
         self._edges, self._shifts = (source, target), shifts
 
     @property
@@ -105,7 +113,11 @@ class WeightFakeQuantize(WeightQuantizerState):
         return None if self._shifts is None else self._shifts.bias
 
     def bounded(self, scale: Tensor) -> Tensor:
-        """Returns powers of two near `scale` with which the shift to the output is within its bounds."""
+        """Returns `scale`, moved so that the shift to the output is within its bounds.
+
+        It is unchanged without such bounds, if scales need not be powers of two, or if the quantizer of the input or
+        output is missing.
+        """
         source, target = self._edges
         if self._shifts is None or source is None or target is None or not self.spec.powers_of_two:
             return scale
@@ -117,7 +129,7 @@ class WeightFakeQuantize(WeightQuantizerState):
         """Shares the learned parameters of `other`, which quantizes the same weight; this class has none."""
 
     def clip_to_least_error(self, weight: Tensor) -> None:
-        """Sets `clip` to the shares with the least squared error of `weight`; it stays while `weight` is trained.
+        """Sets `clip` to the shares with the least squared error of `weight`; training does not change `clip`.
 
         Does nothing where the scale is frozen.
         """
@@ -125,9 +137,10 @@ class WeightFakeQuantize(WeightQuantizerState):
 
     @torch.no_grad()
     def times(self, weight: Tensor, factors: Tensor) -> Tensor:
-        """Returns a weight with per-channel scales whose output channels are multiplied by `factors` [out].
+        """Returns `weight`, whose scales must be per channel, with its output channels multiplied by `factors` [out].
 
-        A frozen scale is multiplied too: the integers stay the same except for their sign.
+        A frozen scale is multiplied too: the integers stay the same except for their sign. Only a restricted scale
+        (`QuantSpec.scale_type`) is no longer frozen, since its product may not be an allowed scale.
         """
         rows = along(factors, 0, weight.ndim)
         if self.fixed_scale is None:
@@ -177,7 +190,10 @@ class WeightFakeQuantize(WeightQuantizerState):
         return (numerics.odd_fraction(scale / per_step, up=True) * per_step).to(scale.dtype)
 
     def forward(self, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Returns weight and bias [out] with the values that the file will hold."""
+        """Returns weight and bias [out] with the values that they will have in the file.
+
+        If quantization is off, the weight is unchanged, and the bias lacks `bias_shift`.
+        """
         if not self.enabled:
             return weight, bias if bias is None or self.bias_shift is None else bias - self.bias_shift
         scale = self.scale(weight)
@@ -261,6 +277,9 @@ class WeightFakeQuantize(WeightQuantizerState):
         Args:
             weight, bias: the parameters as inference uses them, with a BatchNorm folded in.
             input_scale: scale [] of the operator's input.
+
+        Raises:
+            ValueError: there is a bias, but scales of blocks.
         """
         scale, raised, lost = self.scale(weight), None, 0.0
         if bias is not None:

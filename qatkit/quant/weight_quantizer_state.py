@@ -32,9 +32,9 @@ class WeightQuantizerState(Quantizer):
             no gradient.
         fixed_zero_point: the frozen zero point, int32, in the scales' shape; None while it follows the
             weight.
-        rounding: the difference between each rounded weight and `below`, integers in the weight's shape: 0
-            down, 1 up, other values if an algorithm compensates for errors of other weights; None: to the
-            nearest.
+        rounding: the difference between each rounded weight and `below`, integers in the weight's shape: 0 for
+            down, 1 for up, other values if an algorithm compensates for errors of other weights; None: weights are
+            rounded to the nearest.
         bias_shift: the part of the operator's bias that compensates for quantization and is omitted without
             quantization, [out]; None: there is no such part.
         bits: number of bits of the type that `narrow` set, []; None: the type is that of the original spec.
@@ -135,7 +135,7 @@ class WeightQuantizerState(Quantizer):
         """Returns a quantizer of some output channels, which uses this one's scales and rounding.
 
         Args:
-            rows: a slice or indices of output channels; it has to contain all of them unless `by_rows`.
+            rows: a slice or indices of output channels; all of them unless `by_rows`.
         """
         new = copy.copy(self)
         for kind in ("_buffers", "_parameters") if self.by_rows else ():
@@ -154,7 +154,7 @@ class WeightQuantizerState(Quantizer):
 
     @torch.no_grad()
     def below(self, weight: Tensor, scale: Tensor) -> Tensor:
-        """Returns `weight` over `scale`, rounded down, in float; integers in range or the next one below the range."""
+        """Returns `weight` over `scale` rounded down, in float, clamped to the range or the integer just below it."""
         return floor(weight.detach() / self._spread(scale, weight), self.ends(weight))
 
     @torch.no_grad()
@@ -184,5 +184,5 @@ class WeightQuantizerState(Quantizer):
 
 
 def floor(steps: Tensor, ends: numerics.Ends) -> Tensor:
-    """Returns `steps` rounded down to integers in range or the next one below the range."""
+    """Returns `steps` rounded down, clamped to the range or the integer just below it."""
     return numerics.clamped(torch.floor(steps), (ends[0] - 1, ends[1]))

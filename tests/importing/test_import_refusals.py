@@ -70,10 +70,11 @@ def test_external_data_that_is_missing(tmp_path: Path) -> None:
 def test_a_fixed_value_of_no_input_and_of_another_shape(tmp_path: Path) -> None:
     made = helper.make_node("Mul", ["x", "sr"], ["y"])
     path = save(tmp_path / "m.onnx", [made], {"x": X, "sr": (FLOAT, [])}, ["y"])
-    with pytest.raises(ConfigError, match=r"onnx\.fix=rate: expected an input of m\.onnx \(x, sr\)"):
+    with pytest.raises(ConfigError, match=r"model\.kwargs\.fix=rate: expected an input of m\.onnx \(x, sr\)"):
         import_onnx(path, fixed={"rate": 1})
     for value in ([1, 2], "fast", [[1], [2, 3]]):
-        with pytest.raises(ConfigError, match=r"onnx\.fix=sr: .*: expected a value of type FLOAT and shape"):
+        expected = r"a value of shape \[\] and type float32 for input 'sr'"
+        with pytest.raises(ConfigError, match=rf"model\.kwargs\.fix=sr: .*: expected {expected}"):
             import_onnx(path, fixed={"sr": value})
 
 

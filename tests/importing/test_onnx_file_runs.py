@@ -134,7 +134,10 @@ def test_a_run_edits_the_file_and_uses_its_names(tmp_path: Path) -> None:
             "model.name=onnx/absent.onnx: expected onnx/FILE, a float ONNX file that exists",
         ),
         (("model.weights=DEFAULT",), "model.weights=DEFAULT: expected null with model.name=onnx/"),
-        (("+model.kwargs={fix:{rate:1}}",), "onnx.fix=rate: expected an input of detector.onnx (image)"),
+        (
+            ("+model.kwargs={fix:{rate:1}}",),
+            "model.kwargs.fix=rate: expected an input of detector.onnx (image)",
+        ),
         (
             ("data.image_size=9", "data.mean=[0.5,0.5,0.5]", "data.std=[0.5,0.5,0.5]"),
             "data.image_size=9: expected null or",

@@ -14,6 +14,7 @@ from onnx_models import FLOAT, FLOAT16, INT64, save
 from small_nets import Case, Net, begin_again, between, floats, fused_conv, gemms, groups, residual, saved
 from written import difference, for_sizes, same, write
 
+from qatkit.config.schema import OverrideConfig
 from qatkit.importing import import_onnx
 from qatkit.importing.write_back import write_back
 from qatkit_verify.errors import ConfigError
@@ -66,14 +67,19 @@ def test_branch_that_the_input_chooses_is_refused(tmp_path: Path) -> None:
         helper.make_node("Shape", ["x"], ["sizes"]),
         helper.make_node("Gather", ["sizes", "three"], ["height"]),
         helper.make_node("Greater", ["height", "eight"], ["is_large"]),
-        helper.make_node("If", ["is_large"], ["y"], "choice", **branches),
+        helper.make_node("If", ["is_large"], ["chosen"], "choice", **branches),
+        helper.make_node("Conv", ["chosen", "v"], ["y"], "last/Conv"),
     ]
-    constants = {"three": np.array(3), "eight": np.array(8)}
+    constants = {"three": np.array(3), "eight": np.array(8), "v": floats(2, 4, 1, 1)}
     source = save(tmp_path / "float.onnx", nodes, {"x": (FLOAT, ["n", 3, 8, 8])}, ["y"], constants)
-    reason = r"node 'else_branch/Conv' is in a branch that 'choice' chooses by the input, and its weights have changed"
-    with pytest.raises(ConfigError, match=reason):
+    where = "node 'else_branch/Conv' is in a branch of 'choice', whose condition is computed"
+    with pytest.raises(
+        ConfigError, match=f"{where}, so it cannot be quantized there; keep it in float with "
+    ):
         write(source, {"x": torch.randn(2, 3, 8, 8)})
     assert not (tmp_path / "float_int8.onnx").exists()
+    kept = {"else_branch/Conv": OverrideConfig(float=True)}
+    assert write(source, {"x": torch.randn(2, 3, 8, 8)}, overrides=kept).path.exists()
 
 
 def test_any_height_and_width(tmp_path: Path) -> None:

@@ -311,7 +311,7 @@ def test_a_fixed_input_is_a_constant_and_chooses_a_branch(mode: str, tmp_path: P
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"fix": {"rate": 1}}, "onnx.fix=rate: expected an input of float.onnx (ids, mask, vector)"),
+        ({"fix": {"rate": 1}}, "model.kwargs.fix=rate: expected an input of float.onnx (ids, mask, vector)"),
         (
             {"fixed": {"ids": 1}},
             "model.kwargs.fixed={'ids': 1}: expected fix, states or custom_ops with onnx=FILE",

@@ -192,7 +192,7 @@ def leaky_relu(node: Node, x: Value) -> Tensor:
 
 @module("PRelu")
 def prelu_module(node: Node, constants: Sequence[Array | None]) -> nn.Module | None:
-    """Returns `nn.PReLU` with one slope or one per channel; None if the slopes have another form."""
+    """Returns `nn.PReLU` with one slope or one per channel; None for computed slopes or another shape."""
     slope = constants[1]
     if slope is not None and slope.ndim == node.ranks[0] and slope.shape[0] == 1:
         slope = slope[0]  # the same for all samples
@@ -291,7 +291,7 @@ def _unknown_type(node: Node) -> str:
 
 @function("Cast", refuses=_unknown_type)
 def cast(node: Node, x: Value) -> Tensor:
-    """Casts to another type; all floats become float32."""
+    """Casts to another type; all float types become float32."""
     x, kind = tensor(x), TYPES[node.get("to")]
     return x if x.dtype == kind else x.to(kind)
 
@@ -311,7 +311,7 @@ def is_infinite(node: Node, x: Value) -> Tensor:
 
 
 def drops(node: Node, constants: Sequence[Array | None]) -> bool:
-    """Returns whether a Dropout may drop values: in training mode (or if that is an input) and with a ratio above 0."""
+    """Returns whether a Dropout may drop values: its training mode is on or computed, and its ratio is not 0."""
     if len(node.inputs) < 3 or not node.inputs[2]:
         return False
     ratio, training = constants[1], constants[2]
@@ -327,7 +327,7 @@ def dropout(node: Node, x: Value, *settings: Value) -> tuple[Value, Array]:
 
 @function("DequantizeLinear")
 def dequantize(node: Node, x: Value, scale: Value, zero_point: Value = None) -> Tensor:
-    """Computes (x - zero_point)·scale, per tensor, per slice of an axis, or per block of it."""
+    """Computes (x - zero_point)·scale with scales per tensor, per index of an axis, or per block along the axis."""
     integers, factors = tensor(x).float(), tensor(scale)
     zeros = torch.zeros_like(factors) if zero_point is None else tensor(zero_point).float()
     axis, block = node.get("axis", 1) % max(integers.ndim, 1), node.get("block_size", 0)

@@ -14,7 +14,7 @@ from qatkit.importing.operators.values import axes_of, ints, one_int, tensor
 
 @module("Gather")
 def embedding(node: Node, constants: Sequence[Array | None]) -> nn.Module | None:
-    """Returns an embedding for the rows of a constant table."""
+    """Returns an embedding for computed indices into the rows of a constant float table; None for any other Gather."""
     table = constants[0]
     if (
         table is None

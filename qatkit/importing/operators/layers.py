@@ -21,7 +21,7 @@ _TRANSPOSED_FUNCTIONS: Sequence[Any] = (F.conv_transpose1d, F.conv_transpose2d, 
 
 
 class Padded(nn.Module):
-    """A convolution with asymmetric padding.
+    """A convolution with padding that is asymmetric or depends on sizes.
 
     Args:
         inner: a convolution without padding.
@@ -72,7 +72,10 @@ def _with(made: Any, weight: Array, bias: Array | None) -> nn.Module:
 
 @module("Conv")
 def convolution(node: Node, constants: Sequence[Array | None]) -> nn.Module | None:
-    """Returns a torch convolution, in a `Padded` if the padding is asymmetric."""
+    """Returns a torch convolution; None if weight or bias is computed.
+
+    It is in a `Padded` if the padding is asymmetric or depends on sizes.
+    """
     weight = constants[1]
     bias, known = _bias(node, constants, 2)
     if weight is None or not known or not 3 <= weight.ndim <= 5:
@@ -93,7 +96,7 @@ def convolution(node: Node, constants: Sequence[Array | None]) -> nn.Module | No
 
 
 def _bias(node: Node, constants: Sequence[Array | None], place: int) -> tuple[Array | None, bool]:
-    """Returns a bias and whether it is known; a bias that the node does not have is known."""
+    """Returns a bias and whether it is known; a bias that the node does not have (None) counts as known."""
     given = len(node.inputs) > place and bool(node.inputs[place])
     found = constants[place] if len(constants) > place else None
     return found, found is not None or not given
@@ -134,7 +137,13 @@ class Cropped(nn.Module):
 
 @module("ConvTranspose")
 def transposed_convolution(node: Node, constants: Sequence[Array | None]) -> nn.Module | None:
-    """Returns a torch transposed convolution, in a `Cropped` if its two sides are cropped by different amounts."""
+    """Returns a torch transposed convolution; None if weight or bias is computed.
+
+    It is in a `Cropped` if the two sides of an axis are cropped by different amounts.
+
+    Raises:
+        UnsupportedError: the node has an output_shape.
+    """
     weight = constants[1]
     bias, known = _bias(node, constants, 2)
     if weight is None or not known or not 3 <= weight.ndim <= 5:
@@ -203,7 +212,7 @@ def _linear(weight: Array, bias: Array | None) -> nn.Module:
 
 @module("Gemm")
 def gemm_module(node: Node, constants: Sequence[Array | None]) -> nn.Module | None:
-    """Returns a Linear that computes alpha·A·B + beta·C for constant B and C."""
+    """Returns a Linear that computes alpha·A·B + beta·C for constant B and a constant vector C; otherwise None."""
     weight = constants[1]
     bias, known = _bias(node, constants, 2)
     if weight is None or not known or node.get("transA", 0):
@@ -231,7 +240,7 @@ def gemm(node: Node, a: Value, b: Value, c: Value = None) -> Tensor:
 
 @module("MatMul")
 def matmul_module(node: Node, constants: Sequence[Array | None]) -> nn.Module | None:
-    """Returns a Linear for a product with a constant matrix on the right."""
+    """Returns a Linear for a product with a constant float matrix on the right; None for other products."""
     weight = constants[1]
     return None if weight is None or weight.ndim != 2 or weight.dtype.kind != "f" else _linear(weight.T, None)
 

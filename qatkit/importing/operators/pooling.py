@@ -60,7 +60,10 @@ def _dilated(node: Node) -> str:
 
 @function("MaxPool", refuses=_with_places)
 def max_pool(node: Node, x: Value) -> Tensor:
-    """Pools by maximum; uses `ceil_mode`, whose windows reach beyond the input, for padding that is only at the end."""
+    """Pools by maximum.
+
+    Where more padding at the end has the same effect, `ceil_mode` is used, whose windows reach beyond the input.
+    """
     x = tensor(x)
     kernel, stride, dilation, pads = _window(node, x)
     axes, ceil = len(kernel), bool(node.get("ceil_mode", 0))
@@ -112,7 +115,7 @@ def global_max_pool(node: Node, x: Value) -> Tensor:
 
 @function("LpPool", refuses=_dilated)
 def lp_pool(node: Node, x: Value) -> Tensor:
-    """Returns the norm of each window."""
+    """Returns the p-norm of each window."""
     x, p = tensor(x), node.get("p", 2)
     kernel, stride, _, pads = _window(node, x)
     axes = len(kernel)

@@ -71,7 +71,7 @@ class Recurrent(nn.Module):
 
 
 def why_not(node: Node, constants: Sequence[Array | None]) -> str:
-    """Returns why a recurrent node has no equivalent torch module, or "" if it has one."""
+    """Returns what torch has no recurrent module for, such as "LSTM with peepholes"; "" if it has one."""
     kind = node.op_type
     names = [str(name).lower() for name in node.get("activations") or []]
     known = _ACTIVATIONS[kind]

@@ -1,4 +1,4 @@
-"""Operators that reduce axes or order values along them."""
+"""Operators that reduce, sort, accumulate or normalize values along axes."""
 
 from __future__ import annotations
 

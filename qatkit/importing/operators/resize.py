@@ -1,4 +1,4 @@
-"""Resize and Upsample, in all coordinate systems and modes of ONNX."""
+"""Resize and Upsample, in all modes of ONNX and all coordinate systems except tf_crop_and_resize."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COORDINATES = (
 
 @function("Upsample", known=(1,))
 def upsample(node: Node, x: Value, scales: Value = None) -> Tensor:
-    """Resizes like the operator before opset 10, with coordinates that start at the corner."""
+    """Resizes with asymmetric coordinates, as Upsample and the Resize of opset 10 do."""
     given = node.get("scales") if scales is None else np.asarray(tensor(scales).tolist())
     return _resized(node, tensor(x), list(map(float, given)), None, "asymmetric", "floor")
 

@@ -30,7 +30,11 @@ def size(node: Node, x: Value) -> Array:
 
 @function("Constant")
 def constant(node: Node) -> Array:
-    """Returns a constant, whichever attribute holds it."""
+    """Returns a constant, from whichever attribute it is in.
+
+    Raises:
+        UnsupportedError: it is a string or sparse.
+    """
     for key in ("value", "value_float", "value_floats", "value_int", "value_ints"):
         if key in node.attributes:
             kind = None if key == "value" else np.int64 if "int" in key else np.float32
@@ -57,7 +61,7 @@ def arithmetic_range(node: Node, start: Value, limit: Value, delta: Value) -> Te
 def reshape(node: Node, x: Value, sizes: Value = None) -> Tensor:
     """Reshapes; 0 keeps a size.
 
-    If a file takes one image per run but the module several, a first size of 1 keeps the batch size (`program.py`).
+    If the file accepts one image per run but the module several, a first size of 1 keeps the batch size (`program.py`).
     """
     x = tensor(x)
     target = list(node.get("shape", [])) if sizes is None else ints(sizes)

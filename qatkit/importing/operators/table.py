@@ -24,7 +24,7 @@ class Node:
         attributes: attributes by name, as Python numbers, strings, lists and NumPy arrays.
         inputs, outputs: names of its tensors; "" for omitted tensors.
         ranks: the ranks of its inputs; None if shape inference does not know them.
-        any_batch: whether the module takes several images per run although the file takes one.
+        any_batch: whether the module accepts several images per run although the file accepts one.
     """
 
     name: str
@@ -125,6 +125,10 @@ def known_places(operator: str) -> tuple[int, ...]:
 
 
 def module_of(node: Node, constants: Sequence[Array | None]) -> nn.Module | None:
-    """Returns the module of a node with constant weights; None if its function must compute the node."""
+    """Returns the module of a node with constant weights; None if its function must compute the node.
+
+    Raises:
+        UnsupportedError: the operator's builder does not support the node.
+    """
     build = _MODULES.get((node.domain, node.op_type))
     return None if build is None else build(node, constants)

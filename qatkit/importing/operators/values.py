@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qatkit.importing.operators.table import Array, UnsupportedError, Value
 
-# PyTorch types by the ONNX type (TensorProto.DataType); all floats become float32.
+# PyTorch types by the ONNX type (TensorProto.DataType); all float types become float32.
 TYPES: dict[int, torch.dtype] = {
     1: torch.float32, 2: torch.uint8, 3: torch.int8, 4: torch.int32, 5: torch.int16, 6: torch.int32, 7: torch.int64,
     9: torch.bool, 10: torch.float32, 11: torch.float32, 12: torch.int64, 13: torch.int64, 16: torch.float32,
@@ -22,7 +22,11 @@ _WIDER = {np.dtype(np.uint16): np.int32, np.dtype(np.uint32): np.int64, np.dtype
 
 
 def array(value: Any) -> Array:
-    """Returns a constant as an array of a type that PyTorch has; floats become float32."""
+    """Returns a constant as an array of a type that PyTorch has; all float types become float32.
+
+    Raises:
+        UnsupportedError: the constant contains strings.
+    """
     found = np.asarray(value)
     if found.dtype.kind in "OUS":
         raise UnsupportedError("strings have no PyTorch equivalent")
@@ -36,6 +40,9 @@ def tensor(value: Value, like: Tensor | None = None) -> Tensor:
 
     An array of equal values is made by `torch.full`, and integers at equal distances by `torch.arange`. Their number
     may be the batch size, and the recorded calls then follow it.
+
+    Raises:
+        UnsupportedError: the value is None, which is an omitted input.
     """
     if isinstance(value, Tensor):
         return value
@@ -60,7 +67,10 @@ def _distance(value: Array) -> int:
 
 
 def operand(value: Value, other: Tensor) -> Tensor | float | int | bool:
-    """Returns an operand of an arithmetic operator: a number if it is one and changes no shape, otherwise a tensor."""
+    """Returns an operand of an arithmetic operator: a tensor, or a number for an array with one value.
+
+    Such an array remains a tensor if it has more axes than `other`, since it then changes the shape of the result.
+    """
     if isinstance(value, np.ndarray) and value.size == 1 and value.ndim <= other.ndim:
         number: float | int | bool = value.item()
         return number
@@ -68,7 +78,10 @@ def operand(value: Value, other: Tensor) -> Tensor | float | int | bool:
 
 
 def ints(value: Value) -> list[int]:
-    """Returns axes, sizes or pads as integers; the values of a tensor must be read, which a recorded run refuses."""
+    """Returns axes, sizes or pads as integers, and [] for None.
+
+    A tensor's values are read, which is impossible while a graph is recorded.
+    """
     if value is None:
         return []
     listed = value.tolist() if isinstance(value, Tensor) else np.asarray(value).tolist()

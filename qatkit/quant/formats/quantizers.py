@@ -1,9 +1,8 @@
 """Quantizers of number formats that are not integers: values are rounded to the format in float32.
 
-Block scales are computed from the current values, in training as in inference. A format with a scale for the
-whole tensor takes it from the activation's observed range, or from the current weight. The gradient is
-straight-through, but 0 for values that saturate, to which the next number beyond the largest would be nearer.
-Biases are not changed.
+Block scales are computed from the current values, in training as in inference. A scale of the tensor is computed
+from the activation's observed range, or from the current weight. The gradient is straight-through, but 0 for
+values at least half a step beyond the largest number, which saturate. Biases are not changed.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class _BesideTheWeights(torch.optim.Optimizer):
     def _shares(
         self, values: list[Tensor], gradients: list[Tensor], units: list[Tensor], rate: float
     ) -> list[Tensor]:
-        """Returns Adam's steps in `units`; scales the gradients in place."""
+        """Returns Adam's steps as multiples of `units`, by which it multiplies the gradients in place."""
         for value in values:
             if not self.state[value]:
                 started = torch.zeros((), dtype=torch.float32, device=value.device)
@@ -92,7 +92,7 @@ class _BesideTheWeights(torch.optim.Optimizer):
 
 
 def _unit(value: Tensor) -> Tensor:
-    """Returns the root mean square of each slice along the first axis, or of a whole vector."""
+    """Returns the root mean square of each slice along the first axis; for a vector one value, at least `_SMALLEST`."""
     if value.ndim < 2:
         return value.square().mean().sqrt().clamp_min(_SMALLEST)
     return value.square().mean(tuple(range(1, value.ndim)), keepdim=True).sqrt()

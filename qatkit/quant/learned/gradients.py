@@ -68,7 +68,7 @@ class _Scaled(torch.autograd.Function):
 
 
 class _Shifted(torch.autograd.Function):
-    """Fake quantization with a learned scale and offset β = -z·s, z the zero point (Bhalgat et al., "LSQ+", 2020).
+    """Fake quantization with a learned scale and offset β = (n - z)·s with zero point z (Bhalgat et al., "LSQ+", 2020).
 
     ∂L/∂β = Σ g over the values outside of the range. ∂L/∂s is the gradient for a range that grows from β.
     """
@@ -154,7 +154,7 @@ def learned(
         scale, zero_point: the values to quantize with, rank 0. Without `offset`, `ends` are counted from the
             zero point.
         ends: the smallest and the largest integer.
-        factor: factor of the gradients.
+        factor: factor of the gradients of `step` and `offset`.
     """
     if x.dtype != torch.float32:  # bfloat16 can represent neither the scale nor q·scale
         return learned(x.float(), step, scale, ends, factor, offset, zero_point).to(x.dtype)

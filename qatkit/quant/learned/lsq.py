@@ -2,8 +2,8 @@
 
 Source: Esser et al., "Learned step size quantization", 2020. Scales start from calibration rather than from
 2·E|v|/√p. The gradient of a scale is multiplied by 1/√(N·p), where p is the largest integer. N is the number
-of weights that share the scale, or of the values of one image, so that the gradients of parts of a batch add
-up to the gradient of the whole batch.
+of weights that share the scale. For an activation, it is the number of values for one image, so that the
+gradients of parts of a batch add up to the gradient of the batch.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def annealed(start: float, end: float, progress: float) -> float:
 
 @dataclass(frozen=True)
 class Oscillating:
-    """The numbers of weights of one operator: all, oscillating and frozen ones."""
+    """The counts of an operator's weights: all, the oscillating ones and the frozen ones."""
 
     path: str
     weights: int

@@ -30,7 +30,7 @@ def in_one_process() -> bool:
 def with_other_ranks(wanted: bool) -> Iterator[None]:
     """Reduces ranges and statistics over all ranks within the context if `wanted`; otherwise each process uses its own.
 
-    The latter is for work that one rank does while the others wait for its result, where a reduction would
+    Reductions are turned off for work that one rank does while the others wait for its result, since they would
     deadlock.
     """
     before, _Company.wanted = _Company.wanted, wanted

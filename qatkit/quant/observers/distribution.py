@@ -18,6 +18,9 @@ class Distribution(Method):
     For a normal distribution at 8 bits, four deviations are near the least squared error. Source:
     Banner et al., "Post training 4-bit quantization of convolutional networks for rapid-deployment", 2019.
 
+    Attributes:
+        deviations: the distance from the mean to either end, in standard deviations.
+
     Raises:
         ConfigError: `deviations` is not above 0.
     """

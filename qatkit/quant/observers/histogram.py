@@ -62,12 +62,12 @@ class Histogram(nn.Module):
     """The histogram of a stream; `state_dict` is all of its state.
 
     Args:
-        bins: number of bins; between half of them and all are in use.
+        bins: number of bins; usually at least half of them are in use.
 
     Attributes:
         counts: [bins] int64, starting with the bin that contains `low`.
         low, high: exact extremes of all values, rank-0 float32; low > high before the first batch, and not
-            finite after a batch with a NaN or an infinity (such a batch is not counted).
+            finite from a batch with a NaN or an infinity on (that batch and later ones are not counted).
     """
 
     counts: Tensor

@@ -94,7 +94,7 @@ def within(low: float, high: float, least: float, most: float) -> Ends:
 
 
 def folded(histogram: Histogram) -> tuple[Tensor, Tensor]:
-    """Returns counts [n] and edges [n + 1] of |x|, starting at zero, which is an edge, so that bins coincide."""
+    """Returns counts [n] and edges [n + 1] of |x|; zero is an edge, so that the bins of x and -x coincide."""
     counts, edges = histogram.bins()
     width = histogram.width
     first = math.floor(edges[0].item() / width)

@@ -138,5 +138,5 @@ def test_a_transformer_has_int8_products_alone() -> None:
 
 
 def test_shared_scales_need_symmetric_activations() -> None:
-    with pytest.raises(ConfigError, match=r"activation\.symmetric=false: expected true with aligned scales"):
+    with pytest.raises(ConfigError, match=r"activation\.symmetric=false: expected true, since this backend"):
         replace(NPU_TRANSFORMER, aligned=("cat",))
