@@ -3,8 +3,9 @@
     DIR/**/*.npz, *.npy ── sorted by path ──> samples ── every other one calibrates and trains, the others verify
     DIR/train, DIR/test                       if both exist, they are the two splits
 
-The arrays of an item have the shapes that the model takes, including the batch axis, as for
-`InferenceSession.run`. A file whose arrays all have the same first axis N > 1 holds N samples.
+The arrays of an item have the shapes of the model's inputs, including the batch axis, as for
+`InferenceSession.run`. If all arrays of a file have the same size N > 1 along their first axis, the file has
+N samples.
 
 For a model with states (`qatkit.data.rollout`), a file of N samples is a sequence of N steps. Files with one
 sample each in the same folder are the steps of one sequence, such as frames that a program has written one by
@@ -54,7 +55,7 @@ class Port:
     Attributes:
         name: name of the input.
         dtype: name of the input's type in NumPy.
-        shape: sizes of the axes; None for an open axis.
+        shape: sizes of the axes; None for a dynamic axis.
         axis: the batch axis; None if the input has none.
         names: names of the axes in the file; "" for an axis without a name.
         below: for ids, the number of rows of the smallest table that they index; None if no table is known.
@@ -76,13 +77,15 @@ class ArrayFiles:
     Args:
         paths: paths of the files, in order.
         root: folder of the data, for messages.
-        states: names of the arrays that hold the start states of a sequence, in its first step.
+        states: names of the arrays with the start states of a sequence, in its first step.
 
     Attributes:
         lengths: number of consecutive samples of each sequence.
+        targets: label of each sample; `NO_TARGET` if its file has no labels.
 
     Raises:
-        ConfigError: a file cannot be read, or has no arrays of numbers or booleans.
+        ConfigError: a file cannot be read, has no arrays besides its labels, has an array of neither numbers nor
+            booleans, or does not have one integer label per sample.
     """
 
     def __init__(self, paths: Sequence[str], root: str, states: Collection[str] = ()) -> None:
@@ -119,7 +122,7 @@ class ArrayFiles:
         return arrays, self.targets[index]
 
     def _header(self, path: str) -> tuple[dict[str, tuple[int, ...]], NDArray[Any] | None]:
-        """Returns the shapes of a file's arrays, and its labels; no other values are read."""
+        """Returns the shapes of a file's arrays, and its labels or None; no other values are read."""
         with self._reading(path):
             with open_regular_file(path) as stream:
                 found = dict(_headers(stream))
@@ -186,8 +189,8 @@ def arrays(root: str | None, download: bool, seed: int, request: Request | None 
     For a model with states, the samples are the steps of sequences.
 
     Raises:
-        ConfigError: the folder does not exist or has fewer than two samples, a file cannot be read, or only some
-            files have labels.
+        ConfigError: the folder does not exist or has fewer than two samples, a file cannot be read or used
+            (`ArrayFiles`), or only some samples have labels.
     """
     top = data_folder(_SOURCE, root)
     states = request.states if request is not None else {}
@@ -246,7 +249,7 @@ class ArrayBatches:
             name: name of the sample, for messages.
 
         Raises:
-            ConfigError: an input is missing, or has a type or shape that the model does not take.
+            ConfigError: an input is missing, is not an array, or does not fit the model's input (`fitted`).
         """
         given = item if isinstance(item, Mapping) else {LONE: item}
         if not self.ports:
@@ -297,7 +300,7 @@ class ArrayBatches:
 
     @property
     def batched(self) -> bool:
-        """Returns whether the model takes several samples at a time."""
+        """Returns whether the model accepts several samples at a time."""
         return not self.ports or any(port.axis is not None for port in self.ports)
 
     def inputs(self, samples: Sequence[Mapping[str, Tensor]]) -> ArrayInputs:
@@ -325,11 +328,11 @@ class ArrayBatches:
         return b"".join(part for pair in parts for part in pair) + about
 
     def fitted(self, value: Any, port: Port, name: str) -> Tensor:
-        """Returns `value` as a tensor, converted to the type of the input `port`.
+        """Returns `value` as a tensor of the type of the input `port`, or of float32 for any floating-point type.
 
         Raises:
-            ConfigError: the array has a type or shape that the model does not take, or numbers that the
-                input's type cannot represent.
+            ConfigError: `value` is not an array, has another kind of values or another shape than the input, or has
+                numbers that the input's type cannot represent.
         """
         given = self._tensor(value, f"{name}['{port.name}']")
         wanted = np.dtype(port.dtype)

@@ -4,8 +4,9 @@
     coco_boxes    ROOT/annotations/instances_{train,val}*.json  ROOT/{train,val}*/NAME.jpg
                   ROOT/{train,test}/_annotations.coco.json among the pictures
 
-`trainval` trains and `test` verifies; if one of them is missing, `train` and `val` are used. All annotations
-are read before any long work. An annotation that names a missing picture ends the run. Boxes without area or
+In VOC's layout, `trainval` (or `train`) trains and `test` verifies; without `test`, `train` trains and `val`
+verifies. In COCO's layout, `train` trains, and `test`, `val` or `valid` verifies. All annotations are read
+before any long work. An annotation that names a missing picture ends the run. Boxes without area or
 outside their picture end it too, unless data.bad=skip leaves them out. VOC's difficult objects and COCO's
 crowds are ignored: detections of them count neither as right nor as wrong.
 """
@@ -63,8 +64,9 @@ def voc_boxes(root: str | None, download: bool, seed: int, request: Request | No
     """Returns the splits of a folder in Pascal VOC's layout, with classes in alphabetical order.
 
     Raises:
-        ConfigError: the folder does not exist, an annotation cannot be read, lacks its picture or differs
-            from it in size, or boxes are wrong.
+        ConfigError: the folder does not exist, or lacks annotations or a list of pictures; an annotation cannot
+            be read, lacks its picture or differs from it in size; boxes are wrong and not to be skipped; or a
+            class of the test split occurs in no training picture.
     """
     top = _voc_folder(data_folder(VOC_BOXES, root))
     for trains, tests in _VOC_PARTS:
@@ -108,8 +110,8 @@ def _splits(
     """Returns the splits of the given pictures, and checks them and their boxes.
 
     Raises:
-        ConfigError: a picture is missing, boxes are wrong, or no training picture has a class that occurs in
-            the test split.
+        ConfigError: a picture is missing or differs in size from its annotation, boxes are wrong and `skip` is
+            false, or a class of the test split occurs in no training picture.
     """
     every = [*train, *test]
     missing = [picture.path.name for picture in every if not picture.path.is_file()]
@@ -216,7 +218,7 @@ def _voc_folder(top: Path) -> Path:
 
 
 def _voc_list(top: Path, parts: Sequence[str]) -> list[str]:
-    """Returns the picture names in the first list that exists among `parts`; [] if none exists."""
+    """Returns the picture names in the list of the first of `parts` that has one; [] if none has."""
     for part in parts:
         path = top / "ImageSets" / "Main" / f"{part}.txt"
         if path.is_file():
@@ -258,7 +260,7 @@ def _text(page: ElementTree.Element, path: str) -> str:
 
 
 def _coco_file(top: Path, parts: Sequence[str]) -> Path | None:
-    """Returns the first annotation file that exists among `parts`; None if none exists."""
+    """Returns the annotation file of the first of `parts` that has one; None if none has."""
     for part in parts:
         own = top / part / _OWN_FILE
         found = [own] if own.is_file() else sorted(top.glob(f"annotations/instances_{part}*.json"))

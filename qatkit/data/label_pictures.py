@@ -6,8 +6,8 @@
 `train` trains and calibrates, and `test` (or `val`, if there is no `test`) verifies. Class names are the lines of
 `classes.txt` in ROOT, one per number. Without this file, they are the numbers up to the largest one that
 occurs. Pixels with a number in `data.ignored` (255 by default) count neither as right nor as wrong. Label
-pictures are read before any long work. A label picture ends the run with a message that names it if it
-differs in size from its picture, has colours, or has a number that is not a class.
+pictures are read before any long work. The run ends with a message if one of them differs in size from its
+picture, has colours, or has a number that is not a class.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class LabelPictures(ImageFiles):
         """Returns the class numbers of a label picture, uint8 [1, height, width]; ignored ones become `IGNORED`.
 
         Raises:
-            ConfigError: the file cannot be read; the message names it.
+            ConfigError: the file cannot be read, has colours, or has a number above 255; the message names it.
         """
         found = label_numbers(self.root / str(target))
         return torch.from_numpy(np.where(np.isin(found, self.ignored), np.uint8(IGNORED), found))[None]
@@ -87,7 +87,10 @@ def label_pictures(root: str | None, download: bool, seed: int, request: Request
 
 
 def _pairs(top: Path, parts: Sequence[str]) -> list[tuple[str, str]] | None:
-    """Returns sorted pairs (picture, label picture below `top`) of the first part with both folders, or None."""
+    """Returns sorted pairs (picture, label picture below `top`) of the first part with both folders.
+
+    None means that no part has both.
+    """
     for part in parts:
         beside = [(top / part, top / f"{part}{labels}") for labels in _LABELS]
         apart = [

@@ -5,8 +5,8 @@
     DIR/{train,test}/CLASS/*.txt   one text per file
 
 The first line of a table names its columns; in a .jsonl file, the keys of each line name them. A label is the
-name or the number of one of the model's classes. If the model names none, the classes are the labels of the
-training texts, in order. A sample is a row of tokens, padded to the longest text of the data.
+name or the number of one of the model's classes. If the model names none, the classes are the sorted labels
+of the training texts. A sample is a row of tokens, padded to the longest text of the data.
 """
 
 from __future__ import annotations
@@ -56,8 +56,9 @@ def labelled_text(root: str | None, download: bool, seed: int, request: Request 
     """Returns the labelled texts of a folder.
 
     Raises:
-        ConfigError: the folder does not exist, a split has no texts, a file lacks the columns, a text is empty, a
-            label is not one of the model's classes or is in no training text, or as for
+        ConfigError: the folder does not exist; a split has no texts; a file cannot be read, lacks a column, or has
+            an empty text; some files have pairs of texts and others do not; a label is not one of the model's
+            classes or, if the model names none, of the training texts, which need two; or as for
             `qatkit.data.token_rows.token_rows`.
     """
     asked = request if request is not None else Request(DataConfig())
@@ -102,7 +103,7 @@ def _whole(path: Path) -> str:
     """Returns the text of a file that is one sample.
 
     Raises:
-        ConfigError: the file has no text.
+        ConfigError: the file has no text or is not UTF-8.
     """
     text = text_of(path).strip()
     if not text:

@@ -60,9 +60,9 @@ class Preprocessing:
     """The preprocessing of images for a model; the bundle holds it as JSON.
 
     Args:
-        image_size: height and width of the model's input, in pixels: one number, or both.
+        image_size: height and width of the model's input, in pixels: one number for both, or two.
         resize: for fit "crop", the size that an image covers before the centre crop: one number (its shorter
-            side) or both; at least `image_size`.
+            side), or height and width; at least `image_size`.
         mean: mean of each channel of the model's input, in the units of `pixels`. Its length is the number of
             channels.
         std: standard deviation of each channel, in the units of `pixels`.
@@ -224,7 +224,7 @@ class Preprocessing:
         return self._finished(batch)
 
     def noise(self, count: int, generator: torch.Generator) -> Tensor:
-        """Returns `count` images of noise in the form of preprocessed images.
+        """Returns `count` images of noise with the shape and range of preprocessed images.
 
         They are standard normal, like normalised pixels on average; for a model that takes 0..255, pixels are
         uniform in that range before they are normalised.
@@ -241,7 +241,7 @@ class Preprocessing:
         return fitted[0] if len(fitted) == 1 else torch.cat(fitted)
 
     def zoomed(self, picture: Sides, draw: random.Random) -> Fitting:
-        """Returns the fitting of a picture (height, width) with a random zoom and place, relative to `fitting`."""
+        """Returns the fitting of a picture (height, width) with a random zoom, relative to `fitting`, and position."""
         return random_zoom(self.fitting(picture).scaled, sides(self.image_size), draw)
 
     def fitting(self, picture: Sides) -> Fitting:

@@ -38,7 +38,7 @@ _SHIFT, _GAIN, _NOISE = 0.1, 6.0, (10.0, 40.0)  # maximum shift in s, maximum ga
 
 @dataclass(frozen=True)
 class RecordingInputs(ImageInputs):
-    """The inputs of a model that takes recordings: features [1, frames, bands], or samples [T]."""
+    """The inputs of a model for recordings: features [1, frames, bands], or samples [T]."""
 
     said_by = "data.seconds and data.features define them"
 
@@ -53,7 +53,7 @@ class Recordings:
 
     Attributes:
         sound: the preprocessing from samples to features; complete even if the model computes the features.
-        in_graph: whether the model takes samples and computes the features.
+        in_graph: whether the model's input is samples, from which the model itself computes the features.
     """
 
     sound: SoundPreprocess
@@ -66,7 +66,7 @@ class Recordings:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Returns the shape of one recording as the model takes it."""
+        """Returns the shape of the model's input for one recording."""
         return self.taken.shape
 
     def inputs(self) -> RecordingInputs:
@@ -95,7 +95,7 @@ class Recordings:
         return item.tobytes()
 
     def eval_batch(self, recordings: Iterable[NDArray[Any]]) -> Tensor:
-        """Returns recordings as the model takes them in evaluation, float32 [N, *shape]."""
+        """Returns recordings as the model's input for evaluation, float32 [N, *shape]."""
         return torch.from_numpy(self.taken.batch(list(recordings)))
 
     def train_batch(
@@ -105,7 +105,7 @@ class Recordings:
         draws: Sequence[random.Random],
         policy: str = "none",
     ) -> Tensor:
-        """Returns recordings as the model takes them in training, float32 [N, *shape].
+        """Returns recordings as the model's input for training, float32 [N, *shape].
 
         Args:
             recordings: recordings of any lengths.
@@ -124,7 +124,10 @@ def in_unit(recording: NDArray[Any]) -> Samples:
 
 
 def augmented(recording: NDArray[Any], augment: str, draw: random.Random, rate: int) -> NDArray[Any]:
-    """Returns a recording with a random time shift and, if `augment` names them, a random gain and white noise."""
+    """Returns a recording with a random time shift and, if `augment` names them, a random gain and white noise.
+
+    With `augment` "none", the recording is unchanged.
+    """
     if augment == "none":
         return recording
     samples = in_unit(recording)

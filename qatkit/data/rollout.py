@@ -1,4 +1,4 @@
-"""Models with a state: the steps of sequences become samples that hold the states computed by the float file.
+"""Models with states: the steps of sequences become samples with the states that the float file computed.
 
     step 0 ── float file ─> state ── step 1 ── float file ─> state ── step 2 ...
     sample 0 = step 0 + start          sample 1 = step 1 + state
@@ -50,7 +50,7 @@ class Rollout:
     """The steps of a split as samples; only every n-th step if all states would exceed `KEPT` bytes.
 
     Args:
-        steps: the steps, whose items hold all inputs except the states.
+        steps: the steps, whose items contain all inputs except the states.
         ports: the state inputs.
         run: the float file.
         begin: states from which the first sequence continues; None if it has its own start states.
@@ -59,11 +59,13 @@ class Rollout:
     Attributes:
         targets: targets of the samples.
         lengths: number of steps of each sequence.
+        starts: the start states of each sequence.
         every: n, the number of steps per sample.
         last: the states after the last step.
 
     Raises:
-        ConfigError: the dataset does not define which items form sequences, or a state's start is unknown.
+        ConfigError: the dataset does not define which items form sequences, or the start of a state is unknown or
+            differs in shape between sequences.
     """
 
     def __init__(
@@ -207,10 +209,10 @@ def _lengths(steps: CheckedImages) -> tuple[int, ...]:
 
 
 def _zeros(port: Port, source: str) -> NDArray[Any]:
-    """Returns a state of zeros; the batch axis, or a single open axis, gets the size 1.
+    """Returns a state of zeros; the batch axis has size 1 or, without one, the only dynamic axis.
 
     Raises:
-        ConfigError: another axis is open.
+        ConfigError: another axis is dynamic.
     """
     others = [axis for axis, size in enumerate(port.shape) if size is None and axis != port.axis]
     if len(others) > (port.axis is None):
@@ -222,7 +224,7 @@ def _zeros(port: Port, source: str) -> NDArray[Any]:
 
 
 class _Numbers:
-    """An iterable over 0, 1, ... in the form of batches, for `shown`."""
+    """An iterable over (number, batch of one item), which `shown` requires."""
 
     def __init__(self, count: int) -> None:
         self.count = count

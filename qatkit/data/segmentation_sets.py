@@ -56,7 +56,7 @@ def voc_segmentation(root: str | None, download: bool, seed: int) -> Splits:
 
 
 def cityscapes(root: str | None, download: bool, seed: int) -> Splits:
-    """Returns Cityscapes with fine labels: 2,975 pictures to train, 500 to verify, 19 classes.
+    """Returns Cityscapes with fine labels: 2,975 pictures for training, 500 for verification, 19 classes.
 
     Other labels are ignored.
 
@@ -80,7 +80,7 @@ def cityscapes(root: str | None, download: bool, seed: int) -> Splits:
 
 
 class CityLabels(LabelPictures):
-    """A dataset of pictures and label pictures that hold Cityscapes' ids.
+    """A dataset of pictures and label pictures, whose numbers are Cityscapes' ids.
 
     Args:
         samples: (path of the picture, path of the label picture below `root`).
@@ -99,6 +99,9 @@ class CityLabels(LabelPictures):
         """Returns the training ids of a label picture, uint8 [1, height, width].
 
         Ids without a training id become `IGNORED`.
+
+        Raises:
+            ConfigError: the file cannot be read, has colours, or has a number above 255.
         """
         return torch.from_numpy(self._table[label_numbers(self.root / str(target))])[None]
 

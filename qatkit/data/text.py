@@ -61,8 +61,8 @@ def text(root: str | None, download: bool, seed: int, request: Request | None = 
     """Returns windows of `data.context` tokens of the texts in a folder.
 
     Raises:
-        ConfigError: the folder does not exist or has no text, a file is not UTF-8, a text is shorter than a
-            window, or as for `qatkit.data.tokenizer.tokenizer_of`.
+        ConfigError: the folder does not exist or has no text, a file is not UTF-8, `data.context` exceeds the
+            model's positions or the tokens of a split, or as for `qatkit.data.tokenizer.tokenizer_of`.
     """
     asked = request if request is not None else Request(DataConfig())
     top, context = data_folder(_SOURCE, root), asked.settings.context or CONTEXT
@@ -116,7 +116,7 @@ def _windows(tokenizer: Tokenizer, text: str, context: int, name: str, least: in
 
 
 def _pieces(text: str) -> list[str]:
-    """Returns a text in pieces that end at line ends."""
+    """Returns a text in pieces that end at line ends, or after `_LONGEST` characters if a line is longer."""
     found, start = list[str](), 0
     while start < len(text):
         end = start + _LONGEST

@@ -1,4 +1,4 @@
-"""The tokenizer of a text model, from a tokenizer.json or a folder that transformers can convert."""
+"""The tokenizer of a text model, from a tokenizer.json, or from a folder or id that transformers can convert."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def tokenizer_of(settings: DataConfig, about: Mapping[str, str]) -> Tokenizer:
         about: facts that the model declares: the folder or id of its tokenizer, and its number of tokens.
 
     Raises:
-        ConfigError: neither names a tokenizer, it cannot be read, or it belongs to another model.
+        ConfigError: neither names a tokenizer, it cannot be read, it belongs to another model, or a package is
+            missing.
     """
     place = settings.tokenizer or about.get(PLACE)
     if place is None:

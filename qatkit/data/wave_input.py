@@ -1,4 +1,4 @@
-"""The input of a model that takes the samples of a wave: its time axis, frame length, rate and type.
+"""The input of a model for samples of a wave: its time axis, frame length, rate and type.
 
 The time axis is the only axis that is not the batch axis and whose size may differ from 1: [N, T], [N, 1, T],
 [T], [N, T, 1].
@@ -32,7 +32,7 @@ _INT16 = 2**15
 
 @dataclass(frozen=True)
 class WaveInput:
-    """An input that takes frames of a wave.
+    """An input for frames of a wave.
 
     Attributes:
         name: name of the input.
@@ -42,7 +42,7 @@ class WaveInput:
         full: the value that represents a sample of 1.
         rate: samples per second.
         hop: number of samples from the start of a frame to the start of the next one.
-        because: a phrase that tells where the rate comes from.
+        because: the source of the rate, for `text`.
     """
 
     name: str
@@ -86,11 +86,11 @@ class WaveInput:
 
 
 def wave_input(request: Request) -> WaveInput:
-    """Returns the input that takes a wave; for a model that declares no inputs, it takes floats [N, T].
+    """Returns the model's input for a wave; if the model declares no inputs, it is float32 [N, T] or `data.axes`.
 
     Raises:
-        ConfigError: the model has several inputs, its input does not take samples of a wave, or settings do not
-            fit it.
+        ConfigError: the model has several inputs, its input cannot be samples of a wave, or settings do not fit
+            the input.
     """
     settings = request.settings
     if len(request.inputs) > 1:
@@ -155,7 +155,7 @@ def _frame(port: Port, axis: int, settings: DataConfig) -> int:
 
 
 def _rate(settings: DataConfig, about: Mapping[str, str]) -> tuple[int, str]:
-    """Returns the rate in Hz, and a phrase that tells where it comes from."""
+    """Returns the rate in Hz, and a phrase that names its source."""
     if settings.rate is not None:
         return settings.rate, "data.rate"
     for name, value in about.items():
