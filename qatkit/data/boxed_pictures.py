@@ -71,7 +71,7 @@ def voc_boxes(root: str | None, download: bool, seed: int, request: Request | No
     top = _voc_folder(data_folder(VOC_BOXES, root))
     for trains, tests in _VOC_PARTS:
         train, test = _voc_list(top, trains), _voc_list(top, tests)
-        if train and test and train != test:
+        if train and test and not set(test) <= set(train):  # trainval contains val
             break
     if not train or not test:
         part = "test or val" if train else "train"
