@@ -257,7 +257,7 @@ class _Judge:
         return lines
 
     def _centred(self, node: ir.Node) -> ir.Node | None:
-        """Returns the reader of `node` that computes the variance if `node` is x - ReduceMean(x)."""
+        """Returns the reader of `node` that computes the variance if `node` is x - ReduceMean(x); else None."""
         if node.op_type != "Sub":
             return None
         mean = next((above for above in back(node.inputs[1]) if above.op_type not in shape_ops()), None)
@@ -274,7 +274,7 @@ class _Judge:
 
 
 class _FileJudge(_Judge):
-    """Judges the file itself by what another runtime accepts; only MACs come from the profiled graph."""
+    """Judges the file itself by what another runtime accepts; only MACs and times come from the profiled graph."""
 
     def __init__(self, runtime: ModuleType, *given: Any) -> None:
         super().__init__(*given)
@@ -303,7 +303,7 @@ class _FileJudge(_Judge):
 
 
 def _scope(node: ir.Node) -> str:
-    """Returns the place in the model that an operator comes from."""
+    """Returns the module path in an operator's name; "" if it has none."""
     return str(node.name or "").rpartition("/")[0]
 
 
@@ -353,7 +353,7 @@ def _size(count: int) -> str:
 
 
 def _dequantize_lines(dequantized: Sequence[RuntimeDequantize], explained: Collection[str]) -> list[str]:
-    """Returns lines for run-time dequantization that the lines of float operators do not report."""
+    """Returns lines for dequantized weights and large constants that the lines of float operators do not report."""
     return [
         f"{item.kind} '{item.name}' ({_size(item.bytes)}) is dequantized on every run for '{item.feeds}'"
         for item in dequantized

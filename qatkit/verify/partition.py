@@ -47,7 +47,7 @@ class Stretch:
 
 @dataclass
 class Branches:
-    """An If, and the parts that run if its condition holds and if it does not."""
+    """An If, and the parts that run if its condition is true and if it is false."""
 
     node: ir.Node
     branches: tuple[Parts, Parts]
@@ -76,6 +76,9 @@ class Parts:
         """Runs part after part and returns the outputs of the graph.
 
         `known` has the values of the inputs and, for a branch, of all tensors that it may capture.
+
+        Raises:
+            ConfigError: ONNX Runtime cannot run a part.
         """
         known = dict(known)
         for part, done in zip(self._parts, self._done, strict=True):

@@ -2,7 +2,8 @@
 
 ONNX Runtime fuses an operator with the DequantizeLinear before it and the QuantizeLinear after it only if the
 pattern is exactly right; if not, it gives no warning. These are the rules that it applies on the CPU, in the
-order in which they are usually broken. Each function returns the first reason found, as a text for the user.
+order in which they are usually broken. `why_float` and `why_float_other` return the first reason found, as a
+text for the user.
 """
 
 from __future__ import annotations
@@ -210,7 +211,7 @@ def _bias_scale_error(node: ir.Node, found: Weight, bias: Weight) -> float:
 
 
 def _output_reason(node: ir.Node) -> str:
-    """Returns why an operator's output does not go to a single QuantizeLinear only; "" if it does."""
+    """Returns why a single QuantizeLinear is not the only reader of an output; "" if it is, also after a clip."""
     output = node.outputs[0]
     if len(node.outputs) > 1 and node.op_type == "Split":  # judge the first part that is not quantized
         bare = (one for one in node.outputs if any(r.op_type != "QuantizeLinear" for r in one.consumers()))

@@ -1,4 +1,4 @@
-"""Checks a language model's decoder against its file of whole windows, token by token."""
+"""Checks a language model's decoder, token by token, against its file for complete windows."""
 
 from __future__ import annotations
 

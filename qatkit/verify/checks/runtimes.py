@@ -106,7 +106,7 @@ def _row(name: str, results: Results) -> tuple[str, ...]:
 
 
 def notes(results: Results) -> list[str]:
-    """Returns lines that say which runtime is the fastest, and where a runtime differs from ONNX Runtime."""
+    """Returns lines on which runtime is the fastest, where one differs from ONNX Runtime, and what was not compared."""
     said = []
     ranking = [(name, found["int8"]) for name, found in results.runtime_latency.items()]
     if len(ranking) > 1:

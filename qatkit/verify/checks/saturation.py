@@ -90,7 +90,7 @@ class SaturationCheck(Check):
 
 
 def _measured(subject: Subject) -> dict[str, Any]:
-    """Returns the figures: what the integers of all operators prove, and the cost of saturation on images."""
+    """Returns the figures: what the weights of all operators prove, and the cost of saturation on images."""
     from qatkit.verify.emulation import Emulation
     from qatkit.verify.saturation import Saturation, measure_saturation
     from qatkit_verify.int8_operators import int8_operators
