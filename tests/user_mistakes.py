@@ -71,17 +71,17 @@ MISTAKES: dict[str, tuple[str, list[str], str]] = {
     "no targets": (
         f"{LOAD}    return splits(Images(None))",
         [SOURCE],
-        "train.targets must hold one label per image",
+        "train.targets is missing; it must list the label of each image",
     ),
     "fewer targets": (
         f"{LOAD}    return splits(Images(LABELS[1:]))",
         [SOURCE],
-        "train.targets must hold the label of",
+        "train.targets has 39 labels for 40 images; it must have one label per image",
     ),
     "an empty split": (
         f"{LOAD}    return splits(Images([], count=0))",
         [SOURCE],
-        "train.targets must hold the label",
+        "train.targets has 0 labels for 0 images; it must have one label per image, and at least one",
     ),
     "names as targets": (
         f"{LOAD}    return splits(Images(['cat'] * 40))",

@@ -129,7 +129,7 @@ class ArrayFiles:
             labels = self._read(path, [LABEL])[LABEL] if LABEL in found else None
         found.pop(LABEL, None)
         if not found:
-            raise self._wrong(path, "has no arrays")
+            raise self._wrong(path, "has no arrays" if labels is None else f"has no array besides '{LABEL}'")
         for name, (_, dtype) in found.items():
             if dtype.kind not in _KINDS:
                 raise self._wrong(
@@ -207,8 +207,8 @@ def arrays(root: str | None, download: bool, seed: int, request: Request | None 
     train, test = found
     targets: set[int] = {*train.targets, *test.targets}
     if NO_TARGET in targets and len(targets) > 1:
-        allowed = f"an array '{LABEL}' in each file or in none"
-        raise ConfigError("data.root", root, allowed)
+        told = f"only some samples have a label (array '{LABEL}'); give labels to all samples or to none"
+        raise ConfigError("data.root", root, reason=told)
     classes = () if targets == {NO_TARGET} else tuple(f"class_{i}" for i in range(max(targets) + 1))
     return Splits(train, test, classes, arrays=True)
 
@@ -216,7 +216,7 @@ def arrays(root: str | None, download: bool, seed: int, request: Request | None 
 def _files(folder: Path, root: str, states: Collection[str]) -> ArrayFiles:
     paths, _ = files_below(folder, lambda name: name.lower().endswith(_SUFFIXES), "data.root")
     if not paths:
-        raise ConfigError("data.root", root, f"{FOLDERS[_SOURCE]}; {folder.name} has none")
+        raise ConfigError("data.root", root, f"{FOLDERS[_SOURCE]}; {folder.name or root} has none")
     order = _by_number if states else lambda path: path.split(os.sep)
     return ArrayFiles(sorted(paths, key=order), root, states)
 
@@ -258,10 +258,10 @@ class ArrayBatches:
             given = {self.ports[0].name: next(iter(given.values()))}
         missing = [port.name for port in self.ports if port.name not in given]
         if missing:
-            has = f"the arrays {', '.join(given)}" if given else "no arrays"
+            has = f"only {', '.join(given)}" if given else "no arrays"
             told = f"{missing[0]} is missing in {name}, which has {has}"
-            takes = ", ".join(port.name for port in self.ports)
-            raise ConfigError("data.source", self.source, reason=f"{told}; the model takes {takes}")
+            names = ", ".join(port.name for port in self.ports)
+            raise ConfigError("data.source", self.source, reason=f"{told}; the model's inputs are {names}")
         return {port.name: self.fitted(given[port.name], port, name) for port in self.ports}
 
     def eval_batch(self, samples: Iterable[Mapping[str, Tensor]]) -> Batch:
@@ -338,7 +338,8 @@ class ArrayBatches:
         wanted = np.dtype(port.dtype)
         kind = np.dtype(str(given.dtype).removeprefix("torch.").replace("bfloat16", "float32")).kind
         if _KINDS.get(kind) != _KINDS.get(wanted.kind):
-            told = f"{name}['{port.name}'] holds {_KINDS[kind]}; the model takes {port.dtype}"
+            has = _KINDS.get(kind, f"values of type {str(given.dtype).removeprefix('torch.')}")
+            told = f"{name}['{port.name}'] has {has}, but the type of this input is {port.dtype}"
             raise ConfigError("data.source", self.source, reason=told)
         fits = len(given.shape) == len(port.shape) and all(
             size is None or size == has or i == port.axis
@@ -350,14 +351,14 @@ class ArrayBatches:
                 port.rows if i == port.axis else "any" if size is None else size
                 for i, size in enumerate(port.shape)
             )
-            told = f"{name}['{port.name}'] has the shape {list(given.shape)}; the model takes"
-            told += f" [{', '.join(map(str, sizes))}] for one sample"
+            told = f"{name}['{port.name}'] has the shape {list(given.shape)}, but one sample"
+            told += f" of this input has [{', '.join(map(str, sizes))}]"
             raise ConfigError("data.source", self.source, reason=told)
         if wanted.kind == "f":
             return given.float()
         made = given.to(getattr(torch, "bool" if wanted.kind == "b" else port.dtype))
         if not torch.equal(made.to(given.dtype), given):
-            told = f"{name}['{port.name}'] holds numbers that {port.dtype} cannot represent"
+            told = f"{name}['{port.name}'] has numbers that {port.dtype} cannot represent"
             raise ConfigError("data.source", self.source, reason=told)
         return made
 

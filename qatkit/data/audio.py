@@ -97,7 +97,10 @@ def audio(root: str | None, download: bool, seed: int, request: Request | None =
     files = [known.usable(one) for one in paths]
     if len(files) == 1:
         if len(files[0]) < 2:
-            allowed = "a folder with at least two usable WAV or FLAC files, since no file may both calibrate and verify"
+            allowed = (
+                "a folder with at least two usable WAV or FLAC files, since no file may be used for both "
+                "calibration and verification"
+            )
             raise ConfigError("data.root", root, f"{allowed}; it has {len(files[0])}")
         files = [files[0][start::2] for start in (0, 1)]
     train, test = (AudioFrames(one, wave) for one in files)
@@ -117,7 +120,7 @@ def _notes(files: Sequence[Sequence[Recording]], wave: WaveInput) -> list[str]:
     given = [
         f"{len(part)} audio file{'s' if len(part) > 1 else ''} ({_seconds(part, wave)})" for part in files
     ]
-    notes = [f"{given[0]} to calibrate and train, {given[1]} to verify; {wave.text}"]
+    notes = [f"{given[0]} for calibration and training, {given[1]} for verification; {wave.text}"]
     return [*notes, *resampling_note([*train, *test], wave.rate), *repeated_note(train, test)]
 
 

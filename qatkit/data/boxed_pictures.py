@@ -94,7 +94,7 @@ def coco_boxes(root: str | None, download: bool, seed: int, request: Request | N
             raise ConfigError("data.root", root, f"{FOLDERS[COCO_BOXES]}; it has no annotations for {part}")
     (train, names), (test, others) = (_coco_pictures(top, file) for file in found if file is not None)
     if names != others:
-        lone = ", ".join(sorted(set(names) ^ set(others))[:_SHOWN])
+        lone = _first(sorted(set(names) ^ set(others)))
         told = f"only one split has {lone}" if lone else "their order differs"
         raise ConfigError("data.root", str(top), f"the same categories in both splits; {told}")
     return _splits(str(top), train, test, names, _skips(request))
@@ -116,23 +116,25 @@ def _splits(
     every = [*train, *test]
     missing = [picture.path.name for picture in every if not picture.path.is_file()]
     if missing:
-        told = ", ".join(missing[:_SHOWN]) + (", ..." if len(missing) > _SHOWN else "")
-        raise ConfigError("data.root", top, f"a picture for each annotation; {len(missing)} missing: {told}")
+        allowed = f"a picture for each annotation; {len(missing)} missing: {_first(missing)}"
+        raise ConfigError("data.root", top, allowed)
     _check_sizes(top, every)
     wrong = [f"{picture.path.name} ({problem})" for picture in every for problem in _problems(picture)]
-    told = ", ".join(wrong[:_SHOWN]) + (", ..." if len(wrong) > _SHOWN else "")
+    told = _first(wrong)
     if wrong and not skip:
         allowed = f"boxes with an area inside their pictures; {len(wrong)} wrong: {told}"
         raise ConfigError("data.root", top, f"{allowed}; set data.bad=skip to leave them out")
     trained = {box.name for picture in train for box in picture.boxes}
     if unknown := sorted({box.name for picture in test for box in picture.boxes} - trained):
-        allowed = (
-            f"objects of each class in the training pictures; there are none of {', '.join(unknown[:_SHOWN])}"
-        )
+        allowed = f"objects of each class in the training pictures; there are none of {_first(unknown)}"
         raise ConfigError("data.root", top, allowed)
     notes = (f"data.bad=skip: boxes left out: {len(wrong)}, {told}",) if wrong else ()
     labels = {name: label for label, name in enumerate(names)}
     return Splits(_files(train, labels), _files(test, labels), tuple(names), notes=notes)
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
 
 
 def _check_sizes(top: str, pictures: Sequence[_Picture]) -> None:

@@ -20,7 +20,7 @@ from qatkit.data.recordings import Recordings, recordings_of
 from qatkit.data.request import Request, check_own_settings, is_asked
 from qatkit.data.sources import ImageDataset, Source, Splits
 from qatkit.tasks import CLASSIFICATION, Task
-from qatkit_verify.errors import ConfigError
+from qatkit_verify.errors import ConfigError, counted
 from qatkit_verify.foreign import calling, check_call
 from qatkit_verify.pictures import as_eight_bits, check_size, reason
 
@@ -62,8 +62,11 @@ class CheckedImages:
             values = (
                 [] if targets is None else targets.tolist() if hasattr(targets, "tolist") else list(targets)
             )
+        if targets is None:
+            raise self._wrong(f"{part}.targets is missing; it must list the label of each image")
         if len(values) != count or not values:
-            raise self._wrong(f"{part}.targets must hold one label per image, and at least one label")
+            told = f"{part}.targets has {counted(len(values), 'label')} for {counted(count, 'image')}"
+            raise self._wrong(f"{told}; it must have one label per image, and at least one label")
         self.targets = [self._target(value, f"{part}.targets[{i}]") for i, value in enumerate(values)]
         self.groups = [task.group(target) for target in self.targets]
 
@@ -166,9 +169,10 @@ def checked_splits(
         )
     classes, default = splits.classes, splits.default_preprocessing
     if not isinstance(classes, tuple | list) or not all(isinstance(name, str) for name in classes):
-        raise ConfigError(
-            "data.source", source, reason=f"classes must be a tuple of names, not {_kind(classes)}"
-        )
+        listed = isinstance(classes, tuple | list)
+        wrong = next(name for name in classes if not isinstance(name, str)) if listed else classes
+        told = f"classes must be a tuple of names, not {'of ' if listed else ''}{_kind(wrong)}"
+        raise ConfigError("data.source", source, reason=told)
     if unwritten := [name for name in classes if name != name.encode("utf-8", "ignore").decode()]:
         told = (
             f"classes must have names that UTF-8 can encode, not {', '.join(map(printable, unwritten[:3]))}"
@@ -180,8 +184,8 @@ def checked_splits(
     train = CheckedImages(splits.train, "train", source, task, arrays)
     test = CheckedImages(splits.test, "test", source, task, arrays)
     for part in (train, test):
-        if wrong := task.check_targets(part.part, classes, part.targets):
-            raise ConfigError("data.source", source, reason=wrong)
+        if problem := task.check_targets(part.part, classes, part.targets):
+            raise ConfigError("data.source", source, reason=problem)
     return train, test
 
 

@@ -21,7 +21,7 @@ from qatkit.data.loading import seed_of
 from qatkit.data.request import Request
 from qatkit.data.sources import Splits
 from qatkit.tasks.base import NO_TARGET
-from qatkit_verify.errors import ConfigError, did_you_mean
+from qatkit_verify.errors import ConfigError, counted, did_you_mean
 
 NOTE = (
     "the data were drawn at random (data=drawn), so the ranges do not fit real data and no figure of accuracy or "
@@ -135,9 +135,7 @@ def drawn(root: str | None, download: bool, seed: int, request: Request | None =
 def _draw(port: Port, sizes: _Sizes, settings: DataConfig, *, constant: bool) -> Draw:
     kind = np.dtype(port.dtype)
     if kind.kind not in "fiub":
-        told = (
-            f"the input '{port.name}' takes {port.dtype}, which cannot be drawn; fix it with model.kwargs.fix"
-        )
+        told = f"the input '{port.name}' is {port.dtype}, which cannot be drawn; fix it with model.kwargs.fix"
         raise ConfigError("data.source", settings.source, reason=told)
     asked = (settings.ranges or {}).get(port.name)
     whole, because = kind.kind != "f" or port.below is not None, "data.ranges"
@@ -166,7 +164,9 @@ def _span(port: Port, asked: Any) -> tuple[float, float]:
     kind = np.dtype(port.dtype)
     numbers = isinstance(asked, list | tuple) and all(isinstance(one, int | float) for one in asked)
     if not numbers or len(asked) != 2 or not asked[0] <= asked[1] or not np.isfinite(asked).all():
-        raise ConfigError(f"data.ranges.{port.name}", asked, "two numbers [LOW, HIGH] in ascending order")
+        raise ConfigError(
+            f"data.ranges.{port.name}", asked, "two finite numbers [LOW, HIGH] in ascending order"
+        )
     if kind.kind != "f":
         low, high = (0, 1) if kind.kind == "b" else (np.iinfo(kind).min, np.iinfo(kind).max)
         if any(one != int(one) for one in asked) or asked[0] < low or asked[1] > high:
@@ -205,7 +205,12 @@ class _Sizes:
         listed = self.asked.get(port.name)
         given = listed if isinstance(listed, list | tuple) else [listed] * len(places)
         if len(given) != len(places):
-            allowed = f"one size per open axis of the input '{port.name}' except the batch ({len(places)})"
+            axes = f"dynamic axis of the input '{port.name}' except the batch"
+            allowed = (
+                f"a list of {counted(len(places), 'size')}, one per {axes}"
+                if places
+                else f"no sizes, since no {axes} exists"
+            )
             raise ConfigError(f"data.sizes.{port.name}", listed, allowed)
         found = [1 if size is None else size for size in port.shape]
         if port.axis is not None:

@@ -131,7 +131,8 @@ def _matched(top: Path, pictures: Path, labels: Path) -> list[tuple[str, str]]:
         else:
             missing.append(f"{path.name} ({'none' if not own else f'{len(own)} found'})")
     if missing or not found:
-        allowed = f"one label picture in {labels.name} for each picture in {pictures.name}"
+        both = [folder.relative_to(top).as_posix() for folder in (labels, pictures)]
+        allowed = f"one label picture in {both[0]} for each picture in {both[1]}"
         count = counted(len(missing), "picture")
         told = f"it is missing or ambiguous for {count}: {', '.join(missing[:_SHOWN])}"
         raise ConfigError("data.root", str(top), f"{allowed}; {told if missing else 'there are no pictures'}")
@@ -165,8 +166,8 @@ def largest_label(top: Path, pairs: Sequence[tuple[str, str]], ignored: Sequence
         ):
             largest = max(largest, *pool.map(look, part))
     if largest < 0:
-        allowed = f"label pictures with numbers that count; all of them are in data.ignored={list(ignored)}"
-        raise ConfigError("data.root", str(top), allowed)
+        allowed = "label pictures with at least one number that data.ignored does not list"
+        raise ConfigError("data.root", str(top), f"{allowed} (it lists {', '.join(map(str, ignored))})")
     return largest
 
 
@@ -183,6 +184,8 @@ def _classes(top: Path, largest: int) -> tuple[str, ...]:
             raise ConfigError("data.root", str(top), allowed)
         return tuple(map(str, range(largest + 1)))
     names = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not names:
+        raise ConfigError("data.root", str(top), f"a {_CLASSES} with one class name per line; it has none")
     if largest >= len(names):
         allowed = f"label pictures with numbers from 0 to {len(names) - 1}, one for each line of {_CLASSES}"
         told = f"the number {largest} occurs (data.ignored lists the numbers to ignore)"

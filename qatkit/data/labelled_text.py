@@ -82,7 +82,7 @@ def _of_tables(top: Path, root: str, columns: Sequence[str] | None) -> list[list
     tests = [one for one in sorted(files) if "test" in os.path.basename(one).lower()]
     others = [one for one in sorted(files) if one not in tests]
     if not tests or not others:
-        has = f"it has {len(others)} to calibrate and {len(tests)} to verify"
+        has = f"it has {len(others)} for calibration and {len(tests)} for verification"
         raise ConfigError("data.root", root, f"{FOLDERS[_SOURCE]}; {has}")
     return [[one for path in paths for one in read_table(path, columns)] for paths in (others, tests)]
 
@@ -139,7 +139,7 @@ def _number(one: LabelledText, known: dict[str, int], classes: Sequence[str], ro
     more = f" and {len(classes) - _SHOWN} more" if len(classes) > _SHOWN else ""
     named, told = ", ".join(classes[:_SHOWN]) + more, f"{one.place} has the label '{one.label}'"
     if not own:
-        raise ConfigError("data.root", root, reason=f"{told}; the training texts only have {named}")
+        raise ConfigError("data.root", root, reason=f"{told}; the training texts have only {named}")
     numbers = f"0 to {len(classes) - 1}"
     expected = f"a class of the model ({named}) or a number from {numbers}"
     reason = f"{told}; expected {expected} (model.kwargs.id2label sets the names)"

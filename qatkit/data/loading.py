@@ -322,7 +322,7 @@ class TrainLoader(ImageLoader):
             typed, given = key, value
             if key == _STEP:  # reported as the setting that the user can change
                 typed, given, saved = "data.batch_size", self._batch_size, saved * self._batch_size / value
-            raise ConfigError(typed, given, f"{saved:g}, as in the resumed checkpoint")
+            raise ConfigError(typed, given, f"{saved:.15g}, as in the resumed checkpoint")
         self._epoch, self._images, self._continues = state["epoch"], state["images"], True
 
     def _settings(self) -> dict[str, int]:
@@ -347,10 +347,10 @@ def steps_per_epoch(images: int, size: int, batches: int) -> int:
     if size > images:
         raise ConfigError("data.batch_size", size, f"at most {images}, the number of training images")
     if batches * size > images:
-        most = f"at most {images // batches}" if batches <= images else "fewer processes"
-        allowed = (
-            f"{most}, since a step takes {batches} batches (processes times trainer.accumulate) and the number of"
-            f" training images is {images}"
-        )
-        raise ConfigError("data.batch_size", size, allowed)
+        uses = f"a step uses {batches} batches (processes times trainer.accumulate)"
+        there = f"the number of training images is {images}"
+        if batches > images:
+            reason = f"{uses}, but {there}; use fewer processes or a smaller trainer.accumulate"
+            raise ConfigError("data.batch_size", size, reason=reason)
+        raise ConfigError("data.batch_size", size, f"at most {images // batches}, since {uses} and {there}")
     return images // (batches * size)

@@ -148,8 +148,11 @@ class DataModule(PreparedSplits, lightning.LightningDataModule):
             allowed = f"at most {there}, the number of {kind} images"
             raise ConfigError("calibration.batch_size", batch_size, allowed)
         if there < least:
-            allowed = f"at least {least}, since some of them are held out to compare the candidates"
-            raise ConfigError("calibration.images", there, allowed)
+            why = "some of them are held out to compare the candidates"
+            if images <= there:
+                raise ConfigError("calibration.images", images, f"at least {least}, since {why}")
+            reason = f"{least} images are needed, since {why}, but there are only {there} training images"
+            raise ConfigError("calibration.images", images, reason=reason)
 
     def calibration_batches(self, images: int, batch_size: int) -> ImageLoader:
         """Returns the images of `calibration_indices(images)`, preprocessed as for evaluation.

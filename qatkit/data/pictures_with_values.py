@@ -114,6 +114,6 @@ def _numbers(row: dict[str, str], number: int, wrong: Any) -> float | tuple[floa
         except ValueError:
             value = math.nan
         if not math.isfinite(value):
-            raise wrong(f"has '{text}' as {name} in line {number}; expected a number")
+            raise wrong(f"has '{text}' as {name} in line {number}; expected a finite number")
         values.append(value)
     return values[0] if len(values) == 1 else tuple(values)

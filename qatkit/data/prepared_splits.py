@@ -152,7 +152,7 @@ class PreparedSplits:
         self._arrays = replace(self._arrays, ports=ports)
         self._train_images.arrays = self._test_images.arrays = self._arrays
         self.inputs = self._inputs()
-        self.notes = (*self.notes, "the model takes one sample at a time, whatever its file declares")
+        self.notes = (*self.notes, "the model accepts only one sample at a time, whatever its file declares")
         return True
 
     @property

@@ -35,7 +35,7 @@ from qatkit.config.schema import DataConfig
 from qatkit.data.augmentations import flipped, mirrored, random_rectangle, random_zoom, shifted
 from qatkit.data.policies import apply_policy
 from qatkit.data.resizing import resized
-from qatkit_verify.errors import ConfigError
+from qatkit_verify.errors import ConfigError, did_you_mean
 from qatkit_verify.fitting import (
     PAD_VALUE,
     UNIT,
@@ -107,7 +107,9 @@ class Preprocessing:
             allowed = f"one positive number for each number in data.mean ({len(self.mean)})"
             raise ConfigError("data.std", list(self.std), allowed)
         if self.interpolation not in INTERPOLATIONS:
-            raise ConfigError("data.interpolation", self.interpolation, f"one of {', '.join(INTERPOLATIONS)}")
+            near = did_you_mean(str(self.interpolation), INTERPOLATIONS, 1)
+            allowed = f"one of {', '.join(INTERPOLATIONS)} in the preprocessing of the model or of the source"
+            raise ConfigError("interpolation", self.interpolation, f"{allowed}{near}")
         for name, key in KEYS.items():
             limit_of(DataConfig, key).check(f"data.{key}", getattr(self, name))
         if self.order != "rgb" and self.channels != 3:

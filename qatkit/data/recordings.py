@@ -165,7 +165,7 @@ def recordings_of(config: DataConfig) -> Recordings:
         config.coefficients or SoundPreprocess.coefficients,
     )
     if not 2 <= window <= LARGEST_WINDOW:
-        raise ConfigError("data.frame", window, f"a window of 2 to {LARGEST_WINDOW} samples")
+        raise ConfigError("data.frame", window, f"a number of samples from 2 to {LARGEST_WINDOW}")
     if not window <= samples <= LONGEST:
         allowed = f"a number from {window / rate:g} (one window of {window} samples) to {LONGEST / rate:g} at {rate} Hz"
         raise ConfigError("data.seconds", seconds, allowed)

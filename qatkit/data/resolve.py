@@ -31,7 +31,9 @@ def resolve_preprocessing(config: DataConfig, base: Preprocessing | None) -> Pre
     _check_complete(chosen)
     _check_fit(config, chosen["fit"])
     if config.policy != "none" and len(chosen["mean"]) not in (1, 3):
-        allowed = f"none, since policies take 1 or 3 channels and data.mean has {len(chosen['mean'])} numbers"
+        allowed = (
+            f"none, since policies support 1 or 3 channels and data.mean has {len(chosen['mean'])} numbers"
+        )
         raise ConfigError("data.policy", config.policy, allowed)
     resize = config.resize
     if resize is None:
@@ -47,7 +49,11 @@ def _check_complete(chosen: Mapping[str, Any]) -> None:
     missing = [key for key in _EXAMPLES if chosen[key] is None]
     if missing:
         typed = " ".join(shlex.quote(f"data.{key}={_EXAMPLES[key]}") for key in missing)
-        raw = "" if missing == ["image_size"] else f" (or data.pixels={LEVELS} for a model that takes these)"
+        raw = (
+            ""
+            if missing == ["image_size"]
+            else f" (or data.pixels={LEVELS} if the model's input has this range)"
+        )
         allowed = f"a value, since neither model.weights nor the source has one; for example {typed}{raw}"
         raise ConfigError(f"data.{missing[0]}", None, allowed)
 

@@ -140,7 +140,7 @@ class Rollout:
                 first = list(self._kept[name].shape[1:])
                 told = (
                     f"the state '{name}' has the shape {first} in the first sequence and {list(one.shape)} in "
-                    "another; all sequences must start with one shape"
+                    "another; all sequences must start with the same shape"
                 )
                 raise ConfigError("data.source", self.steps.source, reason=told)
             self._kept[name][index // self.every] = one
@@ -163,7 +163,7 @@ def rolled_out(
         ConfigError: items are images or do not form sequences, or as for `Rollout`.
     """
     if not getattr(splits, "arrays", False):
-        told = f"data.source={source} gives images, but a model with states takes arrays; set data=arrays"
+        told = f"data.source={source} gives images, but a model with states needs arrays; set data=arrays"
         raise ConfigError(KEY, _text(states.outputs), reason=told)
     own = [port for port in ports if port.name in states.outputs]
     others = tuple(port for port in ports if port.name not in states.outputs)
@@ -183,7 +183,7 @@ def _notes(states: States, train: Rollout, test: Rollout, continues: bool) -> li
         f"{_counted(test)}; each step gets the states that the float file computed for it"
     ]
     return notes + [
-        f"one of {part.every} steps of {part.steps.part} is a sample, since the states of all steps would take more "
+        f"one in {part.every} steps of {part.steps.part} is a sample, since the states of all steps would take more "
         f"than {KEPT >> 20} MB"
         for part in (train, test)
         if part.every > 1
@@ -203,7 +203,7 @@ def _lengths(steps: CheckedImages) -> tuple[int, ...]:
     found = getattr(steps.dataset, "lengths", None)
     whole = isinstance(found, Sequence) and all(isinstance(one, int) and one > 0 for one in found)
     if not whole or sum(found or ()) != len(steps):
-        told = f"with {KEY}, {steps.part}.lengths must hold the number of steps of each sequence"
+        told = f"with {KEY}, {steps.part}.lengths must list the number of steps of each sequence"
         raise ConfigError("data.source", steps.source, reason=f"{told}, {len(steps)} in all")
     return tuple(found or ())
 

@@ -48,7 +48,8 @@ def voc_segmentation(root: str | None, download: bool, seed: int) -> Splits:
             VOCSegmentation(top, _YEAR, "train", download=True)
         parts = [VOCSegmentation(top, _YEAR, part) for part in ("train", "val")]
     except (OSError, RuntimeError) as error:
-        where = f"{base} (fetch {_VOC_FILE} and unpack it into {top}, or set data.download=true)"
+        other = "" if download else ", or set data.download=true"
+        where = f"{base} (fetch {_VOC_FILE} and unpack it into {top}{other})"
         raise ConfigError("data.root", root, f"Pascal VOC {_YEAR} in {where}; {first_line(error)}") from error
     train, test = (_below(top, part.images, part.targets) for part in parts)
     _check(top, [*train, *test], (IGNORED,), len(_VOC_CLASSES) - 1)

@@ -249,7 +249,7 @@ def _torchvision_splits(
     try:
         return cls(root, train=True, download=download), cls(root, train=False, download=download)
     except (OSError, RuntimeError, EOFError) as error:  # URLError is an OSError
-        reason = " ".join(str(error).split())[:120]
-        raise ConfigError(
-            "data.root", root, reason=f"the files are missing and cannot be fetched ({reason}); put {place}"
-        ) from error
+        told = "cannot be fetched" if download else "are missing or damaged"
+        advice = f"put {place}" if download else f"set data.download=true, or put {place}"
+        reason = f"the files {told} ({' '.join(str(error).split())[:120]}); {advice}"
+        raise ConfigError("data.root", root, reason=reason) from error

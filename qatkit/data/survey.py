@@ -12,6 +12,7 @@ readable files are cached by path, size and modification time.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import json
@@ -148,9 +149,9 @@ def look_at(paths: Sequence[str], *, progress: bool = False) -> dict[str, Look]:
 
 def _of_link(path: str, error: Exception) -> str:
     """Returns the reason why a path does not lead to a readable file."""
-    if isinstance(error, OSError) and os.path.islink(path):
-        return "a link to a missing file" if isinstance(error, FileNotFoundError) else "a link to itself"
-    return reason(error)
+    if isinstance(error, FileNotFoundError) and os.path.islink(path):
+        return "a link to a missing file"
+    return "a link to itself" if isinstance(error, OSError) and error.errno == errno.ELOOP else reason(error)
 
 
 def _each(task: Callable[[str], T], paths: Sequence[str], title: str, *, progress: bool) -> dict[str, T]:

@@ -22,7 +22,7 @@ from qatkit.config.schema import DataConfig
 from qatkit.data.request import Request
 from qatkit.data.sources import Splits
 from qatkit.data.tokenizer import POSITIONS, tokenizer_of
-from qatkit_verify.errors import ConfigError
+from qatkit_verify.errors import ConfigError, counted
 from qatkit_verify.pictures import files_below
 
 if TYPE_CHECKING:
@@ -80,7 +80,9 @@ def text(root: str | None, download: bool, seed: int, request: Request | None = 
             for part, name in zip(parts, _NAMES, strict=True)
         )
         return Splits(train, test, (), arrays=True)
-    whole = _windows(tokenizer, "".join(parts), context, "text, half of which verifies,", least=2)
+    whole = _windows(
+        tokenizer, "".join(parts), context, "text, half of which is used for verification,", least=2
+    )
     half = (len(whole) + 1) // 2
     note = "text: all files are of one kind, so the first half calibrates and the second half verifies"
     return Splits(TokenWindows(whole[:half]), TokenWindows(whole[half:]), (), notes=(note,), arrays=True)
@@ -110,8 +112,10 @@ def _windows(tokenizer: Tokenizer, text: str, context: int, name: str, least: in
     ids = [np.asarray(tokenizer.encode(one, add_special_tokens=False).ids, np.int32) for one in pieces]
     tokens = np.concatenate(ids) if ids else np.zeros(0, np.int32)
     if len(tokens) < least * context:
-        allowed = f"at most {len(tokens) // least}, since the {name} has {len(tokens)} tokens"
-        raise ConfigError("data.context", context, allowed)
+        has = f"the {name} has {counted(len(tokens), 'token')}"
+        if len(tokens) < least:
+            raise ConfigError("data.context", context, reason=f"{has}; add text to the folder data.root")
+        raise ConfigError("data.context", context, f"at most {len(tokens) // least}, since {has}")
     return tokens[: len(tokens) // context * context].reshape(-1, context)
 
 

@@ -76,6 +76,7 @@ def _read(place: str) -> Tokenizer:
 
         made: Tokenizer = AutoTokenizer.from_pretrained(place).backend_tokenizer
     except Exception as error:  # tokenizers raises bare Exceptions
-        allowed = f"a folder with a tokenizer.json ({first_line(error)[:160]})"
-        raise ConfigError(KEY, place, allowed) from error
+        told = f"the tokenizer can't be read ({first_line(error)[:160]})"
+        reason = f"{told}; set {KEY} to a folder with a tokenizer.json"
+        raise ConfigError(KEY, place, reason=reason) from error
     return made

@@ -95,8 +95,8 @@ def wave_input(request: Request) -> WaveInput:
     settings = request.settings
     if len(request.inputs) > 1:
         names = ", ".join(port.name for port in request.inputs)
-        told = f"the model takes {names}, but audio files give only one input; fix the others or feed outputs of the "
-        told += "previous step back to them (+model.kwargs={fix:{INPUT:VALUE},states:{INPUT:OUTPUT}})"
+        told = f"the inputs of the model are {names}, but audio files give only one; fix the others or feed outputs "
+        told += "of the previous step back to them (+model.kwargs={fix:{INPUT:VALUE},states:{INPUT:OUTPUT}})"
         raise ConfigError("data.source", settings.source, reason=told)
     rank, axis = _NAMED[settings.axes or "nt"]
     port = next(iter(request.inputs), Port(LONE, "float32", (None,) * rank, None if rank == 1 else 0))
@@ -132,8 +132,8 @@ def _time_axis(port: Port, settings: DataConfig) -> int:
         raise ConfigError("data.source", settings.source, reason=told)
     size = port.shape[left[0]]
     if size is not None and size > _LEAST_SPECTRUM and not (size - 1) & (size - 2):
-        told = f"the input {_described(port)} takes {size} values, the size of a spectrum of {2 * (size - 1)} samples"
-        told += " rather than of a wave; use data=arrays for spectra, or set data.axes if it takes a wave"
+        told = f"the input {_described(port)} has {size} values, the size of a spectrum of {2 * (size - 1)} samples"
+        told += " rather than of a wave; use data=arrays for spectra, or set data.axes if it is a wave"
         raise ConfigError("data.source", settings.source, reason=told)
     return left[0]
 
@@ -147,7 +147,7 @@ def _fits(port: Port, rank: int, axis: int) -> bool:
 def _frame(port: Port, axis: int, settings: DataConfig) -> int:
     fixed = port.shape[axis]
     if fixed is None and settings.frame is None:
-        allowed = f"a number of samples, since the input {_described(port)} takes any length"
+        allowed = f"a number of samples, since the input {_described(port)} accepts any length"
         raise ConfigError("data.frame", None, allowed)
     if fixed is not None and settings.frame not in (None, fixed):
         raise ConfigError("data.frame", settings.frame, f"null or {fixed} for the input {_described(port)}")

@@ -338,7 +338,7 @@ def test_samples_that_do_not_fit_the_file_are_one_line(mode: str, tmp_path: Path
     config = settings(source, mode, tmp_path / "run", samples(tmp_path / "data", given))
     with pytest.raises(
         ConfigError,
-        match=r"mask is missing in train\[\d+\], which has .* ids, vector; the model takes ids, mask, vector",
+        match=r"mask is missing in train\[\d+\], which has .* ids, vector; the model's inputs are ids, mask, vector",
     ):
         quantize_file.quantize(config)
 
