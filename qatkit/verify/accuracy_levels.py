@@ -75,10 +75,10 @@ class LevelFigures:
             cost = (
                 f"{names.main.name} {names.main.of(now).text} instead of {names.main.of(before).text}, {cost}"
             )
-        near = "equal" if self.sqnr_db is None else f"SQNR {self.sqnr_db:.1f} dB"
+        near = "equal outputs" if self.sqnr_db is None else f"SQNR of the outputs {self.sqnr_db:.1f} dB"
         return (
             f"on {self.samples} calibration {names.samples} level 4 runs {self.ratio:.2f} times as fast as level 0"
-            f" (10th percentile {self.ratio_low:.2f}); {cost} (outputs {near})"
+            f" (10th percentile {self.ratio_low:.2f}); {cost} ({near})"
         )
 
 

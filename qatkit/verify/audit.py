@@ -204,7 +204,7 @@ class _Judge:
 
     def _matrix(self, node: ir.Node, origin: ir.Node | None, kind: str, permitted: bool) -> tuple[str, bool]:
         if kind == "weight-only":
-            return "weights of 4 or 8 bits, activations in float", False
+            return "packed weights, activations in float", False
         weight = weight_of(origin) if origin is not None else None
         if kind == "int8":
             in_float = weight is not None and element_type(weight.value) == ir.DataType.FLOAT
@@ -221,7 +221,9 @@ class _Judge:
         if origin is None:
             constant = weight_of(node) is not None
             return (
-                "not found in the file" if constant else "activation by activation, made by ONNX Runtime",
+                "not found in the file"
+                if constant
+                else "a product of two activations, inserted by ONNX Runtime",
                 constant,
             )
         problem = weight is not None or all(made_by(value, "DequantizeLinear") for value in origin.inputs[:2])

@@ -320,7 +320,9 @@ def _recorded_steps(name: str, value: NDArray[Any], recorded: NDArray[Any]) -> T
         raise ConfigError(f"recorded tensor '{name}'", recorded.dtype, "integer (quantized) values")
     if recorded.size != value.size:
         raise ConfigError(
-            f"recorded tensor '{name}'", recorded.shape, f"as many values as in the file, {value.shape}"
+            f"recorded tensor '{name}'",
+            list(recorded.shape),
+            f"as many values as in the file, {list(value.shape)}",
         )
     return in_steps(name, value, recorded)
 

@@ -159,7 +159,7 @@ class Parts:
             ends = " to ".join(dict.fromkeys(f"'{_called(part.nodes[i])}'" for i in (0, -1)))
             reason = " ".join(str(getattr(error, "problem", error)).split())
             raise ConfigError(
-                "verify.target_isa", "avx2", reason=f"{ends} cannot be run by itself: {reason}"
+                "verify.target_isa", "avx2", reason=f"ONNX Runtime cannot run {ends} separately ({reason})"
             ) from error
         return dict(zip(part.makes, made, strict=True))
 

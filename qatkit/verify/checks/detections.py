@@ -65,7 +65,7 @@ class DetectionsCheck(Check):
             return []
         if not found["boxes"]:
             return [
-                f"detections ({found['file']}): no box on {found['images']} images is above export.nms_score"
+                f"detections ({found['file']}): no box on {found['images']} images has a score above export.nms_score"
             ]
         return [
             f"detections ({found['file']}): {100 * _share(found):.2f} % of {found['boxes'] // 2:,} boxes on"

@@ -167,9 +167,9 @@ def saturation_lines(found: Mapping[str, Any], task: TaskNames = NAMES) -> list[
         named = ", ".join([*open_ones, *others][:3])
         more = len(open_ones) + len(others) - 3
         listed = f"{named} and {more} more" if more > 0 else named
+        how = " (verify.target_isa=avx2 emulates it)" if open_ones else ", since they cannot be emulated"
         return [
-            f"{said}, proven from their weights; the effect of the others ({listed}) is not measured"
-            " (verify.target_isa=avx2 emulates it)"
+            f"{said}, proven from their weights; the effect of the others ({listed}) is not measured{how}"
         ]
     clipped = sorted(
         (name for name in open_ones if layers[name]["clipped"]), key=lambda n: -layers[n]["relative_error"]
