@@ -58,8 +58,8 @@ def labelled_text(root: str | None, download: bool, seed: int, request: Request 
     Raises:
         ConfigError: the folder does not exist; a split has no texts; a file cannot be read, lacks a column, or has
             an empty text; some files have pairs of texts and others do not; a label is not one of the model's
-            classes or, if the model names none, of the training texts, which need two; or as for
-            `qatkit.data.token_rows.token_rows`.
+            classes; without such classes, a test label is in no training text or all training texts have one
+            label; or as for `qatkit.data.token_rows.token_rows`.
     """
     asked = request if request is not None else Request(DataConfig())
     top = data_folder(_SOURCE, root)

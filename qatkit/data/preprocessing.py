@@ -243,7 +243,7 @@ class Preprocessing:
         return fitted[0] if len(fitted) == 1 else torch.cat(fitted)
 
     def zoomed(self, picture: Sides, draw: random.Random) -> Fitting:
-        """Returns the fitting of a picture (height, width) with a random zoom, relative to `fitting`, and position."""
+        """Returns the fitting of a picture (height, width) at a random position, with a random zoom of `fitting`."""
         return random_zoom(self.fitting(picture).scaled, sides(self.image_size), draw)
 
     def fitting(self, picture: Sides) -> Fitting:

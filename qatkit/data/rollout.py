@@ -209,7 +209,7 @@ def _lengths(steps: CheckedImages) -> tuple[int, ...]:
 
 
 def _zeros(port: Port, source: str) -> NDArray[Any]:
-    """Returns a state of zeros; the batch axis has size 1 or, without one, the only dynamic axis.
+    """Returns a state of zeros. Its batch axis or, without one, its only dynamic axis has size 1.
 
     Raises:
         ConfigError: another axis is dynamic.

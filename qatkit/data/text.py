@@ -3,7 +3,7 @@
     DIR/**/*.txt   names with "test" ─┐                                    ┌──> verify
                    the others ────────┴─ tokenizer ─ windows of T tokens ──┴──> calibrate and train
 
-If all files are of one kind, the first half of their text calibrates and the second half verifies. Windows do not
+If all names or none have "test", the first half of the text calibrates and the second half verifies. Windows do not
 overlap, no token is added to them, and tokens after the last whole window are left out, as in the perplexities of GPTQ.
 """
 

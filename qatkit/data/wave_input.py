@@ -86,7 +86,9 @@ class WaveInput:
 
 
 def wave_input(request: Request) -> WaveInput:
-    """Returns the model's input for a wave; if the model declares no inputs, it is float32 [N, T] or `data.axes`.
+    """Returns the model's input for a wave.
+
+    If the model declares no inputs, it is float32 with the axes `data.axes`, [N, T] by default.
 
     Raises:
         ConfigError: the model has several inputs, its input cannot be samples of a wave, or settings do not fit
