@@ -54,10 +54,12 @@ class Recordings:
     Attributes:
         sound: the preprocessing from samples to features; complete even if the model computes the features.
         in_graph: whether the model's input is samples, from which the model itself computes the features.
+        source: dotted path of the source, for messages.
     """
 
     sound: SoundPreprocess
     in_graph: bool = False
+    source: str = ""
 
     @property
     def taken(self) -> SoundPreprocess:
@@ -86,8 +88,8 @@ class Recordings:
         found = np.asarray(item)
         right = found.ndim == 1 and found.size and (found.dtype.kind == "f" or found.dtype == np.int16)
         if not right:
-            told = f"the item is {found.dtype} {list(found.shape)}; recordings must be float or int16 [T]"
-            raise ConfigError("data.source", name, reason=told)
+            told = f"{name} is {found.dtype} {list(found.shape)}; recordings must be float or int16 [T]"
+            raise ConfigError("data.source", self.source, reason=told)
         return found if found.dtype == np.int16 else found.astype(np.float32, copy=False)
 
     def content(self, item: NDArray[Any]) -> bytes:
@@ -178,7 +180,7 @@ def recordings_of(config: DataConfig) -> Recordings:
     sound = SoundPreprocess(
         rate, samples, kind, window, hop, mels, coefficients, offset, float(mean), float(std)
     )
-    return Recordings(sound, config.features_in == "graph")
+    return Recordings(sound, config.features_in == "graph", config.source)
 
 
 def rate_of(config: DataConfig) -> int:

@@ -84,7 +84,8 @@ def text(root: str | None, download: bool, seed: int, request: Request | None = 
         tokenizer, "".join(parts), context, "text, half of which is used for verification,", least=2
     )
     half = (len(whole) + 1) // 2
-    note = "text: all files are of one kind, so the first half calibrates and the second half verifies"
+    amount = "no text" if parts[0] else "all text"
+    note = f"{amount} is in files with 'test' in their names, so the first half calibrates and the second half verifies"
     return Splits(TokenWindows(whole[:half]), TokenWindows(whole[half:]), (), notes=(note,), arrays=True)
 
 
