@@ -197,7 +197,7 @@ def test_a_model_with_states_gets_sequences(tmp_path: Path) -> None:
         (
             (Port("t", "object", (None,), 0),),
             {},
-            "the input 't' takes object, which cannot be drawn; fix it with model.kwargs.fix",
+            "the input 't' is object, which cannot be drawn; fix it with model.kwargs.fix",
         ),
     ],
 )

@@ -216,7 +216,7 @@ def load_checks(paths: Iterable[str]) -> list[Check]:
             raise ConfigError(
                 "verify.checks",
                 path,
-                "the dotted path of a subclass of qatkit.verify.checks.base.Check with a name and a method measure",
+                "the dotted path of a class derived from qatkit.verify.checks.base.Check, with name and measure",
             )
         if found.name in checks:
             reason = f"the list has two checks named '{found.name}'; remove one"
