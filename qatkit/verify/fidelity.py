@@ -177,7 +177,7 @@ def finite(name: str, outputs: Any, seen: int, unit: str = "image") -> _Array:
     bad = ~np.isfinite(values).reshape(len(values), -1).all(axis=1)
     if bad.any():
         image = seen + int(np.nonzero(bad)[0][0])
-        raise ConfigError("onnx file", name, reason=f"its output for {unit} {image} is NaN or infinite")
+        raise ConfigError("file or module", name, reason=f"its output for {unit} {image} is NaN or infinite")
     return values
 
 
