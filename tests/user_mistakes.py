@@ -181,7 +181,11 @@ MISTAKES: dict[str, tuple[str, list[str], str]] = {
         [SOURCE],
         "] is Tensor torch.uint8 (8, 8); images must",
     ),
-    "two channels": (gives("(PIXELS[index][:2], LABELS[index])"), [SOURCE], "the images have 2 channels"),
+    "two channels": (
+        gives("(PIXELS[index][:2], LABELS[index])"),
+        [SOURCE],
+        "images=2 channels: expected 1 or 3 channels, since data.mean has 3 numbers",
+    ),
     "no pixels": (
         gives("(PIXELS[index][:, :0], LABELS[index])"),
         [SOURCE],

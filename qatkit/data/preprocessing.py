@@ -35,7 +35,7 @@ from qatkit.config.schema import DataConfig
 from qatkit.data.augmentations import flipped, mirrored, random_rectangle, random_zoom, shifted
 from qatkit.data.policies import apply_policy
 from qatkit.data.resizing import resized
-from qatkit_verify.errors import ConfigError, did_you_mean
+from qatkit_verify.errors import ConfigError, counted, did_you_mean
 from qatkit_verify.fitting import (
     PAD_VALUE,
     UNIT,
@@ -330,11 +330,9 @@ def pixels(image: Image.Image | Tensor, channels: int) -> Tensor:
         return array.expand(channels, -1, -1)
     if (array.shape[0], channels) == (3, 1):
         return _grey(array)
-    raise ConfigError(
-        "data.mean",
-        f"{channels} channels",
-        reason=f"the images have {array.shape[0]} channels; give a mean for each",
-    )
+    accepted = f"1 or {3 if channels == 1 else channels} channels"
+    why = f"since data.mean has {counted(channels, 'number')}"
+    raise ConfigError("images", f"{array.shape[0]} channels", f"{accepted}, {why}")
 
 
 def decoded(image: Image.Image | Tensor) -> NDArray[np.uint8]:
