@@ -84,7 +84,7 @@ class ArrayFiles:
         targets: label of each sample; `NO_TARGET` if its file has no labels.
 
     Raises:
-        ConfigError: a file cannot be read, has no arrays besides its labels, has an array of neither numbers nor
+        ConfigError: a file cannot be read, has no arrays besides its labels, has an array of neither real numbers nor
             booleans, or does not have one integer label per sample.
     """
 
@@ -133,7 +133,7 @@ class ArrayFiles:
         for name, (_, dtype) in found.items():
             if dtype.kind not in _KINDS:
                 raise self._wrong(
-                    path, f"has the array '{name}' of type {dtype}; expected numbers or booleans"
+                    path, f"has the array '{name}' of type {dtype}; expected real numbers or booleans"
                 )
         return {name: shape for name, (shape, _) in found.items()}, labels
 
