@@ -71,17 +71,17 @@ MISTAKES: dict[str, tuple[str, list[str], str]] = {
     "no targets": (
         f"{LOAD}    return splits(Images(None))",
         [SOURCE],
-        "train.targets must hold one label per image",
+        "train.targets is missing; it must list the label of each image",
     ),
     "fewer targets": (
         f"{LOAD}    return splits(Images(LABELS[1:]))",
         [SOURCE],
-        "train.targets must hold the label of",
+        "train.targets has 39 labels for 40 images; it must have one label per image",
     ),
     "an empty split": (
         f"{LOAD}    return splits(Images([], count=0))",
         [SOURCE],
-        "train.targets must hold the label",
+        "train.targets has 0 labels for 0 images; it must have one label per image, and at least one",
     ),
     "names as targets": (
         f"{LOAD}    return splits(Images(['cat'] * 40))",
@@ -181,7 +181,11 @@ MISTAKES: dict[str, tuple[str, list[str], str]] = {
         [SOURCE],
         "] is Tensor torch.uint8 (8, 8); images must",
     ),
-    "two channels": (gives("(PIXELS[index][:2], LABELS[index])"), [SOURCE], "the images have 2 channels"),
+    "two channels": (
+        gives("(PIXELS[index][:2], LABELS[index])"),
+        [SOURCE],
+        "images=2 channels: expected 1 or 3 channels, since data.mean has 3 numbers",
+    ),
     "no pixels": (
         gives("(PIXELS[index][:, :0], LABELS[index])"),
         [SOURCE],

@@ -19,7 +19,7 @@ A source of your own is any importable function with the signature above, given 
         return Splits(train=..., test=..., classes=("cat", "dog"))
 
 `train` and `test` are map-style datasets whose items are `(image, label)`: a PIL image or a uint8 tensor
-(channels, height, width), and an int below `len(classes)`. Other tasks than classification have other targets
+(channels, height, width), and an int below `len(classes)`. Tasks other than classification have other targets
 (`qatkit.tasks`). Each has an attribute `targets` with all its labels, like torchvision's datasets, so that
 balanced subsets can be chosen without opening every image. A source whose function has a parameter `request`
 receives the model's inputs (`qatkit.data.request.Request`). A source without labels has no classes, and each

@@ -3,8 +3,9 @@
     DIR/**/*.npz, *.npy ── sorted by path ──> samples ── every other one calibrates and trains, the others verify
     DIR/train, DIR/test                       if both exist, they are the two splits
 
-The arrays of an item have the shapes that the model takes, including the batch axis, as for
-`InferenceSession.run`. A file whose arrays all have the same first axis N > 1 holds N samples.
+The arrays of an item have the shapes of the model's inputs, including the batch axis, as for
+`InferenceSession.run`. If all arrays of a file have the same size N > 1 along their first axis, the file has
+N samples.
 
 For a model with states (`qatkit.data.rollout`), a file of N samples is a sequence of N steps. Files with one
 sample each in the same folder are the steps of one sequence, such as frames that a program has written one by
@@ -54,7 +55,7 @@ class Port:
     Attributes:
         name: name of the input.
         dtype: name of the input's type in NumPy.
-        shape: sizes of the axes; None for an open axis.
+        shape: sizes of the axes; None for a dynamic axis.
         axis: the batch axis; None if the input has none.
         names: names of the axes in the file; "" for an axis without a name.
         below: for ids, the number of rows of the smallest table that they index; None if no table is known.
@@ -76,13 +77,15 @@ class ArrayFiles:
     Args:
         paths: paths of the files, in order.
         root: folder of the data, for messages.
-        states: names of the arrays that hold the start states of a sequence, in its first step.
+        states: names of the arrays with the start states of a sequence, in its first step.
 
     Attributes:
         lengths: number of consecutive samples of each sequence.
+        targets: label of each sample; `NO_TARGET` if its file has no labels.
 
     Raises:
-        ConfigError: a file cannot be read, or has no arrays of numbers or booleans.
+        ConfigError: a file cannot be read, has no arrays besides its labels, has an array of neither real numbers nor
+            booleans, or does not have one integer label per sample.
     """
 
     def __init__(self, paths: Sequence[str], root: str, states: Collection[str] = ()) -> None:
@@ -119,18 +122,18 @@ class ArrayFiles:
         return arrays, self.targets[index]
 
     def _header(self, path: str) -> tuple[dict[str, tuple[int, ...]], NDArray[Any] | None]:
-        """Returns the shapes of a file's arrays, and its labels; no other values are read."""
+        """Returns the shapes of a file's arrays, and its labels or None; no other values are read."""
         with self._reading(path):
             with open_regular_file(path) as stream:
                 found = dict(_headers(stream))
             labels = self._read(path, [LABEL])[LABEL] if LABEL in found else None
         found.pop(LABEL, None)
         if not found:
-            raise self._wrong(path, "has no arrays")
+            raise self._wrong(path, "has no arrays" if labels is None else f"has no array besides '{LABEL}'")
         for name, (_, dtype) in found.items():
             if dtype.kind not in _KINDS:
                 raise self._wrong(
-                    path, f"has the array '{name}' of type {dtype}; expected numbers or booleans"
+                    path, f"has the array '{name}' of type {dtype}; expected real numbers or booleans"
                 )
         return {name: shape for name, (shape, _) in found.items()}, labels
 
@@ -186,8 +189,8 @@ def arrays(root: str | None, download: bool, seed: int, request: Request | None 
     For a model with states, the samples are the steps of sequences.
 
     Raises:
-        ConfigError: the folder does not exist or has fewer than two samples, a file cannot be read, or only some
-            files have labels.
+        ConfigError: the folder does not exist or has fewer than two samples, a file cannot be read or used
+            (`ArrayFiles`), or only some samples have labels.
     """
     top = data_folder(_SOURCE, root)
     states = request.states if request is not None else {}
@@ -204,8 +207,8 @@ def arrays(root: str | None, download: bool, seed: int, request: Request | None 
     train, test = found
     targets: set[int] = {*train.targets, *test.targets}
     if NO_TARGET in targets and len(targets) > 1:
-        allowed = f"an array '{LABEL}' in each file or in none"
-        raise ConfigError("data.root", root, allowed)
+        told = f"only some samples have a label (array '{LABEL}'); give labels to all samples or to none"
+        raise ConfigError("data.root", root, reason=told)
     classes = () if targets == {NO_TARGET} else tuple(f"class_{i}" for i in range(max(targets) + 1))
     return Splits(train, test, classes, arrays=True)
 
@@ -213,7 +216,7 @@ def arrays(root: str | None, download: bool, seed: int, request: Request | None 
 def _files(folder: Path, root: str, states: Collection[str]) -> ArrayFiles:
     paths, _ = files_below(folder, lambda name: name.lower().endswith(_SUFFIXES), "data.root")
     if not paths:
-        raise ConfigError("data.root", root, f"{FOLDERS[_SOURCE]}; {folder.name} has none")
+        raise ConfigError("data.root", root, f"{FOLDERS[_SOURCE]}; {folder.name or root} has none")
     order = _by_number if states else lambda path: path.split(os.sep)
     return ArrayFiles(sorted(paths, key=order), root, states)
 
@@ -246,7 +249,7 @@ class ArrayBatches:
             name: name of the sample, for messages.
 
         Raises:
-            ConfigError: an input is missing, or has a type or shape that the model does not take.
+            ConfigError: an input is missing, is not an array, or does not fit the model's input (`fitted`).
         """
         given = item if isinstance(item, Mapping) else {LONE: item}
         if not self.ports:
@@ -255,10 +258,10 @@ class ArrayBatches:
             given = {self.ports[0].name: next(iter(given.values()))}
         missing = [port.name for port in self.ports if port.name not in given]
         if missing:
-            has = f"the arrays {', '.join(given)}" if given else "no arrays"
+            has = f"only {', '.join(given)}" if given else "no arrays"
             told = f"{missing[0]} is missing in {name}, which has {has}"
-            takes = ", ".join(port.name for port in self.ports)
-            raise ConfigError("data.source", self.source, reason=f"{told}; the model takes {takes}")
+            names = ", ".join(port.name for port in self.ports)
+            raise ConfigError("data.source", self.source, reason=f"{told}; the model's inputs are {names}")
         return {port.name: self.fitted(given[port.name], port, name) for port in self.ports}
 
     def eval_batch(self, samples: Iterable[Mapping[str, Tensor]]) -> Batch:
@@ -297,7 +300,7 @@ class ArrayBatches:
 
     @property
     def batched(self) -> bool:
-        """Returns whether the model takes several samples at a time."""
+        """Returns whether the model accepts several samples at a time."""
         return not self.ports or any(port.axis is not None for port in self.ports)
 
     def inputs(self, samples: Sequence[Mapping[str, Tensor]]) -> ArrayInputs:
@@ -325,17 +328,18 @@ class ArrayBatches:
         return b"".join(part for pair in parts for part in pair) + about
 
     def fitted(self, value: Any, port: Port, name: str) -> Tensor:
-        """Returns `value` as a tensor, converted to the type of the input `port`.
+        """Returns `value` as a tensor of the type of the input `port`, or of float32 for any floating-point type.
 
         Raises:
-            ConfigError: the array has a type or shape that the model does not take, or numbers that the
-                input's type cannot represent.
+            ConfigError: `value` is not an array, has another kind of values or another shape than the input, or has
+                numbers that the input's type cannot represent.
         """
         given = self._tensor(value, f"{name}['{port.name}']")
         wanted = np.dtype(port.dtype)
         kind = np.dtype(str(given.dtype).removeprefix("torch.").replace("bfloat16", "float32")).kind
         if _KINDS.get(kind) != _KINDS.get(wanted.kind):
-            told = f"{name}['{port.name}'] holds {_KINDS[kind]}; the model takes {port.dtype}"
+            has = _KINDS.get(kind, f"values of type {str(given.dtype).removeprefix('torch.')}")
+            told = f"{name}['{port.name}'] has {has}, but the type of this input is {port.dtype}"
             raise ConfigError("data.source", self.source, reason=told)
         fits = len(given.shape) == len(port.shape) and all(
             size is None or size == has or i == port.axis
@@ -347,14 +351,14 @@ class ArrayBatches:
                 port.rows if i == port.axis else "any" if size is None else size
                 for i, size in enumerate(port.shape)
             )
-            told = f"{name}['{port.name}'] has the shape {list(given.shape)}; the model takes"
-            told += f" [{', '.join(map(str, sizes))}] for one sample"
+            told = f"{name}['{port.name}'] has the shape {list(given.shape)}, but one sample"
+            told += f" of this input has [{', '.join(map(str, sizes))}]"
             raise ConfigError("data.source", self.source, reason=told)
         if wanted.kind == "f":
             return given.float()
         made = given.to(getattr(torch, "bool" if wanted.kind == "b" else port.dtype))
         if not torch.equal(made.to(given.dtype), given):
-            told = f"{name}['{port.name}'] holds numbers that {port.dtype} cannot represent"
+            told = f"{name}['{port.name}'] has numbers that {port.dtype} cannot represent"
             raise ConfigError("data.source", self.source, reason=told)
         return made
 

@@ -1,11 +1,11 @@
 """Frames of WAV and FLAC files, for a model whose input is a waveform.
 
     DIR/**/*.wav, *.flac ── sorted by path ──> files ── every other one calibrates and trains, the others verify
-    DIR/train, DIR/test                        where both exist they are the two splits
+    DIR/train, DIR/test                        if both exist, they are the two splits
     file ── one channel ── data.rate ── frames of the input's length, one every data.hop samples ──> samples
 
 The frames of a file are consecutive, so for a model with states (`qatkit.data.rollout`) a file is a sequence.
-Samples after the last whole frame of a file are not used. `qatkit.data.wave_input` finds the input's time
+Samples after the last full frame of a file are not used. `qatkit.data.wave_input` finds the input's time
 axis.
 """
 
@@ -76,8 +76,8 @@ def audio(root: str | None, download: bool, seed: int, request: Request | None =
     """Returns the frames of the WAV and FLAC files in a folder and its subfolders.
 
     Raises:
-        ConfigError: the folder does not exist or has fewer than two usable files, files are unusable and not
-            to be skipped, or the model does not take a wave.
+        ConfigError: the folder does not exist, has fewer than two usable files or none for a split, files are
+            unusable and not to be skipped, or as for `wave_input`.
     """
     if root is None or not Path(root).is_dir():
         raise ConfigError("data.root", root, f"{_LAYOUT}; there is no such folder")
@@ -97,7 +97,10 @@ def audio(root: str | None, download: bool, seed: int, request: Request | None =
     files = [known.usable(one) for one in paths]
     if len(files) == 1:
         if len(files[0]) < 2:
-            allowed = "a folder with at least two usable WAV or FLAC files, since no file may both calibrate and verify"
+            allowed = (
+                "a folder with at least two usable WAV or FLAC files, since no file may be used for both "
+                "calibration and verification"
+            )
             raise ConfigError("data.root", root, f"{allowed}; it has {len(files[0])}")
         files = [files[0][start::2] for start in (0, 1)]
     train, test = (AudioFrames(one, wave) for one in files)
@@ -106,7 +109,7 @@ def audio(root: str | None, download: bool, seed: int, request: Request | None =
 
 
 def _kinds(paths: Sequence[str]) -> list[str]:
-    """Returns the file name extensions, or the first names if no file has an extension."""
+    """Returns at most `_SHOWN` file name extensions, or as many names if no file has an extension."""
     found = sorted({os.path.splitext(path)[1].lower() for path in paths} - {""})
     return found[:_SHOWN] or [os.path.basename(path) for path in paths[:_SHOWN]]
 
@@ -117,7 +120,7 @@ def _notes(files: Sequence[Sequence[Recording]], wave: WaveInput) -> list[str]:
     given = [
         f"{len(part)} audio file{'s' if len(part) > 1 else ''} ({_seconds(part, wave)})" for part in files
     ]
-    notes = [f"{given[0]} to calibrate and train, {given[1]} to verify; {wave.text}"]
+    notes = [f"{given[0]} for calibration and training, {given[1]} for verification; {wave.text}"]
     return [*notes, *resampling_note([*train, *test], wave.rate), *repeated_note(train, test)]
 
 

@@ -70,9 +70,9 @@ def random_rectangle(
 
 
 def random_zoom(scaled: Sides, size: Sides, draw: random.Random) -> Fitting:
-    """Returns a fitting with a random zoom from 0.5 to 1.5 and a random place; proportions do not change.
+    """Returns a fitting with a random zoom from 0.5 to 1.5 and a random position; proportions do not change.
 
-    On each axis, the picture is cut if it is larger than the input, and padded if it is smaller.
+    On each axis, the picture is cropped if it is larger than the input, and padded if it is smaller.
 
     Args:
         scaled: (height, width) of the picture at a zoom of 1.

@@ -1,4 +1,4 @@
-"""Boxes as targets: they are scaled, cut, placed and mirrored like their pictures.
+"""Boxes as targets: they are scaled, cropped, placed and mirrored like their pictures.
 
 Boxes and pictures draw from sources of random numbers in the same state, so both are placed and mirrored in
 the same way. A box is dropped if less than a quarter of it remains in the input.
@@ -25,12 +25,14 @@ Array = NDArray[np.float64]
 
 
 class BoxTargets:
-    """The preparation of boxes, float32 [N, n, 6]: class, corners in pixels of the input, and whether ignored.
+    """The preparation of boxes, float32 [N, n, 6]: class, corners in pixels of the input, and a flag.
+
+    The flag is 0 or, for boxes that are ignored, IGNORED or CROWD (`qatkit.tasks.average_precision`).
 
     Args:
         pictures: the preprocessing of the pictures.
-        targets: targets of all pictures. Batches have as many rows as the largest number of boxes; unused
-            rows have class -1.
+        targets: targets of all pictures; n is their largest number of boxes, but at least 1. Unused rows have
+            class -1.
     """
 
     def __init__(self, pictures: Preprocessing, targets: Iterable[Any]) -> None:
@@ -90,7 +92,10 @@ def _mirrored(boxes: Array, width: int) -> Array:
 
 
 def _placed(boxes: Array, picture: Sides, how: Fitting) -> Array:
-    """Returns the boxes [n, 6] of a picture in pixels of the input, without boxes mostly outside it."""
+    """Returns the boxes [n, 6] of a picture in pixels of the input, without those that lie mostly outside.
+
+    A box remains if the input contains at least `_LEAST` of its area.
+    """
     found = boxes.copy()
     for axis, columns in ((0, [2, 4]), (1, [1, 3])):
         moved = boxes[:, columns] * (how.scaled[axis] / picture[axis]) + (how.place[axis] - how.start[axis])

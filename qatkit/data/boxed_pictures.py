@@ -4,8 +4,9 @@
     coco_boxes    ROOT/annotations/instances_{train,val}*.json  ROOT/{train,val}*/NAME.jpg
                   ROOT/{train,test}/_annotations.coco.json among the pictures
 
-`trainval` trains and `test` verifies; if one of them is missing, `train` and `val` are used. All annotations
-are read before any long work. An annotation that names a missing picture ends the run. Boxes without area or
+In VOC's layout, `trainval` (or `train`) trains and `test` verifies; without `test`, `train` trains and `val`
+verifies. In COCO's layout, `train` trains, and `test`, `val` or `valid` verifies. All annotations are read
+before any long work. An annotation that names a missing picture ends the run. Boxes without area or
 outside their picture end it too, unless data.bad=skip leaves them out. VOC's difficult objects and COCO's
 crowds are ignored: detections of them count neither as right nor as wrong.
 """
@@ -63,13 +64,14 @@ def voc_boxes(root: str | None, download: bool, seed: int, request: Request | No
     """Returns the splits of a folder in Pascal VOC's layout, with classes in alphabetical order.
 
     Raises:
-        ConfigError: the folder does not exist, an annotation cannot be read, lacks its picture or differs
-            from it in size, or boxes are wrong.
+        ConfigError: the folder does not exist, or lacks annotations or a list of pictures; an annotation cannot
+            be read, lacks its picture or differs from it in size; boxes are wrong and not to be skipped; or a
+            class of the test split occurs in no training picture.
     """
     top = _voc_folder(data_folder(VOC_BOXES, root))
     for trains, tests in _VOC_PARTS:
         train, test = _voc_list(top, trains), _voc_list(top, tests)
-        if train and test and train != test:
+        if train and test and not set(test) <= set(train):  # trainval contains val
             break
     if not train or not test:
         part = "test or val" if train else "train"
@@ -92,7 +94,7 @@ def coco_boxes(root: str | None, download: bool, seed: int, request: Request | N
             raise ConfigError("data.root", root, f"{FOLDERS[COCO_BOXES]}; it has no annotations for {part}")
     (train, names), (test, others) = (_coco_pictures(top, file) for file in found if file is not None)
     if names != others:
-        lone = ", ".join(sorted(set(names) ^ set(others))[:_SHOWN])
+        lone = _first(sorted(set(names) ^ set(others)))
         told = f"only one split has {lone}" if lone else "their order differs"
         raise ConfigError("data.root", str(top), f"the same categories in both splits; {told}")
     return _splits(str(top), train, test, names, _skips(request))
@@ -108,29 +110,31 @@ def _splits(
     """Returns the splits of the given pictures, and checks them and their boxes.
 
     Raises:
-        ConfigError: a picture is missing, boxes are wrong, or no training picture has a class that occurs in
-            the test split.
+        ConfigError: a picture is missing or differs in size from its annotation, boxes are wrong and `skip` is
+            false, or a class of the test split occurs in no training picture.
     """
     every = [*train, *test]
     missing = [picture.path.name for picture in every if not picture.path.is_file()]
     if missing:
-        told = ", ".join(missing[:_SHOWN]) + (", ..." if len(missing) > _SHOWN else "")
-        raise ConfigError("data.root", top, f"a picture for each annotation; {len(missing)} missing: {told}")
+        allowed = f"a picture for each annotation; {len(missing)} missing: {_first(missing)}"
+        raise ConfigError("data.root", top, allowed)
     _check_sizes(top, every)
     wrong = [f"{picture.path.name} ({problem})" for picture in every for problem in _problems(picture)]
-    told = ", ".join(wrong[:_SHOWN]) + (", ..." if len(wrong) > _SHOWN else "")
+    told = _first(wrong)
     if wrong and not skip:
         allowed = f"boxes with an area inside their pictures; {len(wrong)} wrong: {told}"
         raise ConfigError("data.root", top, f"{allowed}; set data.bad=skip to leave them out")
     trained = {box.name for picture in train for box in picture.boxes}
     if unknown := sorted({box.name for picture in test for box in picture.boxes} - trained):
-        allowed = (
-            f"objects of each class in the training pictures; there are none of {', '.join(unknown[:_SHOWN])}"
-        )
+        allowed = f"objects of each class in the training pictures; there are none of {_first(unknown)}"
         raise ConfigError("data.root", top, allowed)
     notes = (f"data.bad=skip: boxes left out: {len(wrong)}, {told}",) if wrong else ()
     labels = {name: label for label, name in enumerate(names)}
     return Splits(_files(train, labels), _files(test, labels), tuple(names), notes=notes)
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
 
 
 def _check_sizes(top: str, pictures: Sequence[_Picture]) -> None:
@@ -216,7 +220,7 @@ def _voc_folder(top: Path) -> Path:
 
 
 def _voc_list(top: Path, parts: Sequence[str]) -> list[str]:
-    """Returns the picture names in the first list that exists among `parts`; [] if none exists."""
+    """Returns the picture names in the list of the first of `parts` that has one; [] if none has."""
     for part in parts:
         path = top / "ImageSets" / "Main" / f"{part}.txt"
         if path.is_file():
@@ -258,7 +262,7 @@ def _text(page: ElementTree.Element, path: str) -> str:
 
 
 def _coco_file(top: Path, parts: Sequence[str]) -> Path | None:
-    """Returns the first annotation file that exists among `parts`; None if none exists."""
+    """Returns the annotation file of the first of `parts` that has one; None if none has."""
     for part in parts:
         own = top / part / _OWN_FILE
         found = [own] if own.is_file() else sorted(top.glob(f"annotations/instances_{part}*.json"))

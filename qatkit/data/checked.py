@@ -1,7 +1,7 @@
 """Splits as the loaders read them: every item is checked against what the source declared.
 
-A source may be user code. Its exceptions, items that are not images, and targets that differ from `targets`
-are reported in one line with the index of the item, in workers and in the main process.
+A source may be user code. Its exceptions, items of a wrong type, and targets that differ from `targets` are
+reported in one line with the index of the item, in workers and in the main process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from qatkit.data.recordings import Recordings, recordings_of
 from qatkit.data.request import Request, check_own_settings, is_asked
 from qatkit.data.sources import ImageDataset, Source, Splits
 from qatkit.tasks import CLASSIFICATION, Task
-from qatkit_verify.errors import ConfigError
+from qatkit_verify.errors import ConfigError, counted
 from qatkit_verify.foreign import calling, check_call
 from qatkit_verify.pictures import as_eight_bits, check_size, reason
 
@@ -28,7 +28,9 @@ _SHOWN = 60  # characters of a value in a message
 
 
 class CheckedImages:
-    """A dataset of checked items (image, target); images are Pillow's (L or RGB) or uint8 tensors (C, H, W).
+    """A dataset of checked items (image, target), or (sample, target) if samples are arrays or recordings.
+
+    Images are Pillow images (L or RGB) or uint8 tensors (C, H, W).
 
     Args:
         dataset: the dataset of a source.
@@ -38,12 +40,12 @@ class CheckedImages:
         arrays: the preparation that checks arrays or recordings; None if items are images.
 
     Attributes:
-        targets: the target of each image in the task's form; plain ints for labels.
+        targets: the target of each image, as converted by the task; plain ints for labels.
         groups: the group of each image, such as its label; choices of images are balanced over groups.
 
     Raises:
-        ConfigError: there are no labels, their number differs from that of the images, or they do not suit
-            the task.
+        ConfigError: there are no targets, their number differs from the number of images, one does not suit the
+            task, or the source raised an exception.
     """
 
     def __init__(
@@ -60,8 +62,11 @@ class CheckedImages:
             values = (
                 [] if targets is None else targets.tolist() if hasattr(targets, "tolist") else list(targets)
             )
+        if targets is None:
+            raise self._wrong(f"{part}.targets is missing; it must list the label of each image")
         if len(values) != count or not values:
-            raise self._wrong(f"{part}.targets must hold one label per image, and at least one label")
+            told = f"{part}.targets has {counted(len(values), 'label')} for {counted(count, 'image')}"
+            raise self._wrong(f"{told}; it must have one label per image, and at least one label")
         self.targets = [self._target(value, f"{part}.targets[{i}]") for i, value in enumerate(values)]
         self.groups = [task.group(target) for target in self.targets]
 
@@ -72,7 +77,8 @@ class CheckedImages:
         """Returns (sample, target); the sample is an image, a mapping of tensors by name, or a recording.
 
         Raises:
-            ConfigError: the source raised an exception, or returned something other than such a pair.
+            ConfigError: the source raised an exception, or the item is not such a pair, has another target than
+                `targets`, or has a sample that cannot be used.
         """
         with calling("data.source", self.source, self.dataset):
             item: Any = self.dataset[index]
@@ -91,7 +97,7 @@ class CheckedImages:
         """Returns the label map of a target, uint8 [1, height, width], for a task with `maps`.
 
         Raises:
-            ConfigError: the source has no maps, or a map cannot be read.
+            ConfigError: the source has no maps, a map cannot be read, or it is not a uint8 tensor of that shape.
         """
         dataset: Any = self.dataset
         if not hasattr(dataset, "label_map"):
@@ -118,7 +124,7 @@ class CheckedImages:
             raise self._wrong(f"{name} can't be read as an image ({reason(error)})") from error
 
     def _target(self, value: Any, name: str) -> Any:
-        """Converts a target of Python, NumPy or torch to the task's form, such as an int for a label."""
+        """Converts a target from Python, NumPy or torch as the task requires, such as a label to an int."""
         try:
             return self.task.target(value)
         except (TypeError, ValueError) as error:
@@ -135,7 +141,12 @@ def _kind(value: Any) -> str:
 
 
 def splits_of(source: Source, config: DataConfig, seed: int, request: Request | None = None) -> Splits:
-    """Calls a source with its arguments, and with the request if it has that parameter; returns its splits."""
+    """Returns the splits of a source, which gets the request if it has a parameter `request`.
+
+    Raises:
+        ConfigError: the source has the wrong parameters or raised an exception, or a setting of `config` applies
+            only to other sources.
+    """
     check_call("data.source", config.source, source, "root", "download", "seed")
     check_own_settings(config, source)
     with calling("data.source", config.source, source):
@@ -158,9 +169,10 @@ def checked_splits(
         )
     classes, default = splits.classes, splits.default_preprocessing
     if not isinstance(classes, tuple | list) or not all(isinstance(name, str) for name in classes):
-        raise ConfigError(
-            "data.source", source, reason=f"classes must be a tuple of names, not {_kind(classes)}"
-        )
+        listed = isinstance(classes, tuple | list)
+        wrong = next(name for name in classes if not isinstance(name, str)) if listed else classes
+        told = f"classes must be a tuple of names, not {'of ' if listed else ''}{_kind(wrong)}"
+        raise ConfigError("data.source", source, reason=told)
     if unwritten := [name for name in classes if name != name.encode("utf-8", "ignore").decode()]:
         told = (
             f"classes must have names that UTF-8 can encode, not {', '.join(map(printable, unwritten[:3]))}"
@@ -172,8 +184,8 @@ def checked_splits(
     train = CheckedImages(splits.train, "train", source, task, arrays)
     test = CheckedImages(splits.test, "test", source, task, arrays)
     for part in (train, test):
-        if wrong := task.check_targets(part.part, classes, part.targets):
-            raise ConfigError("data.source", source, reason=wrong)
+        if problem := task.check_targets(part.part, classes, part.targets):
+            raise ConfigError("data.source", source, reason=problem)
     return train, test
 
 
@@ -228,7 +240,7 @@ def recordings_in(splits: Splits, config: DataConfig, task: Task) -> Recordings 
 
 
 def check_augmentation(config: DataConfig, task: Task) -> None:
-    """Raises ConfigError for an augmentation that would make targets wrong."""
+    """Raises ConfigError for an augmentation or a policy that would make targets wrong."""
     kept = task.augmentations
     if kept is not None and config.augment not in kept:
         choices = f"one of {', '.join(kept)}" if len(kept) > 1 else kept[0]

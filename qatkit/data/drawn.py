@@ -2,7 +2,7 @@
 
     type, shape, range of each input ── seed, split, number of the sample ──> arrays by the names of the inputs
 
-A file made from them runs and has its final size and speed. But its ranges do not fit real data, and no
+A file that is calibrated with them has its final size and speed. But its ranges do not fit real data, and no
 accuracy figure is meaningful. The report, the final table and the bundle's manifest say so.
 """
 
@@ -21,7 +21,7 @@ from qatkit.data.loading import seed_of
 from qatkit.data.request import Request
 from qatkit.data.sources import Splits
 from qatkit.tasks.base import NO_TARGET
-from qatkit_verify.errors import ConfigError, did_you_mean
+from qatkit_verify.errors import ConfigError, counted, did_you_mean
 
 NOTE = (
     "the data were drawn at random (data=drawn), so the ranges do not fit real data and no figure of accuracy or "
@@ -30,7 +30,7 @@ NOTE = (
 )
 _COUNT = 64  # default number of samples of a split
 _STEPS = 32  # number of steps of a sequence, for a model with states
-# Default sizes of open axes: the side of a picture, the number of samples of a wave, and any other size.
+# Default sizes of dynamic axes: the side of a picture, the number of samples of a wave, and any other size.
 _PIXELS, _SECOND, _OTHER = 224, 16000, 64
 _SIZES_FORM = "{AXIS: SIZE}, {INPUT: SIZE} or {INPUT: [SIZE, ...]}"
 _RANGES_FORM = "{INPUT: [LOW, HIGH]}"
@@ -45,9 +45,9 @@ class Draw:
         dtype: name of the input's type in NumPy.
         shape: shape of a sample, with the batch axis.
         span: both ends of the range, inclusive; None for the standard normal distribution.
-        whole: whether the values are whole numbers.
+        whole: whether the values are integers.
         constant: whether all samples have the same values, as for an input without a batch axis.
-        because: a phrase that tells where the range comes from.
+        because: the source of the range, for `text`; "" if it needs none.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Draw:
     because: str
 
     def array(self, *parts: object) -> NDArray[Any]:
-        """Returns the values of a sample, with `parts` as the seed."""
+        """Returns the values of a sample, seeded by `parts`; a constant input uses only the first part."""
         draw = np.random.default_rng(seed_of("drawn", self.name, *(parts[:1] if self.constant else parts)))
         if self.span is None:
             made: NDArray[Any] = draw.standard_normal(self.shape)
@@ -109,8 +109,8 @@ def drawn(root: str | None, download: bool, seed: int, request: Request | None =
     """Returns samples drawn for the inputs of a model, `data.count` in each split.
 
     Raises:
-        ConfigError: the model does not declare its inputs, an input has a type that cannot be drawn, or
-            settings do not fit the inputs.
+        ConfigError: a folder is given, the model does not declare its inputs, an input has a type that cannot be
+            drawn, or settings do not fit the inputs.
     """
     asked = request if request is not None else Request(DataConfig())
     settings = asked.settings
@@ -135,9 +135,7 @@ def drawn(root: str | None, download: bool, seed: int, request: Request | None =
 def _draw(port: Port, sizes: _Sizes, settings: DataConfig, *, constant: bool) -> Draw:
     kind = np.dtype(port.dtype)
     if kind.kind not in "fiub":
-        told = (
-            f"the input '{port.name}' takes {port.dtype}, which cannot be drawn; fix it with model.kwargs.fix"
-        )
+        told = f"the input '{port.name}' is {port.dtype}, which cannot be drawn; fix it with model.kwargs.fix"
         raise ConfigError("data.source", settings.source, reason=told)
     asked = (settings.ranges or {}).get(port.name)
     whole, because = kind.kind != "f" or port.below is not None, "data.ranges"
@@ -160,13 +158,15 @@ def _span(port: Port, asked: Any) -> tuple[float, float]:
     """Returns the ends of the range in the configuration.
 
     Raises:
-        ConfigError: the ends are not two numbers in ascending order, are fractions for an integer input, or
-            exceed the range of its type.
+        ConfigError: the ends are not two finite numbers in ascending order, or are fractions or outside the
+            range of the type for an input that is not floating-point.
     """
     kind = np.dtype(port.dtype)
     numbers = isinstance(asked, list | tuple) and all(isinstance(one, int | float) for one in asked)
     if not numbers or len(asked) != 2 or not asked[0] <= asked[1] or not np.isfinite(asked).all():
-        raise ConfigError(f"data.ranges.{port.name}", asked, "two numbers [LOW, HIGH] in ascending order")
+        raise ConfigError(
+            f"data.ranges.{port.name}", asked, "two finite numbers [LOW, HIGH] in ascending order"
+        )
     if kind.kind != "f":
         low, high = (0, 1) if kind.kind == "b" else (np.iinfo(kind).min, np.iinfo(kind).max)
         if any(one != int(one) for one in asked) or asked[0] < low or asked[1] > high:
@@ -176,10 +176,11 @@ def _span(port: Port, asked: Any) -> tuple[float, float]:
 
 
 class _Sizes:
-    """The sizes of open axes; axes with the same name have the same size.
+    """The sizes of dynamic axes; axes with the same name have the same size.
 
     Raises:
-        ConfigError: `data.sizes` has another form, an unknown name, or sizes that are not positive integers.
+        ConfigError: `data.sizes` is not a mapping, or has an unknown name or a size that is not a positive
+            integer.
     """
 
     def __init__(self, ports: Sequence[Port], asked: Any) -> None:
@@ -195,12 +196,21 @@ class _Sizes:
                 )
 
     def of(self, port: Port) -> tuple[int, ...]:
-        """Returns the shape of a sample of an input."""
+        """Returns the shape of a sample of an input.
+
+        Raises:
+            ConfigError: the setting has another number of sizes than the input has dynamic axes.
+        """
         places = [axis for axis, size in enumerate(port.shape) if size is None and axis != port.axis]
         listed = self.asked.get(port.name)
         given = listed if isinstance(listed, list | tuple) else [listed] * len(places)
         if len(given) != len(places):
-            allowed = f"one size per open axis of the input '{port.name}' except the batch ({len(places)})"
+            axes = f"dynamic axis of the input '{port.name}' except the batch"
+            allowed = (
+                f"a list of {counted(len(places), 'size')}, one per {axes}"
+                if places
+                else f"no sizes, since no {axes} exists"
+            )
             raise ConfigError(f"data.sizes.{port.name}", listed, allowed)
         found = [1 if size is None else size for size in port.shape]
         if port.axis is not None:
@@ -210,7 +220,7 @@ class _Sizes:
         return tuple(found)
 
     def _size(self, port: Port, axis: int, places: Sequence[int], of_input: int | None) -> int:
-        """Returns the size of an open axis.
+        """Returns the size of a dynamic axis.
 
         The first of these that exists: the size set for the axis name, the size set for the input, the size
         of another axis with the same name, the default.
@@ -230,7 +240,7 @@ class _Sizes:
 
 
 def _default(port: Port, places: Sequence[int]) -> int:
-    """Returns the default size of an open axis, guessed from the shape of its input."""
+    """Returns the default size of a dynamic axis, guessed from the shape of its input."""
     others = [size for axis, size in enumerate(port.shape) if axis not in places and axis != port.axis]
     if len(port.shape) >= 4:
         return _PIXELS

@@ -45,12 +45,12 @@ class ImageFiles:
 
 
 def printable(path: str) -> str:
-    """Returns a path in one printable line, since a name may hold any bytes."""
+    """Returns a path as one line that UTF-8 can encode, since a name may contain any bytes."""
     return path.encode("utf-8", "backslashreplace").decode().replace("\n", "\\n")
 
 
 def left_out_note(paths: Sequence[str]) -> tuple[str, ...]:
-    """Returns the report's note on files that are not images; empty if there are none."""
+    """Returns the report's note on files and folders left out by their names; empty if there are none."""
     if not paths:
         return ()
     names = sorted({printable(os.path.basename(path)) for path in paths})

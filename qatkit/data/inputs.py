@@ -1,8 +1,8 @@
 """The inputs of a run's model: images of one shape, or samples of named arrays.
 
 images   a tensor [N, C, H, W], drawn at random if only shapes and times matter
-arrays   one tensor, or tensors by the names of the model's inputs: always the first samples of the data, since
-         random numbers make no sense as ids, lengths or energies
+arrays   one tensor, or tensors by the names of the model's inputs: the first samples of the data, since random
+         numbers make no sense as ids, lengths or energies; only `noise` draws floating-point values
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Inputs(ABC):
 
     @abstractmethod
     def noise(self, count: int, generator: torch.Generator) -> Batch:
-        """Returns a batch whose floats are standard normal, as normalised pixels are on average."""
+        """Returns a batch with standard normal floating-point values, like normalised pixels on average."""
 
     @abstractmethod
     def timed(self, count: int) -> Sequence[int] | Mapping[str, NDArray[Any]]:
@@ -65,7 +65,7 @@ class Inputs(ABC):
 
 @dataclass(frozen=True)
 class ImageInputs(Inputs):
-    """Images of `shape`, (C, H, W)."""
+    """Images of `shape`: (C, H, W), or (H, W, C) with data.layout=nhwc."""
 
     said_by = "data.image_size and data.mean define them"
     shape: tuple[int, ...]

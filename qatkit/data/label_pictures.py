@@ -6,8 +6,8 @@
 `train` trains and calibrates, and `test` (or `val`, if there is no `test`) verifies. Class names are the lines of
 `classes.txt` in ROOT, one per number. Without this file, they are the numbers up to the largest one that
 occurs. Pixels with a number in `data.ignored` (255 by default) count neither as right nor as wrong. Label
-pictures are read before any long work. A label picture ends the run with a message that names it if it
-differs in size from its picture, has colours, or has a number that is not a class.
+pictures are read before any long work. The run ends with a message if one of them differs in size from its
+picture, has colours, or has a number that is not a class.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class LabelPictures(ImageFiles):
         """Returns the class numbers of a label picture, uint8 [1, height, width]; ignored ones become `IGNORED`.
 
         Raises:
-            ConfigError: the file cannot be read; the message names it.
+            ConfigError: the file cannot be read, has colours, or has a number above 255; the message names it.
         """
         found = label_numbers(self.root / str(target))
         return torch.from_numpy(np.where(np.isin(found, self.ignored), np.uint8(IGNORED), found))[None]
@@ -87,7 +87,10 @@ def label_pictures(root: str | None, download: bool, seed: int, request: Request
 
 
 def _pairs(top: Path, parts: Sequence[str]) -> list[tuple[str, str]] | None:
-    """Returns sorted pairs (picture, label picture below `top`) of the first part with both folders, or None."""
+    """Returns sorted pairs (picture, label picture below `top`) of the first part with both folders.
+
+    None means that no part has both.
+    """
     for part in parts:
         beside = [(top / part, top / f"{part}{labels}") for labels in _LABELS]
         apart = [
@@ -128,7 +131,8 @@ def _matched(top: Path, pictures: Path, labels: Path) -> list[tuple[str, str]]:
         else:
             missing.append(f"{path.name} ({'none' if not own else f'{len(own)} found'})")
     if missing or not found:
-        allowed = f"one label picture in {labels.name} for each picture in {pictures.name}"
+        both = [folder.relative_to(top).as_posix() for folder in (labels, pictures)]
+        allowed = f"one label picture in {both[0]} for each picture in {both[1]}"
         count = counted(len(missing), "picture")
         told = f"it is missing or ambiguous for {count}: {', '.join(missing[:_SHOWN])}"
         raise ConfigError("data.root", str(top), f"{allowed}; {told if missing else 'there are no pictures'}")
@@ -162,8 +166,8 @@ def largest_label(top: Path, pairs: Sequence[tuple[str, str]], ignored: Sequence
         ):
             largest = max(largest, *pool.map(look, part))
     if largest < 0:
-        allowed = f"label pictures with numbers that count; all of them are in data.ignored={list(ignored)}"
-        raise ConfigError("data.root", str(top), allowed)
+        allowed = "label pictures with at least one number that data.ignored does not list"
+        raise ConfigError("data.root", str(top), f"{allowed} (it lists {', '.join(map(str, ignored))})")
     return largest
 
 
@@ -180,6 +184,8 @@ def _classes(top: Path, largest: int) -> tuple[str, ...]:
             raise ConfigError("data.root", str(top), allowed)
         return tuple(map(str, range(largest + 1)))
     names = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not names:
+        raise ConfigError("data.root", str(top), f"a {_CLASSES} with one class name per line; it has none")
     if largest >= len(names):
         allowed = f"label pictures with numbers from 0 to {len(names) - 1}, one for each line of {_CLASSES}"
         told = f"the number {largest} occurs (data.ignored lists the numbers to ignore)"

@@ -5,8 +5,8 @@
     DIR/{train,test}/CLASS/*.txt   one text per file
 
 The first line of a table names its columns; in a .jsonl file, the keys of each line name them. A label is the
-name or the number of one of the model's classes. If the model names none, the classes are the labels of the
-training texts, in order. A sample is a row of tokens, padded to the longest text of the data.
+name or the number of one of the model's classes. If the model names none, the classes are the sorted labels
+of the training texts. A sample is a row of tokens, padded to the longest text of the data.
 """
 
 from __future__ import annotations
@@ -56,9 +56,10 @@ def labelled_text(root: str | None, download: bool, seed: int, request: Request 
     """Returns the labelled texts of a folder.
 
     Raises:
-        ConfigError: the folder does not exist, a split has no texts, a file lacks the columns, a text is empty, a
-            label is not one of the model's classes or is in no training text, or as for
-            `qatkit.data.token_rows.token_rows`.
+        ConfigError: the folder does not exist; a split has no texts; a file cannot be read, lacks a column, or has
+            an empty text; some files have pairs of texts and others do not; a label is not one of the model's
+            classes; without such classes, a test label is in no training text or all training texts have one
+            label; or as for `qatkit.data.token_rows.token_rows`.
     """
     asked = request if request is not None else Request(DataConfig())
     top = data_folder(_SOURCE, root)
@@ -81,7 +82,7 @@ def _of_tables(top: Path, root: str, columns: Sequence[str] | None) -> list[list
     tests = [one for one in sorted(files) if "test" in os.path.basename(one).lower()]
     others = [one for one in sorted(files) if one not in tests]
     if not tests or not others:
-        has = f"it has {len(others)} to calibrate and {len(tests)} to verify"
+        has = f"it has {len(others)} for calibration and {len(tests)} for verification"
         raise ConfigError("data.root", root, f"{FOLDERS[_SOURCE]}; {has}")
     return [[one for path in paths for one in read_table(path, columns)] for paths in (others, tests)]
 
@@ -102,7 +103,7 @@ def _whole(path: Path) -> str:
     """Returns the text of a file that is one sample.
 
     Raises:
-        ConfigError: the file has no text.
+        ConfigError: the file has no text or is not UTF-8.
     """
     text = text_of(path).strip()
     if not text:
@@ -138,7 +139,7 @@ def _number(one: LabelledText, known: dict[str, int], classes: Sequence[str], ro
     more = f" and {len(classes) - _SHOWN} more" if len(classes) > _SHOWN else ""
     named, told = ", ".join(classes[:_SHOWN]) + more, f"{one.place} has the label '{one.label}'"
     if not own:
-        raise ConfigError("data.root", root, reason=f"{told}; the training texts only have {named}")
+        raise ConfigError("data.root", root, reason=f"{told}; the training texts have only {named}")
     numbers = f"0 to {len(classes) - 1}"
     expected = f"a class of the model ({named}) or a number from {numbers}"
     reason = f"{told}; expected {expected} (model.kwargs.id2label sets the names)"

@@ -9,7 +9,7 @@ keeps a state:
 - the position consists of two numbers, the epoch and the images passed to training by all ranks together. Batches
   are counted when they leave the loader, so prefetched ones do not count.
 
-An optimizer step takes the same images, however many processes and accumulated batches share them. A run may
+An optimizer step uses the same images, however many processes and accumulated batches share them. A run may
 continue with another number of processes or accumulated batches if the number of images per step stays the
 same.
 
@@ -60,10 +60,11 @@ def seed_of(*parts: object) -> int:
 
 
 def balanced_subset(labels: Sequence[Hashable], count: int, *parts: object) -> list[int]:
-    """Returns `count` indices with classes as balanced as possible; `parts` seed the choice and the order.
+    """Returns `count` indices with classes as balanced as possible, or all indices if there are fewer.
 
-    Every class contributes one image per round, in random order of the classes, until it is exhausted. Any prefix
-    of the result is therefore balanced too, as are the batches cut from it.
+    `parts` seed the choice and the order. Every class contributes one image per round, in random order of the
+    classes, until it is exhausted. Any prefix of the result is therefore balanced too, as are the batches cut
+    from it.
     """
     rounds: list[list[int]] = []
     seen: dict[Hashable, int] = {}
@@ -82,14 +83,14 @@ def balanced(labels: Sequence[Hashable], indices: Sequence[int], count: int, *pa
 
 
 def capped(labels: Sequence[Hashable], usable: list[int], cap: int | None, *parts: object) -> list[int]:
-    """Returns all usable indices, or a seeded, class-balanced choice of `cap` of them, ascending."""
+    """Returns a seeded, class-balanced choice of `cap` usable indices, ascending, or all if there are no more."""
     return usable if cap is None or cap >= len(usable) else sorted(balanced(labels, usable, cap, *parts))
 
 
 def held_out_subset(labels: Sequence[Hashable], count: int, *parts: object) -> list[int]:
     """Returns `count` indices, balanced as in `balanced_subset` up to a fifth of each class.
 
-    The remaining ones come from all classes in proportion, so that a rare class is not held out as a whole.
+    The remaining ones come from all classes in proportion, so that no rare class is held out entirely.
     """
     sizes, taken = Counter(labels), Counter[Hashable]()
     first, rest = list[int](), list[tuple[float, int]]()
@@ -110,7 +111,7 @@ def held_out_of(train: Sequence[int], groups: Sequence[Hashable], count: int | N
     Args:
         train: indices of the split.
         groups: groups of all images, by index.
-        count: number of held-out images; None for a fifth of the split, but at most 1000.
+        count: number of held-out images; None for a fifth of the split, but at least 1 and at most 1000.
         seed: seed of the choice.
 
     Raises:
@@ -321,7 +322,7 @@ class TrainLoader(ImageLoader):
             typed, given = key, value
             if key == _STEP:  # reported as the setting that the user can change
                 typed, given, saved = "data.batch_size", self._batch_size, saved * self._batch_size / value
-            raise ConfigError(typed, given, f"{saved:g}, as in the resumed checkpoint")
+            raise ConfigError(typed, given, f"{saved:.15g}, as in the resumed checkpoint")
         self._epoch, self._images, self._continues = state["epoch"], state["images"], True
 
     def _settings(self) -> dict[str, int]:
@@ -346,10 +347,10 @@ def steps_per_epoch(images: int, size: int, batches: int) -> int:
     if size > images:
         raise ConfigError("data.batch_size", size, f"at most {images}, the number of training images")
     if batches * size > images:
-        most = f"at most {images // batches}" if batches <= images else "fewer processes"
-        allowed = (
-            f"{most}, since a step takes {batches} batches (processes times trainer.accumulate) and the number of"
-            f" training images is {images}"
-        )
-        raise ConfigError("data.batch_size", size, allowed)
+        uses = f"a step uses {batches} batches (processes times trainer.accumulate)"
+        there = f"the number of training images is {images}"
+        if batches > images:
+            reason = f"{uses}, but {there}; use fewer processes or a smaller trainer.accumulate"
+            raise ConfigError("data.batch_size", size, reason=reason)
+        raise ConfigError("data.batch_size", size, f"at most {images // batches}, since {uses} and {there}")
     return images // (batches * size)

@@ -29,11 +29,11 @@ from qatkit_verify.errors import ConfigError
 
 
 class DataModule(PreparedSplits, lightning.LightningDataModule):
-    """The batches of `PreparedSplits`, with its arguments, for training, validation, calibration and verification.
+    """The batches for training, validation, calibration and verification; arguments as for `PreparedSplits`.
 
-    With several processes, each one trains on its own share. The sampler here selects it, so the trainer
-    needs `use_distributed_sampler=False`. `val_dataloader` is the same in each process, so all get the same
-    figure.
+    With several processes, each one trains on its own share, which the sampler here selects. The trainer
+    therefore needs `use_distributed_sampler=False`. `val_dataloader` is the same in each process, so all
+    processes get the same figure.
     """
 
     _loader: TrainLoader | None = None
@@ -42,11 +42,11 @@ class DataModule(PreparedSplits, lightning.LightningDataModule):
     def train_dataloader(self) -> TrainLoader:
         """Returns the augmented batches of this process; `data.batch_size` is the number of images per process.
 
-        A step of the trainer takes a batch of each process, or several (`accumulate_grad_batches`).
+        A step of the trainer uses one batch of each process, or several (`accumulate_grad_batches`).
 
         Raises:
-            ConfigError: the share does not fill one batch, or a resumed checkpoint was written with another
-                order.
+            ConfigError: there are not enough images for one step, or a resumed checkpoint was written with another
+                seed, number of images or size of a step.
         """
         rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
         config = self.config
@@ -99,11 +99,11 @@ class DataModule(PreparedSplits, lightning.LightningDataModule):
         return ImageLoader(dataset, self.rows(size), workers, persistent=persistent)
 
     def held_out_batches(self) -> ImageLoader:
-        """Returns the held-out images, preprocessed as for evaluation: float32 (N, C, H, W) and int64 (N,)."""
+        """Returns the batches (inputs, targets) of the held-out images, preprocessed as for evaluation."""
         return self.image_batches(self.held_out, self.eval_rows)
 
     def test_batches(self) -> ImageLoader:
-        """Returns the batches of the test split in a fixed order: float32 (N, C, H, W) and int64 (N,)."""
+        """Returns the batches (inputs, targets) of the test split, in a fixed order."""
         return self._read(self._test_loaded, self._test, self.eval_rows)
 
     def test_subset_of(self, images: int | None) -> ImageLoader:
@@ -121,9 +121,10 @@ class DataModule(PreparedSplits, lightning.LightningDataModule):
         return self._read(self._test_loaded, chosen, batch_size)
 
     def calibration_indices(self, images: int, key: str = "calibration.images") -> list[int]:
-        """Returns the indices in `splits.train` of the calibration images: a seeded, class-balanced choice, in order.
+        """Returns the indices in `splits.train` of the calibration images.
 
-        If more images are requested than there are, all of them are taken, with a warning.
+        The choice is class-balanced, and seeded like its order. If more images are requested than there are, all
+        of them are used, with a warning.
 
         Raises:
             ConfigError: `images`, the value of `key`, is not positive.
@@ -147,8 +148,11 @@ class DataModule(PreparedSplits, lightning.LightningDataModule):
             allowed = f"at most {there}, the number of {kind} images"
             raise ConfigError("calibration.batch_size", batch_size, allowed)
         if there < least:
-            allowed = f"at least {least}, since some of them are held out to compare the candidates"
-            raise ConfigError("calibration.images", there, allowed)
+            why = "some of them are held out to compare the candidates"
+            if images <= there:
+                raise ConfigError("calibration.images", images, f"at least {least}, since {why}")
+            reason = f"{least} images are needed, since {why}, but there are only {there} training images"
+            raise ConfigError("calibration.images", images, reason=reason)
 
     def calibration_batches(self, images: int, batch_size: int) -> ImageLoader:
         """Returns the images of `calibration_indices(images)`, preprocessed as for evaluation.
@@ -202,7 +206,10 @@ class DataModule(PreparedSplits, lightning.LightningDataModule):
         return self._prepared.eval_batch(samples)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position in training, since Lightning drops the loader's state at the end of an epoch."""
+        """Returns the data's fingerprint and, after the start of training, the position in it.
+
+        Lightning itself drops the loader's state at the end of an epoch.
+        """
         return {"fingerprint": self.fingerprint} | ({} if self._loader is None else self._loader.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

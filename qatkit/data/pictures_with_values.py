@@ -32,8 +32,9 @@ def pictures_with_values(root: str | None, download: bool, seed: int) -> Splits:
     """Returns the pictures listed in the tables, and their numbers.
 
     Raises:
-        ConfigError: the folder or the table does not exist, the table lacks a column, a line lacks a picture
-            or a number, or a split has no pictures.
+        ConfigError: the folder or a table does not exist; a table cannot be read or lacks a column; a line lacks a
+            picture or a number, or repeats a picture; the columns of the two tables differ; or a split has no
+            pictures.
     """
     top = data_folder(_SOURCE, root)
     if (top / TABLE).is_file():
@@ -113,6 +114,6 @@ def _numbers(row: dict[str, str], number: int, wrong: Any) -> float | tuple[floa
         except ValueError:
             value = math.nan
         if not math.isfinite(value):
-            raise wrong(f"has '{text}' as {name} in line {number}; expected a number")
+            raise wrong(f"has '{text}' as {name} in line {number}; expected a finite number")
         values.append(value)
     return values[0] if len(values) == 1 else tuple(values)

@@ -47,7 +47,7 @@ class PreparedSplits:
             overrides the source's default.
         progress: whether a progress bar is shown while files are checked.
         held_out: number of training images left out of training and calibration, balanced over the classes
-            until a fifth of a class is used up; None: a fifth of all training images, at most 1000.
+            until a fifth of each class is used; None: a fifth of all training images, at most 1000.
         task: the task, which defines targets and their batches.
         ports: the model's inputs, if they are known; they apply to samples that are arrays.
         states: the states of a model that feeds outputs back into its next step; None if samples hold all
@@ -56,6 +56,9 @@ class PreparedSplits:
         about: facts from the model's file in addition to its graph.
 
     Attributes:
+        splits: the splits of the source; for a model with states, their items include the states.
+        request: the request that the source gets if it has such a parameter.
+        task: the task, with the statistics of the training targets that it needs.
         inputs: the inputs of the model.
         notes: the report's notes on the images.
         fingerprint: hex digits that identify the training and held-out images, their order and their labels.
@@ -149,7 +152,7 @@ class PreparedSplits:
         self._arrays = replace(self._arrays, ports=ports)
         self._train_images.arrays = self._test_images.arrays = self._arrays
         self.inputs = self._inputs()
-        self.notes = (*self.notes, "the model takes one sample at a time, whatever its file declares")
+        self.notes = (*self.notes, "the model accepts only one sample at a time, whatever its file declares")
         return True
 
     @property
@@ -172,7 +175,7 @@ class PreparedSplits:
         return self._prepared.as_dict()
 
     def rows(self, wanted: int) -> int:
-        """Returns the number of samples per batch: `wanted`, or 1 if the model takes only one sample."""
+        """Returns the number of samples per batch: `wanted`, or 1 if the model accepts only one sample."""
         return wanted if self._arrays is None or self._arrays.batched else 1
 
     @property
@@ -213,7 +216,7 @@ class PreparedSplits:
         return len(self.held_out or self._test)
 
     def array_axes(self) -> dict[str, int | None]:
-        """Returns the batch axis of each input of a model that takes arrays."""
+        """Returns the batch axis of each input of a model whose samples are arrays; None for an input without one."""
         assert self._arrays is not None
         return self._arrays.axes(self._test_images[self._test[0]][0])
 

@@ -35,7 +35,7 @@ from qatkit.config.schema import DataConfig
 from qatkit.data.augmentations import flipped, mirrored, random_rectangle, random_zoom, shifted
 from qatkit.data.policies import apply_policy
 from qatkit.data.resizing import resized
-from qatkit_verify.errors import ConfigError
+from qatkit_verify.errors import ConfigError, counted, did_you_mean
 from qatkit_verify.fitting import (
     PAD_VALUE,
     UNIT,
@@ -60,9 +60,9 @@ class Preprocessing:
     """The preprocessing of images for a model; the bundle holds it as JSON.
 
     Args:
-        image_size: height and width of the model's input, in pixels: one number, or both.
+        image_size: height and width of the model's input, in pixels: one number for both, or two.
         resize: for fit "crop", the size that an image covers before the centre crop: one number (its shorter
-            side) or both; at least `image_size`.
+            side), or height and width; at least `image_size`.
         mean: mean of each channel of the model's input, in the units of `pixels`. Its length is the number of
             channels.
         std: standard deviation of each channel, in the units of `pixels`.
@@ -107,7 +107,9 @@ class Preprocessing:
             allowed = f"one positive number for each number in data.mean ({len(self.mean)})"
             raise ConfigError("data.std", list(self.std), allowed)
         if self.interpolation not in INTERPOLATIONS:
-            raise ConfigError("data.interpolation", self.interpolation, f"one of {', '.join(INTERPOLATIONS)}")
+            near = did_you_mean(str(self.interpolation), INTERPOLATIONS, 1)
+            allowed = f"one of {', '.join(INTERPOLATIONS)} in the preprocessing of the model or of the source"
+            raise ConfigError("interpolation", self.interpolation, f"{allowed}{near}")
         for name, key in KEYS.items():
             limit_of(DataConfig, key).check(f"data.{key}", getattr(self, name))
         if self.order != "rgb" and self.channels != 3:
@@ -224,7 +226,7 @@ class Preprocessing:
         return self._finished(batch)
 
     def noise(self, count: int, generator: torch.Generator) -> Tensor:
-        """Returns `count` images of noise in the form of preprocessed images.
+        """Returns `count` images of noise with the shape and range of preprocessed images.
 
         They are standard normal, like normalised pixels on average; for a model that takes 0..255, pixels are
         uniform in that range before they are normalised.
@@ -241,7 +243,7 @@ class Preprocessing:
         return fitted[0] if len(fitted) == 1 else torch.cat(fitted)
 
     def zoomed(self, picture: Sides, draw: random.Random) -> Fitting:
-        """Returns the fitting of a picture (height, width) with a random zoom and place, relative to `fitting`."""
+        """Returns the fitting of a picture (height, width) at a random position, with a random zoom of `fitting`."""
         return random_zoom(self.fitting(picture).scaled, sides(self.image_size), draw)
 
     def fitting(self, picture: Sides) -> Fitting:
@@ -328,11 +330,9 @@ def pixels(image: Image.Image | Tensor, channels: int) -> Tensor:
         return array.expand(channels, -1, -1)
     if (array.shape[0], channels) == (3, 1):
         return _grey(array)
-    raise ConfigError(
-        "data.mean",
-        f"{channels} channels",
-        reason=f"the images have {array.shape[0]} channels; give a mean for each",
-    )
+    accepted = f"1 or {3 if channels == 1 else channels} channels"
+    why = f"since data.mean has {counted(channels, 'number')}"
+    raise ConfigError("images", f"{array.shape[0]} channels", f"{accepted}, {why}")
 
 
 def decoded(image: Image.Image | Tensor) -> NDArray[np.uint8]:

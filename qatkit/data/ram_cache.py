@@ -23,7 +23,7 @@ from torch import Tensor
 from qatkit.data.checked import CheckedImages
 from qatkit.data.preprocessing import as_tensor
 from qatkit.data.sources import TensorImages
-from qatkit_verify.errors import ConfigError
+from qatkit_verify.errors import ConfigError, counted
 
 _MB = 1_000_000
 # Seconds to wait for a worker that stores an image. That takes microseconds, so after this time it is probably dead.
@@ -57,7 +57,7 @@ class Block:
     def note(self) -> str:
         """The number of stored images and their size, for the report."""
         used, images = self._used.tolist()
-        return f"{images:,} decoded images kept in {used / _MB:,.0f} MB"
+        return f"{counted(images, 'decoded image')} kept in {used / _MB:,.0f} MB"
 
     def take(self, size: int) -> int | None:
         """Reserves `size` bytes, with the lock held; returns their start, or None if there is no room."""

@@ -52,8 +52,8 @@ def recording_splits(
         notes: lines for the report.
 
     Raises:
-        ConfigError: there is only one class, a class occurs in only one split, a split loses all usable files
-            of a class, or unusable files are not to be skipped.
+        ConfigError: there is only one class, a class occurs in only one split or has no usable files in one, or
+            files are unusable and not to be skipped.
     """
     classes = _classes(root, train, test)
     settings: DataConfig = request.settings

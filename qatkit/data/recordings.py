@@ -38,7 +38,7 @@ _SHIFT, _GAIN, _NOISE = 0.1, 6.0, (10.0, 40.0)  # maximum shift in s, maximum ga
 
 @dataclass(frozen=True)
 class RecordingInputs(ImageInputs):
-    """The inputs of a model that takes recordings: features [1, frames, bands], or samples [T]."""
+    """The inputs of a model for recordings: features [1, frames, bands], or samples [T]."""
 
     said_by = "data.seconds and data.features define them"
 
@@ -53,11 +53,13 @@ class Recordings:
 
     Attributes:
         sound: the preprocessing from samples to features; complete even if the model computes the features.
-        in_graph: whether the model takes samples and computes the features.
+        in_graph: whether the model's input is samples, from which the model itself computes the features.
+        source: dotted path of the source, for messages.
     """
 
     sound: SoundPreprocess
     in_graph: bool = False
+    source: str = ""
 
     @property
     def taken(self) -> SoundPreprocess:
@@ -66,7 +68,7 @@ class Recordings:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Returns the shape of one recording as the model takes it."""
+        """Returns the shape of the model's input for one recording."""
         return self.taken.shape
 
     def inputs(self) -> RecordingInputs:
@@ -86,8 +88,8 @@ class Recordings:
         found = np.asarray(item)
         right = found.ndim == 1 and found.size and (found.dtype.kind == "f" or found.dtype == np.int16)
         if not right:
-            told = f"the item is {found.dtype} {list(found.shape)}; recordings must be float or int16 [T]"
-            raise ConfigError("data.source", name, reason=told)
+            told = f"{name} is {found.dtype} {list(found.shape)}; recordings must be float or int16 [T]"
+            raise ConfigError("data.source", self.source, reason=told)
         return found if found.dtype == np.int16 else found.astype(np.float32, copy=False)
 
     def content(self, item: NDArray[Any]) -> bytes:
@@ -95,7 +97,7 @@ class Recordings:
         return item.tobytes()
 
     def eval_batch(self, recordings: Iterable[NDArray[Any]]) -> Tensor:
-        """Returns recordings as the model takes them in evaluation, float32 [N, *shape]."""
+        """Returns recordings as the model's input for evaluation, float32 [N, *shape]."""
         return torch.from_numpy(self.taken.batch(list(recordings)))
 
     def train_batch(
@@ -105,7 +107,7 @@ class Recordings:
         draws: Sequence[random.Random],
         policy: str = "none",
     ) -> Tensor:
-        """Returns recordings as the model takes them in training, float32 [N, *shape].
+        """Returns recordings as the model's input for training, float32 [N, *shape].
 
         Args:
             recordings: recordings of any lengths.
@@ -124,7 +126,10 @@ def in_unit(recording: NDArray[Any]) -> Samples:
 
 
 def augmented(recording: NDArray[Any], augment: str, draw: random.Random, rate: int) -> NDArray[Any]:
-    """Returns a recording with a random time shift and, if `augment` names them, a random gain and white noise."""
+    """Returns a recording with a random time shift and, if `augment` names them, a random gain and white noise.
+
+    With `augment` "none", the recording is unchanged.
+    """
     if augment == "none":
         return recording
     samples = in_unit(recording)
@@ -162,7 +167,7 @@ def recordings_of(config: DataConfig) -> Recordings:
         config.coefficients or SoundPreprocess.coefficients,
     )
     if not 2 <= window <= LARGEST_WINDOW:
-        raise ConfigError("data.frame", window, f"a window of 2 to {LARGEST_WINDOW} samples")
+        raise ConfigError("data.frame", window, f"a number of samples from 2 to {LARGEST_WINDOW}")
     if not window <= samples <= LONGEST:
         allowed = f"a number from {window / rate:g} (one window of {window} samples) to {LONGEST / rate:g} at {rate} Hz"
         raise ConfigError("data.seconds", seconds, allowed)
@@ -175,7 +180,7 @@ def recordings_of(config: DataConfig) -> Recordings:
     sound = SoundPreprocess(
         rate, samples, kind, window, hop, mels, coefficients, offset, float(mean), float(std)
     )
-    return Recordings(sound, config.features_in == "graph")
+    return Recordings(sound, config.features_in == "graph", config.source)
 
 
 def rate_of(config: DataConfig) -> int:

@@ -16,12 +16,12 @@ _EXAMPLES = {"image_size": "224", "mean": "[0.485,0.456,0.406]", "std": "[0.229,
 
 
 def resolve_preprocessing(config: DataConfig, base: Preprocessing | None) -> Preprocessing:
-    """Returns `base` with the settings of the configuration.
+    """Returns `base` (None if nothing defines a preprocessing) with the settings of the configuration.
 
-    An image size without a resize means no crop margin.
+    If the configuration has an image size but no resize, there is no crop margin.
 
     Raises:
-        ConfigError: a value is neither configured nor in `base`, or settings exclude each other.
+        ConfigError: a value is neither configured nor in `base`, is out of range, or excludes another one.
     """
     chosen: dict[str, Any] = {"image_size": config.image_size or getattr(base, "image_size", None)}
     for name, key in KEYS.items():
@@ -31,7 +31,9 @@ def resolve_preprocessing(config: DataConfig, base: Preprocessing | None) -> Pre
     _check_complete(chosen)
     _check_fit(config, chosen["fit"])
     if config.policy != "none" and len(chosen["mean"]) not in (1, 3):
-        allowed = f"none, since policies take 1 or 3 channels and data.mean has {len(chosen['mean'])} numbers"
+        allowed = (
+            f"none, since policies support 1 or 3 channels and data.mean has {len(chosen['mean'])} numbers"
+        )
         raise ConfigError("data.policy", config.policy, allowed)
     resize = config.resize
     if resize is None:
@@ -47,7 +49,11 @@ def _check_complete(chosen: Mapping[str, Any]) -> None:
     missing = [key for key in _EXAMPLES if chosen[key] is None]
     if missing:
         typed = " ".join(shlex.quote(f"data.{key}={_EXAMPLES[key]}") for key in missing)
-        raw = "" if missing == ["image_size"] else f" (or data.pixels={LEVELS} for a model that takes these)"
+        raw = (
+            ""
+            if missing == ["image_size"]
+            else f" (or data.pixels={LEVELS} if the model's input has this range)"
+        )
         allowed = f"a value, since neither model.weights nor the source has one; for example {typed}{raw}"
         raise ConfigError(f"data.{missing[0]}", None, allowed)
 
@@ -55,7 +61,11 @@ def _check_complete(chosen: Mapping[str, Any]) -> None:
 def _normalisation(
     config: DataConfig, base: Preprocessing | None, pixels: str, order: str
 ) -> dict[str, tuple[float, ...] | None]:
-    """Returns mean and std by name, converted from the pixels and channel order of `base`."""
+    """Returns mean and std by name; None for a value that is neither configured nor known.
+
+    Values of `base` are used if its pixels have the range `pixels`, in the channel order `order`. Otherwise,
+    pixels in 0..255 have the mean 0 and the standard deviation 1.
+    """
     found: dict[str, tuple[float, ...] | None] = {}
     count = len(config.mean or config.std or ()) or (base.channels if base else 3)
     for key, neutral in (("mean", 0.0), ("std", 1.0)):

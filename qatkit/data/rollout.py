@@ -1,4 +1,4 @@
-"""Models with a state: the steps of sequences become samples that hold the states computed by the float file.
+"""Models with states: the steps of sequences become samples with the states that the float file computed.
 
     step 0 ── float file ─> state ── step 1 ── float file ─> state ── step 2 ...
     sample 0 = step 0 + start          sample 1 = step 1 + state
@@ -50,7 +50,7 @@ class Rollout:
     """The steps of a split as samples; only every n-th step if all states would exceed `KEPT` bytes.
 
     Args:
-        steps: the steps, whose items hold all inputs except the states.
+        steps: the steps, whose items contain all inputs except the states.
         ports: the state inputs.
         run: the float file.
         begin: states from which the first sequence continues; None if it has its own start states.
@@ -59,11 +59,13 @@ class Rollout:
     Attributes:
         targets: targets of the samples.
         lengths: number of steps of each sequence.
+        starts: the start states of each sequence.
         every: n, the number of steps per sample.
         last: the states after the last step.
 
     Raises:
-        ConfigError: the dataset does not define which items form sequences, or a state's start is unknown.
+        ConfigError: the dataset does not define which items form sequences, or the start of a state is unknown or
+            differs in shape between sequences.
     """
 
     def __init__(
@@ -138,7 +140,7 @@ class Rollout:
                 first = list(self._kept[name].shape[1:])
                 told = (
                     f"the state '{name}' has the shape {first} in the first sequence and {list(one.shape)} in "
-                    "another; all sequences must start with one shape"
+                    "another; all sequences must start with the same shape"
                 )
                 raise ConfigError("data.source", self.steps.source, reason=told)
             self._kept[name][index // self.every] = one
@@ -161,7 +163,7 @@ def rolled_out(
         ConfigError: items are images or do not form sequences, or as for `Rollout`.
     """
     if not getattr(splits, "arrays", False):
-        told = f"data.source={source} gives images, but a model with states takes arrays; set data=arrays"
+        told = f"data.source={source} gives images, but a model with states needs arrays; set data=arrays"
         raise ConfigError(KEY, _text(states.outputs), reason=told)
     own = [port for port in ports if port.name in states.outputs]
     others = tuple(port for port in ports if port.name not in states.outputs)
@@ -181,7 +183,7 @@ def _notes(states: States, train: Rollout, test: Rollout, continues: bool) -> li
         f"{_counted(test)}; each step gets the states that the float file computed for it"
     ]
     return notes + [
-        f"one of {part.every} steps of {part.steps.part} is a sample, since the states of all steps would take more "
+        f"one in {part.every} steps of {part.steps.part} is a sample, since the states of all steps would take more "
         f"than {KEPT >> 20} MB"
         for part in (train, test)
         if part.every > 1
@@ -201,16 +203,16 @@ def _lengths(steps: CheckedImages) -> tuple[int, ...]:
     found = getattr(steps.dataset, "lengths", None)
     whole = isinstance(found, Sequence) and all(isinstance(one, int) and one > 0 for one in found)
     if not whole or sum(found or ()) != len(steps):
-        told = f"with {KEY}, {steps.part}.lengths must hold the number of steps of each sequence"
+        told = f"with {KEY}, {steps.part}.lengths must list the number of steps of each sequence"
         raise ConfigError("data.source", steps.source, reason=f"{told}, {len(steps)} in all")
     return tuple(found or ())
 
 
 def _zeros(port: Port, source: str) -> NDArray[Any]:
-    """Returns a state of zeros; the batch axis, or a single open axis, gets the size 1.
+    """Returns a state of zeros. Its batch axis or, without one, its only dynamic axis has size 1.
 
     Raises:
-        ConfigError: another axis is open.
+        ConfigError: another axis is dynamic.
     """
     others = [axis for axis, size in enumerate(port.shape) if size is None and axis != port.axis]
     if len(others) > (port.axis is None):
@@ -222,7 +224,7 @@ def _zeros(port: Port, source: str) -> NDArray[Any]:
 
 
 class _Numbers:
-    """An iterable over 0, 1, ... in the form of batches, for `shown`."""
+    """An iterable over (number, batch of one item), which `shown` requires."""
 
     def __init__(self, count: int) -> None:
         self.count = count

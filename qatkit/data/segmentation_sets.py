@@ -48,7 +48,8 @@ def voc_segmentation(root: str | None, download: bool, seed: int) -> Splits:
             VOCSegmentation(top, _YEAR, "train", download=True)
         parts = [VOCSegmentation(top, _YEAR, part) for part in ("train", "val")]
     except (OSError, RuntimeError) as error:
-        where = f"{base} (fetch {_VOC_FILE} and unpack it into {top}, or set data.download=true)"
+        other = "" if download else ", or set data.download=true"
+        where = f"{base} (fetch {_VOC_FILE} and unpack it into {top}{other})"
         raise ConfigError("data.root", root, f"Pascal VOC {_YEAR} in {where}; {first_line(error)}") from error
     train, test = (_below(top, part.images, part.targets) for part in parts)
     _check(top, [*train, *test], (IGNORED,), len(_VOC_CLASSES) - 1)
@@ -56,7 +57,7 @@ def voc_segmentation(root: str | None, download: bool, seed: int) -> Splits:
 
 
 def cityscapes(root: str | None, download: bool, seed: int) -> Splits:
-    """Returns Cityscapes with fine labels: 2,975 pictures to train, 500 to verify, 19 classes.
+    """Returns Cityscapes with fine labels: 2,975 pictures for training, 500 for verification, 19 classes.
 
     Other labels are ignored.
 
@@ -80,7 +81,7 @@ def cityscapes(root: str | None, download: bool, seed: int) -> Splits:
 
 
 class CityLabels(LabelPictures):
-    """A dataset of pictures and label pictures that hold Cityscapes' ids.
+    """A dataset of pictures and label pictures, whose numbers are Cityscapes' ids.
 
     Args:
         samples: (path of the picture, path of the label picture below `root`).
@@ -99,6 +100,9 @@ class CityLabels(LabelPictures):
         """Returns the training ids of a label picture, uint8 [1, height, width].
 
         Ids without a training id become `IGNORED`.
+
+        Raises:
+            ConfigError: the file cannot be read, has colours, or has a number above 255.
         """
         return torch.from_numpy(self._table[label_numbers(self.root / str(target))])[None]
 

@@ -63,8 +63,8 @@ def sentence_pairs(root: str | None, download: bool, seed: int, request: Request
     """Returns the pairs of a folder's files.
 
     Raises:
-        ConfigError: the folder does not exist or has no files for a split, a file lacks a column, a score is
-            not a number, or as for `qatkit.data.token_rows.token_rows`.
+        ConfigError: the folder does not exist or has no files for a split; a file is not UTF-8, lacks a column or
+            has no pairs; a score is not a number; or as for `qatkit.data.token_rows.token_rows`.
     """
     asked = request if request is not None else Request(DataConfig())
     top = data_folder(_SOURCE, root)

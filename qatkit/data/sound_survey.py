@@ -58,10 +58,11 @@ class SoundSurvey:
         self.seen, self._room = 0, KEPT
 
     def usable(self, paths: Sequence[str]) -> list[Recording]:
-        """Returns the files that have enough samples.
+        """Returns the files that can be read, have enough samples, and are not silent.
 
         Raises:
-            ConfigError: files cannot be used and are not to be skipped, or no file is left.
+            ConfigError: files cannot be used and are not to be skipped, no file is left, or a FLAC file needs an
+                extra that is not installed.
         """
         found = [one for one in map(self._recording, paths) if one is not None]
         self.seen += len(paths)

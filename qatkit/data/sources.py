@@ -1,6 +1,6 @@
 """Data sources, each a function with the signature `(root, download, seed) -> Splits`.
 
-A source only lists images and labels. Small data sets are held as one uint8 tensor; folders are read image by
+A source only lists images and labels. Small data sets are kept as one uint8 tensor; folders are read image by
 image. Missing data are reported before any long work, with advice.
 """
 
@@ -199,7 +199,11 @@ def _class_difference(folders: Sequence[Path], train: Sequence[str], test: Seque
 
 
 def cifar10(root: str | None, download: bool, seed: int) -> Splits:
-    """Returns CIFAR-10 as published (32x32 colour, 50,000 and 10,000 images), through torchvision."""
+    """Returns CIFAR-10 as published (32x32 colour, 50,000 and 10,000 images), through torchvision.
+
+    Raises:
+        ConfigError: no folder is given, or the files are damaged or missing and cannot be fetched.
+    """
     cls = datasets.CIFAR10
     place = f"{cls.url} into {root}"
     train, test = _torchvision_splits(cls, root, download, place)
@@ -213,6 +217,9 @@ def fashion_mnist(root: str | None, download: bool, seed: int) -> Splits:
     """Returns Fashion-MNIST (28x28 grey, 60,000 and 10,000 images), through torchvision.
 
     By default the images are enlarged to 32x32 and repeated over three channels.
+
+    Raises:
+        ConfigError: as for `cifar10`.
     """
     cls = datasets.FashionMNIST
     names = " ".join(name for name, _ in cls.resources)
@@ -235,14 +242,14 @@ def _torchvision_splits(
         place: advice for messages that names the files and the folder to put them into.
 
     Raises:
-        ConfigError: the files are missing and cannot be fetched, or are damaged.
+        ConfigError: no folder is given, or the files are damaged or missing and cannot be fetched.
     """
     if root is None:
         raise ConfigError("data.root", root, "the folder with the files, or one to download them into")
     try:
         return cls(root, train=True, download=download), cls(root, train=False, download=download)
     except (OSError, RuntimeError, EOFError) as error:  # URLError is an OSError
-        reason = " ".join(str(error).split())[:120]
-        raise ConfigError(
-            "data.root", root, reason=f"the files are missing and cannot be fetched ({reason}); put {place}"
-        ) from error
+        told = "cannot be fetched" if download else "are missing or damaged"
+        advice = f"put {place}" if download else f"set data.download=true, or put {place}"
+        reason = f"the files {told} ({' '.join(str(error).split())[:120]}); {advice}"
+        raise ConfigError("data.root", root, reason=reason) from error

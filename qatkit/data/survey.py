@@ -5,13 +5,14 @@
     digests of both ends equal in train and test ── whole contents equal? ──> the same image in both
 
 For most files, only the header and both ends are read. A truncated file still has an intact header, but JPEG,
-PNG, GIF, WebP and BMP mark their end. A file without its end mark is decoded at once, because some cameras
-append data after the end and only a decoder can tell. Results for readable files are cached by path, size and
-modification time.
+PNG and GIF mark their end, and WebP and BMP declare their size. A file that ends otherwise is decoded at once,
+because some cameras append data after the end and only a decoder can tell. In large folders, results for
+readable files are cached by path, size and modification time.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import json
@@ -48,7 +49,7 @@ class Look(NamedTuple):
 
     Attributes:
         reason: the reason why the file is not a readable image; "" if it is one.
-        ends: a digest of the size, the first and the last bytes.
+        ends: a digest of the size, the first and the last bytes; "" if the file is not readable.
     """
 
     reason: str
@@ -148,9 +149,9 @@ def look_at(paths: Sequence[str], *, progress: bool = False) -> dict[str, Look]:
 
 def _of_link(path: str, error: Exception) -> str:
     """Returns the reason why a path does not lead to a readable file."""
-    if isinstance(error, OSError) and os.path.islink(path):
-        return "a link to a missing file" if isinstance(error, FileNotFoundError) else "a link to itself"
-    return reason(error)
+    if isinstance(error, FileNotFoundError) and os.path.islink(path):
+        return "a link to a missing file"
+    return "a link to itself" if isinstance(error, OSError) and error.errno == errno.ELOOP else reason(error)
 
 
 def _each(task: Callable[[str], T], paths: Sequence[str], title: str, *, progress: bool) -> dict[str, T]:
@@ -167,7 +168,7 @@ def _each(task: Callable[[str], T], paths: Sequence[str], title: str, *, progres
 
 
 def _look(path: str) -> Look:
-    """Reads the header and both ends of a file, or the whole file if it lacks the end mark of its format."""
+    """Checks the header and both ends of a file; decodes it if it does not end as its format requires."""
     try:
         with open_regular_file(path) as stream:
             size = os.fstat(stream.fileno()).st_size
@@ -219,7 +220,7 @@ def _in_both(train: Mapping[str, Look], test: Mapping[str, Look]) -> dict[str, s
 
 
 def _content(path: str) -> bytes:
-    """Returns a digest of a whole file, or of its name if the file is gone."""
+    """Returns a digest of the contents of a file, or its path if it can no longer be read."""
     try:
         with open_regular_file(path) as stream:
             return hashlib.file_digest(stream, "sha256").digest()

@@ -3,7 +3,7 @@
     DIR/**/*.txt   names with "test" ─┐                                    ┌──> verify
                    the others ────────┴─ tokenizer ─ windows of T tokens ──┴──> calibrate and train
 
-If all files are of one kind, the first half of their text calibrates and the second half verifies. Windows do not
+If all names or none have "test", the first half of the text calibrates and the second half verifies. Windows do not
 overlap, no token is added to them, and tokens after the last whole window are left out, as in the perplexities of GPTQ.
 """
 
@@ -22,7 +22,7 @@ from qatkit.config.schema import DataConfig
 from qatkit.data.request import Request
 from qatkit.data.sources import Splits
 from qatkit.data.tokenizer import POSITIONS, tokenizer_of
-from qatkit_verify.errors import ConfigError
+from qatkit_verify.errors import ConfigError, counted
 from qatkit_verify.pictures import files_below
 
 if TYPE_CHECKING:
@@ -61,8 +61,8 @@ def text(root: str | None, download: bool, seed: int, request: Request | None = 
     """Returns windows of `data.context` tokens of the texts in a folder.
 
     Raises:
-        ConfigError: the folder does not exist or has no text, a file is not UTF-8, a text is shorter than a
-            window, or as for `qatkit.data.tokenizer.tokenizer_of`.
+        ConfigError: the folder does not exist or has no text, a file is not UTF-8, `data.context` exceeds the
+            model's positions or the tokens of a split, or as for `qatkit.data.tokenizer.tokenizer_of`.
     """
     asked = request if request is not None else Request(DataConfig())
     top, context = data_folder(_SOURCE, root), asked.settings.context or CONTEXT
@@ -80,9 +80,12 @@ def text(root: str | None, download: bool, seed: int, request: Request | None = 
             for part, name in zip(parts, _NAMES, strict=True)
         )
         return Splits(train, test, (), arrays=True)
-    whole = _windows(tokenizer, "".join(parts), context, "text, half of which verifies,", least=2)
+    whole = _windows(
+        tokenizer, "".join(parts), context, "text, half of which is used for verification,", least=2
+    )
     half = (len(whole) + 1) // 2
-    note = "text: all files are of one kind, so the first half calibrates and the second half verifies"
+    amount = "no text" if parts[0] else "all text"
+    note = f"{amount} is in files with 'test' in their names, so the first half calibrates and the second half verifies"
     return Splits(TokenWindows(whole[:half]), TokenWindows(whole[half:]), (), notes=(note,), arrays=True)
 
 
@@ -110,13 +113,15 @@ def _windows(tokenizer: Tokenizer, text: str, context: int, name: str, least: in
     ids = [np.asarray(tokenizer.encode(one, add_special_tokens=False).ids, np.int32) for one in pieces]
     tokens = np.concatenate(ids) if ids else np.zeros(0, np.int32)
     if len(tokens) < least * context:
-        allowed = f"at most {len(tokens) // least}, since the {name} has {len(tokens)} tokens"
-        raise ConfigError("data.context", context, allowed)
+        has = f"the {name} has {counted(len(tokens), 'token')}"
+        if len(tokens) < least:
+            raise ConfigError("data.context", context, reason=f"{has}; add text to the folder data.root")
+        raise ConfigError("data.context", context, f"at most {len(tokens) // least}, since {has}")
     return tokens[: len(tokens) // context * context].reshape(-1, context)
 
 
 def _pieces(text: str) -> list[str]:
-    """Returns a text in pieces that end at line ends."""
+    """Returns a text in pieces that end at line ends, or after `_LONGEST` characters if a line is longer."""
     found, start = list[str](), 0
     while start < len(text):
         end = start + _LONGEST

@@ -25,6 +25,7 @@ class LabelledText:
     """A text, or two texts that are read together, with a label.
 
     Attributes:
+        text: the text, or both texts.
         label: the label as it is written in the file.
         place: the file and line, for messages.
     """
@@ -42,7 +43,8 @@ def read_table(path: str, columns: Sequence[str] | None) -> list[LabelledText]:
         columns: [TEXT, LABEL] or [TEXT, SECOND, LABEL]; None if columns are to be found by their names.
 
     Raises:
-        ConfigError: the file is not UTF-8 or not a table, lacks a column, or has an empty text or label.
+        ConfigError: the file is not UTF-8 or not a table, has no texts, lacks a column, or has an empty text or
+            label.
     """
     name, text = os.path.basename(path), text_of(Path(path))
     made = _lines_of_json(text, path) if path.lower().endswith(".jsonl") else _rows(text, path)

@@ -27,7 +27,7 @@ class Rows:
     """Rows of tokens, by the names of a model's inputs.
 
     Attributes:
-        arrays: input_ids int32, attention_mask bool, and token_type_ids int8 if the model takes them, each
+        arrays: input_ids int32, attention_mask bool, and token_type_ids int8 if the model has this input, each
             [rows, T].
     """
 
@@ -41,7 +41,7 @@ class Rows:
 def token_rows(parts: Sequence[Sequence[str | tuple[str, str]]], asked: Request) -> list[Rows]:
     """Returns the tokens of the texts of each part, or of pairs of texts that are read together.
 
-    All rows have the length of the longest text, at most `data.context`.
+    All rows have the length of the longest text, at most `data.context` (128 by default).
 
     Raises:
         ConfigError: `data.context` exceeds the model's positions, or as for `qatkit.data.tokenizer.tokenizer_of`.

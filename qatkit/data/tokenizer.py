@@ -1,4 +1,4 @@
-"""The tokenizer of a text model, from a tokenizer.json or a folder that transformers can convert."""
+"""The tokenizer of a text model, from a tokenizer.json, or from a folder or id that transformers can convert."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def tokenizer_of(settings: DataConfig, about: Mapping[str, str]) -> Tokenizer:
         about: facts that the model declares: the folder or id of its tokenizer, and its number of tokens.
 
     Raises:
-        ConfigError: neither names a tokenizer, it cannot be read, or it belongs to another model.
+        ConfigError: neither names a tokenizer, it cannot be read, it belongs to another model, or a package is
+            missing.
     """
     place = settings.tokenizer or about.get(PLACE)
     if place is None:
@@ -75,6 +76,7 @@ def _read(place: str) -> Tokenizer:
 
         made: Tokenizer = AutoTokenizer.from_pretrained(place).backend_tokenizer
     except Exception as error:  # tokenizers raises bare Exceptions
-        allowed = f"a folder with a tokenizer.json ({first_line(error)[:160]})"
-        raise ConfigError(KEY, place, allowed) from error
+        told = f"the tokenizer can't be read ({first_line(error)[:160]})"
+        reason = f"{told}; set {KEY} to a folder with a tokenizer.json"
+        raise ConfigError(KEY, place, reason=reason) from error
     return made

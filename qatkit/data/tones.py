@@ -50,10 +50,10 @@ class Tones:
 
 
 def tones(root: str | None, download: bool, seed: int, request: Request | None = None) -> Splits:
-    """Returns 1,024 tones to train and calibrate and 512 to verify, each of length `data.seconds`.
+    """Returns 1,024 tones for training and calibration and 512 for verification, each `data.seconds` long.
 
     Raises:
-        ConfigError: a folder is given, although no files are read.
+        ConfigError: a folder is given, although no files are read, or as for `recordings_of`.
     """
     if root is not None:
         raise ConfigError("data.root", root, "null with data=tones, which reads no files")

@@ -1,4 +1,4 @@
-"""The input of a model that takes the samples of a wave: its time axis, frame length, rate and type.
+"""The input of a model for samples of a wave: its time axis, frame length, rate and type.
 
 The time axis is the only axis that is not the batch axis and whose size may differ from 1: [N, T], [N, 1, T],
 [T], [N, T, 1].
@@ -32,7 +32,7 @@ _INT16 = 2**15
 
 @dataclass(frozen=True)
 class WaveInput:
-    """An input that takes frames of a wave.
+    """An input for frames of a wave.
 
     Attributes:
         name: name of the input.
@@ -42,7 +42,7 @@ class WaveInput:
         full: the value that represents a sample of 1.
         rate: samples per second.
         hop: number of samples from the start of a frame to the start of the next one.
-        because: a phrase that tells where the rate comes from.
+        because: the source of the rate, for `text`.
     """
 
     name: str
@@ -86,17 +86,19 @@ class WaveInput:
 
 
 def wave_input(request: Request) -> WaveInput:
-    """Returns the input that takes a wave; for a model that declares no inputs, it takes floats [N, T].
+    """Returns the model's input for a wave.
+
+    If the model declares no inputs, it is float32 with the axes `data.axes`, [N, T] by default.
 
     Raises:
-        ConfigError: the model has several inputs, its input does not take samples of a wave, or settings do not
-            fit it.
+        ConfigError: the model has several inputs, its input cannot be samples of a wave, or settings do not fit
+            the input.
     """
     settings = request.settings
     if len(request.inputs) > 1:
         names = ", ".join(port.name for port in request.inputs)
-        told = f"the model takes {names}, but audio files give only one input; fix the others or feed outputs of the "
-        told += "previous step back to them (+model.kwargs={fix:{INPUT:VALUE},states:{INPUT:OUTPUT}})"
+        told = f"the inputs of the model are {names}, but audio files give only one; fix the others or feed outputs "
+        told += "of the previous step back to them (+model.kwargs={fix:{INPUT:VALUE},states:{INPUT:OUTPUT}})"
         raise ConfigError("data.source", settings.source, reason=told)
     rank, axis = _NAMED[settings.axes or "nt"]
     port = next(iter(request.inputs), Port(LONE, "float32", (None,) * rank, None if rank == 1 else 0))
@@ -132,8 +134,8 @@ def _time_axis(port: Port, settings: DataConfig) -> int:
         raise ConfigError("data.source", settings.source, reason=told)
     size = port.shape[left[0]]
     if size is not None and size > _LEAST_SPECTRUM and not (size - 1) & (size - 2):
-        told = f"the input {_described(port)} takes {size} values, the size of a spectrum of {2 * (size - 1)} samples"
-        told += " rather than of a wave; use data=arrays for spectra, or set data.axes if it takes a wave"
+        told = f"the input {_described(port)} has {size} values, the size of a spectrum of {2 * (size - 1)} samples"
+        told += " rather than of a wave; use data=arrays for spectra, or set data.axes if it is a wave"
         raise ConfigError("data.source", settings.source, reason=told)
     return left[0]
 
@@ -147,7 +149,7 @@ def _fits(port: Port, rank: int, axis: int) -> bool:
 def _frame(port: Port, axis: int, settings: DataConfig) -> int:
     fixed = port.shape[axis]
     if fixed is None and settings.frame is None:
-        allowed = f"a number of samples, since the input {_described(port)} takes any length"
+        allowed = f"a number of samples, since the input {_described(port)} accepts any length"
         raise ConfigError("data.frame", None, allowed)
     if fixed is not None and settings.frame not in (None, fixed):
         raise ConfigError("data.frame", settings.frame, f"null or {fixed} for the input {_described(port)}")
@@ -155,7 +157,7 @@ def _frame(port: Port, axis: int, settings: DataConfig) -> int:
 
 
 def _rate(settings: DataConfig, about: Mapping[str, str]) -> tuple[int, str]:
-    """Returns the rate in Hz, and a phrase that tells where it comes from."""
+    """Returns the rate in Hz, and a phrase that names its source."""
     if settings.rate is not None:
         return settings.rate, "data.rate"
     for name, value in about.items():

@@ -73,7 +73,7 @@ def module_accuracy(
         task: the task whose metrics are computed.
 
     Raises:
-        ConfigError: see `accuracy`.
+        ConfigError, NotFiniteError: as for `accuracy`.
     """
     name = name or type(module).__name__
     return accuracies({name: predictor(module, task)}, batches, progress, task=task)[name]
@@ -145,7 +145,7 @@ def accuracies(
         values: lists by predictor name that receive each batch's per-image contributions to the main metric.
 
     Raises:
-        ConfigError: see `accuracy`.
+        ConfigError, NotFiniteError: as for `accuracy`.
     """
     counts = {name: _Count(name, task) for name in predictors}
     for pixels, targets in shown(batches, f"accuracy: {', '.join(predictors)}", progress):
@@ -200,7 +200,7 @@ class _Count:
         if not finite.all():
             image = self.meter.images + int(np.nonzero(~finite.reshape(len(outputs), -1).all(axis=1))[0][0])
             raise NotFiniteError(
-                "onnx file", self.name, reason=f"its output for image {image} is NaN or infinite"
+                "file or module", self.name, reason=f"its output for image {image} is NaN or infinite"
             )
         self.meter.add(outputs, targets)
 

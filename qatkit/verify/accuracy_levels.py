@@ -3,8 +3,8 @@
     speed       both files timed alternately, round by round
     cost        the main metric with labels, else the share of changed decisions, on calibration samples
 
-Level 4 pays off if even the slowest tenth of the rounds is faster and the cost is within a bound: the metric
-may be worse by a share `_WORSE` of its value. Without labels, a share `_CHANGED` of the decisions may
+Level 4 pays off if it is more than 2 % faster in nine tenths of the rounds and the cost is within a bound: the
+metric may be worse by a share `_WORSE` of its value. Without labels, a share `_CHANGED` of the decisions may
 change.
 """
 
@@ -75,10 +75,10 @@ class LevelFigures:
             cost = (
                 f"{names.main.name} {names.main.of(now).text} instead of {names.main.of(before).text}, {cost}"
             )
-        near = "equal" if self.sqnr_db is None else f"SQNR {self.sqnr_db:.1f} dB"
+        near = "equal outputs" if self.sqnr_db is None else f"SQNR of the outputs {self.sqnr_db:.1f} dB"
         return (
             f"on {self.samples} calibration {names.samples} level 4 runs {self.ratio:.2f} times as fast as level 0"
-            f" (10th percentile {self.ratio_low:.2f}); {cost} (outputs {near})"
+            f" (10th percentile {self.ratio_low:.2f}); {cost} ({near})"
         )
 
 
@@ -133,7 +133,7 @@ def _speeds(
     threads: int,
     runs: int,
 ) -> tuple[float, float]:
-    """Returns the median and the 10th percentile of the rounds' ratios, level 4 over level 0."""
+    """Returns the median and the 10th percentile, over the rounds, of the speed of level 4 relative to level 0."""
     each = timed if isinstance(timed, Mapping) else timed[1:]
     times = run_times(
         dict(zip(("exact", "rounded"), files, strict=True)), each, batch=batch, threads=threads, runs=runs

@@ -204,7 +204,7 @@ class _Judge:
 
     def _matrix(self, node: ir.Node, origin: ir.Node | None, kind: str, permitted: bool) -> tuple[str, bool]:
         if kind == "weight-only":
-            return "weights of 4 or 8 bits, activations in float", False
+            return "packed weights, activations in float", False
         weight = weight_of(origin) if origin is not None else None
         if kind == "int8":
             in_float = weight is not None and element_type(weight.value) == ir.DataType.FLOAT
@@ -221,7 +221,9 @@ class _Judge:
         if origin is None:
             constant = weight_of(node) is not None
             return (
-                "not found in the file" if constant else "activation by activation, made by ONNX Runtime",
+                "not found in the file"
+                if constant
+                else "a product of two activations, inserted by ONNX Runtime",
                 constant,
             )
         problem = weight is not None or all(made_by(value, "DequantizeLinear") for value in origin.inputs[:2])
@@ -257,7 +259,7 @@ class _Judge:
         return lines
 
     def _centred(self, node: ir.Node) -> ir.Node | None:
-        """Returns the reader of `node` that computes the variance if `node` is x - ReduceMean(x)."""
+        """Returns the reader of `node` that computes the variance if `node` is x - ReduceMean(x); else None."""
         if node.op_type != "Sub":
             return None
         mean = next((above for above in back(node.inputs[1]) if above.op_type not in shape_ops()), None)
@@ -274,7 +276,7 @@ class _Judge:
 
 
 class _FileJudge(_Judge):
-    """Judges the file itself by what another runtime accepts; only MACs come from the profiled graph."""
+    """Judges the file itself by what another runtime accepts; only MACs and times come from the profiled graph."""
 
     def __init__(self, runtime: ModuleType, *given: Any) -> None:
         super().__init__(*given)
@@ -303,7 +305,7 @@ class _FileJudge(_Judge):
 
 
 def _scope(node: ir.Node) -> str:
-    """Returns the place in the model that an operator comes from."""
+    """Returns the module path in an operator's name; "" if it has none."""
     return str(node.name or "").rpartition("/")[0]
 
 
@@ -353,7 +355,7 @@ def _size(count: int) -> str:
 
 
 def _dequantize_lines(dequantized: Sequence[RuntimeDequantize], explained: Collection[str]) -> list[str]:
-    """Returns lines for run-time dequantization that the lines of float operators do not report."""
+    """Returns lines for dequantized weights and large constants that the lines of float operators do not report."""
     return [
         f"{item.kind} '{item.name}' ({_size(item.bytes)}) is dequantized on every run for '{item.feeds}'"
         for item in dequantized

@@ -1,8 +1,8 @@
-"""Compares a decoder's file in ONNX Runtime, token by token, with the file that takes whole windows.
+"""Compares a decoder's file in ONNX Runtime, token by token, with the file for complete windows.
 
-whole windows            perplexity and likeliest tokens of both files
+complete windows         perplexity and likeliest tokens of both files
 a window in two parts    the second part token by token, after the keys and values of the first
-a greedy text            each token computed with cached keys and values, and again from the whole text
+a greedy text            each token computed with cached keys and values, and again from all tokens before it
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class OnnxDecoder:
 
 @dataclass(frozen=True)
 class Decoding:
-    """A comparison of a decoder with the file of whole windows.
+    """A comparison of a decoder with the file for complete windows.
 
     Attributes:
         windows, tokens: the number of compared windows, and of the tokens in them.
@@ -144,7 +144,7 @@ def levels(first: OnnxDecoder, second: OnnxDecoder, windows: Sequence[Array]) ->
 def decoding(
     decoder: OnnxDecoder, whole: Callable[[Array], Array], windows: list[Array], steps: int, generated: int
 ) -> Decoding:
-    """Compares a decoder with a file that takes whole windows.
+    """Compares a decoder with a file for complete windows.
 
     Args:
         decoder: the decoder.
@@ -182,7 +182,7 @@ def _by_steps(
 
 
 def _equal(whole: Callable[[Array], Array], prompt: Array, made: list[int]) -> int:
-    """Returns how many of the first tokens in `made` are also predicted from the whole text before them."""
+    """Returns how many of the first tokens in `made` are also predicted from all tokens before them."""
     text = np.concatenate([prompt, np.array([made], np.int64)], 1)
     likeliest = whole(text[:, :-1])[0].argmax(-1)[prompt.shape[1] - 1 :]
     differs = np.nonzero(likeliest != np.array(made))[0]

@@ -5,8 +5,8 @@ exposed. These outputs are compared with the module's own integers. Any differen
 Against the optimizer: the graph that ONNX Runtime makes of the file is saved. Both it and the file without
 optimizations run with the tensors exposed that have the same names in both.
 
-Integers are compared in their own steps. In a file without integers, floats are compared in steps of their
-range / 255.
+Integers are compared in their own steps, 16-bit integers in steps of 16. Float tensors are compared in steps of
+their range / 255: the outputs or, in a file without integers, all tensors.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def first_divergence(
 
     Raises:
         ConfigError: a recorded tensor is not integer or has another number of elements, or the file has none
-            of the recorded tensors.
+            of the recorded tensors and `output` is None.
     """
     model = ir.load(str(int8_path))
     names = [str(n.outputs[0].name) for n in model.graph if n.op_type == "QuantizeLinear"]
@@ -181,9 +181,9 @@ def disagreeing(
 ) -> Any:
     """Returns images [N, C, H, W] that `reference` and one of `others` decide differently, as inputs of `path`.
 
-    There are `IMAGES` images, or as many as the file takes at a time; if fewer differ, the first other images
-    fill the batch. For a file with several inputs, the result is the first whole batch with a difference, by
-    name, or else the first batch.
+    There are at most `IMAGES` images; if the batch size of the file is fixed, there are exactly as many, and images
+    may repeat. If no image differs, the first images are returned. For a file with several inputs, the result is
+    the first batch with a difference, by name, or else the first batch.
     """
     session = open_session(path, threads=1, optimize=False)
     fixed, names = fixed_batch(session), input_names(session)
@@ -272,10 +272,10 @@ def judged(found: Divergence, model: ir.Model) -> Divergence:
 
 
 def operator_of(model: ir.Model, tensor: str) -> str | None:
-    """Returns the node that computes a tensor's values; for the quantized input, the node that reads it.
+    """Returns the name of the node that computes a tensor's values; for the quantized input, of its reader.
 
     Several operators may lie between the dequantized tensors above and this tensor. The nearest one that
-    multiplies matrices is returned, or else the nearest one.
+    multiplies matrices is returned, or else the nearest one. The result is None if there is no such node.
     """
     value = next(v for node in model.graph for v in node.outputs if v.name == tensor)
     above = list(_float_region(value))
@@ -305,7 +305,7 @@ def _passes(node: ir.Node) -> bool:
 
 
 def _reader(value: ir.Value) -> str | None:
-    """Returns the first operator that reads a tensor, past its pair and shape operators."""
+    """Returns the name of the first operator that reads a tensor, past its pair and shape operators; None if none."""
     for node in (use.node for use in value.uses()):
         if node.op_type not in shape_ops() | {"QuantizeLinear", "DequantizeLinear"}:
             return node.name
@@ -320,7 +320,9 @@ def _recorded_steps(name: str, value: NDArray[Any], recorded: NDArray[Any]) -> T
         raise ConfigError(f"recorded tensor '{name}'", recorded.dtype, "integer (quantized) values")
     if recorded.size != value.size:
         raise ConfigError(
-            f"recorded tensor '{name}'", recorded.shape, f"as many values as in the file, {value.shape}"
+            f"recorded tensor '{name}'",
+            list(recorded.shape),
+            f"as many values as in the file, {list(value.shape)}",
         )
     return in_steps(name, value, recorded)
 
@@ -328,8 +330,8 @@ def _recorded_steps(name: str, value: NDArray[Any], recorded: NDArray[Any]) -> T
 def in_steps(name: str, value: NDArray[Any], reference: NDArray[Any]) -> TensorParity:
     """Compares two tensors in steps.
 
-    8-bit integers are compared in their own steps, 16-bit integers in whole steps of 16, and floats in steps
-    of the reference's range / 255.
+    Integers are compared in their own steps, but 16-bit integers in full steps of 16. Float tensors are compared
+    in steps of the reference's range / 255.
     """
     if reference.dtype.kind == "f":
         finite = reference[np.isfinite(reference)].astype(np.float64)
@@ -341,7 +343,7 @@ def in_steps(name: str, value: NDArray[Any], reference: NDArray[Any]) -> TensorP
 
 
 def _float_steps(name: str, value: NDArray[Any], reference: NDArray[Any], step: float) -> TensorParity:
-    """Compares two tensors in whole steps; NaN against a number counts as 255 steps."""
+    """Compares two tensors in rounded steps; NaN or infinity against a number counts as 255 steps."""
     first, second = value.astype(np.float64).ravel(), reference.astype(np.float64).ravel()
     distance = np.where(np.isnan(first) & np.isnan(second) | (first == second), 0, np.abs(first - second))
     steps = np.rint(np.nan_to_num(distance / step, nan=255, posinf=255))

@@ -101,7 +101,7 @@ def drift_of_files(
     """Returns the drift of the second file from the first, which is float.
 
     Args:
-        files: the float file and the other one.
+        files: the float file, and the file to compare with it.
         states: the output that feeds each state input in the next step, by input name.
         sequences, task, progress: as in `drift`.
         threads, options: the number of threads and the config entries of the sessions.
@@ -122,7 +122,7 @@ def drift(
 
     Args:
         exact: the float file.
-        found: the other file.
+        found: the file to compare with it.
         sequences: the sequences, with at least one step in total.
         task: the task whose decisions are compared.
         progress: whether to show a progress bar.

@@ -74,9 +74,12 @@ class Emulation:
         """Returns all outputs for a batch (`qatkit_verify.feeds`).
 
         Args:
-            batch: the batch, in any form that the file takes.
+            batch: the batch, in any form that the file accepts.
             saturate: the names of the kernels that compute as without VNNI; the others are exact.
             observe: a function that is called with each kernel that can saturate, and its input.
+
+        Raises:
+            ConfigError: ONNX Runtime cannot run a part of the graph separately.
         """
         given, fixed = feeds(self._file, batch, self._ends), fixed_batch(self._file)
 

@@ -37,7 +37,7 @@ class OutputDistance:
         self._noise: _Array | None = None
 
     def add(self, exact: NDArray[Any], found: NDArray[Any]) -> None:
-        """Adds one batch of the output of both files."""
+        """Adds one batch of the output of both files, if it is floating-point and of one shape."""
         if exact.shape != found.shape or exact.dtype.kind != "f":
             return
         wide = exact.ndim > 1 and 1 < exact.shape[-1] <= _CHANNELS
@@ -49,7 +49,10 @@ class OutputDistance:
         self._signal, self._noise = self._signal + signal, self._noise + noise
 
     def figures(self, name: str) -> dict[str, Any]:
-        """Returns the SQNR in dB (None if equal), and the worst channel if channels differ in scale."""
+        """Returns the SQNR in dB, and the worst channel if channels differ in scale.
+
+        The SQNR is None if the outputs are equal or were not compared.
+        """
         found: dict[str, Any] = {"name": name, "sqnr_db": None}
         if self._signal is None or self._noise is None:
             return found
@@ -167,14 +170,14 @@ def finite(name: str, outputs: Any, seen: int, unit: str = "image") -> _Array:
     """Returns outputs as float64.
 
     Raises:
-        ConfigError: an output is NaN or infinite; the message names the predictor and the image, whose number
-            is counted from `seen`.
+        ConfigError: an output is NaN or infinite; the message names the predictor and the image or other
+            `unit`, whose number is counted from `seen`.
     """
     values = np.asarray(outputs, np.float64)
     bad = ~np.isfinite(values).reshape(len(values), -1).all(axis=1)
     if bad.any():
         image = seen + int(np.nonzero(bad)[0][0])
-        raise ConfigError("onnx file", name, reason=f"its output for {unit} {image} is NaN or infinite")
+        raise ConfigError("file or module", name, reason=f"its output for {unit} {image} is NaN or infinite")
     return values
 
 

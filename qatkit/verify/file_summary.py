@@ -59,7 +59,11 @@ class FileSummary:
     """A file's operators, most frequent first, and its totals.
 
     Attributes:
+        rows: the figures of each type of operator.
+        nodes: the number of nodes, including those of branches and bodies.
+        weight_bytes: the bytes of all initializers of the main graph.
         unread_bytes: the bytes of initializers that no node reads.
+        file_bytes: the size of the file, without external data.
         note: the reason why the file was not run; "" if it was.
     """
 
@@ -142,7 +146,7 @@ def _size(count: int) -> str:
 
 
 def _types(node: ir.Node) -> str:
-    """Returns the types of a node's integer operands; "" for a node in float."""
+    """Returns the types of a node's integer operands; "" for a node in float, and for Q and DQ nodes."""
     if node.op_type in _PAIRS or node.op_type == "DynamicQuantizeLinear":
         return ""
     if node.op_type == "MatMulNBits":
@@ -162,7 +166,7 @@ def _types(node: ir.Node) -> str:
 
 
 def _dequantized(value: ir.Value | None) -> str:
-    """Returns the type before a DequantizeLinear, with the granularity of a constant; "" for floats."""
+    """Returns the type before a DequantizeLinear, with the granularity of a constant; "" without one."""
     pair = made_by(value, "DequantizeLinear")
     if pair is None:
         return ""

@@ -66,10 +66,12 @@ def eight_bit_ops() -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Weight:
-    """A constant operand: the initializer, and the operators between it and the reader.
+    """A constant operand of a reader.
 
-    `dequantize` is the DequantizeLinear, and `between` an operator between that and the reader. Each is None if
-    there is none.
+    Attributes:
+        value: the initializer.
+        dequantize: the DequantizeLinear between the initializer and the reader; None if there is none.
+        between: an operator between the DequantizeLinear and the reader; None if there is none.
     """
 
     value: ir.Value
@@ -135,7 +137,7 @@ def element_type(value: ir.Value | None) -> ir.DataType | None:
 
 
 def quantized_type(pair: ir.Node) -> ir.DataType | None:
-    """Returns the integer type of a Q or DQ node from its zero point; uint8 without one."""
+    """Returns the integer type of a Q or DQ node from its zero point: uint8 without one, None if it is computed."""
     zero_point = operand(pair, 2)
     return ir.DataType.UINT8 if zero_point is None else element_type(zero_point)
 
@@ -154,7 +156,7 @@ def back(value: ir.Value | None) -> Iterator[ir.Node]:
 
 
 def weight(value: ir.Value | None) -> Weight | None:
-    """Returns the constant from which at most a DequantizeLinear and shape operators lead to `value`."""
+    """Returns the constant from which only a Q/DQ pair and shape operators lead to `value`; None if none does."""
     dequantize = between = None
     for node in back(value):
         if node.op_type == "DequantizeLinear" and dequantize is None:
@@ -168,7 +170,7 @@ def weight(value: ir.Value | None) -> Weight | None:
 
 
 def weight_of(node: ir.Node) -> Weight | None:
-    """Returns the constant operand of a matrix operator (Conv, Gemm, MatMul and fused forms), or None."""
+    """Returns the constant operand of a matrix operator (Conv, Gemm, MatMul and fused variants), or None."""
     found = (weight(operand(node, index)) for index in _operand_indices(node))
     return next((one for one in found if one is not None), None)
 

@@ -62,7 +62,7 @@ class Judged:
 
     @property
     def can_saturate(self) -> bool:
-        """Returns whether the operator saturates for any input."""
+        """Returns whether there are inputs for which the operator saturates."""
         return self.overflowing > 0
 
 
@@ -158,7 +158,7 @@ class Int8Kernel(Judged):
         return self._restored([self.finish(e if c is None else e + c) for e, c in parts], x, shaped)
 
     def both(self, x: Array) -> Iterator[tuple[Integers, Array, Array]]:
-        """Yields, a few images at a time, what clipping adds to the sums, and the exact and emulated output."""
+        """Yields, a few images at a time, what clipping adds to the sums, and the exact and emulated outputs."""
         for weights, part in self._parts(self._arranged(x)):
             exact, clipped = self._part(weights, part, clip=True)
             assert clipped is not None, "asked for"
@@ -262,7 +262,10 @@ def dynamically_quantized(x: Array) -> tuple[Bytes, np.float32, int]:
 
 
 def int8_kernel(node: ir.Node, name: str) -> Int8Kernel | None:
-    """Returns the uint8 x int8 kernel of a node; None for other nodes and for depthwise convolutions."""
+    """Returns the uint8 x int8 kernel of a node; None for other nodes.
+
+    Depthwise convolutions, computed weights, and stacks of matrices with several zero points have none.
+    """
     if node.op_type not in EMULATED or not of_bytes(node, PLACES[node.op_type].x_zero):
         return None
     (place,), (zero,) = PLACES[node.op_type].weights, PLACES[node.op_type].weight_zeros
@@ -291,7 +294,7 @@ def int8_kernel(node: ir.Node, name: str) -> Int8Kernel | None:
 
 
 def of_bytes(node: ir.Node, x_zero: int | None) -> bool:
-    """Returns whether the activations may be uint8, which a constant int8 zero point rules out."""
+    """Returns whether the activations may be uint8, which a constant zero point of another type rules out."""
     zero = None if x_zero is None else constant(operand(node, x_zero))
     return zero is None or zero.dtype == np.uint8
 

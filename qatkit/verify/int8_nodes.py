@@ -1,7 +1,7 @@
 """Finds the nodes of an optimized graph that multiply uint8 by int8, and says why some are not emulated.
 
-DynamicQuantizeLSTM and QAttention saturate as matrix products do, along the inputs of their weights, but they
-compute further steps around these products. So only their weights are judged. ConvInteger and MatMulNBits are
+DynamicQuantizeLSTM and QAttention saturate as matrix products do, along the input axis of their weights, but
+they compute further steps around these products. So only their weights are judged. ConvInteger and MatMulNBits are
 exact.
 """
 
@@ -56,7 +56,7 @@ def _channels(weight: NDArray[Any]) -> NDArray[np.bool_]:
 
 
 def _computed(node: ir.Node) -> str:
-    """Returns the reason for a node whose second operand is computed and may be int8."""
+    """Returns why a node without a judged weight is not emulated; "" if no operand of it can be int8."""
     places = PLACES.get(node.op_type)
     if places is None or not of_bytes(node, places.x_zero):
         return ""

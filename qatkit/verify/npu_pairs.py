@@ -40,7 +40,7 @@ def shift_cut(node: ir.Node) -> int | None:
     """Returns pos(weight) + pos(input) - pos(output) of an operator with a weight, with scales of 2^-pos.
 
     It is None if one of the three tensors has no pair, has 16-bit integers (whose bounds are not known), or has
-    a scale that is not a power of two.
+    several scales or one that is not a power of two.
     """
     found = weight_of(node) if node.op_type in weighted_ops() else None
     if found is None or found.dequantize is None:

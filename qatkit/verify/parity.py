@@ -45,8 +45,8 @@ def parity(
     """Compares all outputs over `batches`: images [N, C, H, W], (images, labels), or tensors by name.
 
     If there are several outputs, the one that is farthest off in its own steps is reported.
-    `qatkit_verify.compare` defines agreement. For a file with integer ends, the module gets the same integer
-    pixels, and its outputs are rounded to the file's steps.
+    `qatkit_verify.compare` defines agreement. For a file with integer inputs or outputs, the module gets
+    the same integer pixels, and its outputs are rounded to the file's steps.
 
     Args:
         converted: the module, or a function from images to its first output.
@@ -261,7 +261,7 @@ def between_ends(
 
 
 def whole_pixels(images: Any, ends: IntegerIO | None) -> Any:
-    """Returns normalised images with pixels rounded as for a file with integer ends; else unchanged."""
+    """Returns normalised images whose pixels are rounded to integers; unchanged if `ends` is None."""
     return images if ends is None else ends.normalised(ends.pixels(np.asarray(images, np.float32)))
 
 

@@ -47,7 +47,7 @@ class Stretch:
 
 @dataclass
 class Branches:
-    """An If, and the parts that run if its condition holds and if it does not."""
+    """An If, and the parts that run if its condition is true and if it is false."""
 
     node: ir.Node
     branches: tuple[Parts, Parts]
@@ -76,6 +76,9 @@ class Parts:
         """Runs part after part and returns the outputs of the graph.
 
         `known` has the values of the inputs and, for a branch, of all tensors that it may capture.
+
+        Raises:
+            ConfigError: ONNX Runtime cannot run a part.
         """
         known = dict(known)
         for part, done in zip(self._parts, self._done, strict=True):
@@ -156,7 +159,7 @@ class Parts:
             ends = " to ".join(dict.fromkeys(f"'{_called(part.nodes[i])}'" for i in (0, -1)))
             reason = " ".join(str(getattr(error, "problem", error)).split())
             raise ConfigError(
-                "verify.target_isa", "avx2", reason=f"{ends} cannot be run by itself: {reason}"
+                "verify.target_isa", "avx2", reason=f"ONNX Runtime cannot run {ends} separately ({reason})"
             ) from error
         return dict(zip(part.makes, made, strict=True))
 

@@ -1,8 +1,8 @@
 """Finds where another runtime diverges from ONNX Runtime: in single operators, then in the whole file.
 
     file           Q ─ DQ ─ Conv ─ Q ─ DQ ─ Conv ─ Q        ONNX Runtime without optimizations: every integer tensor
-    alone          Q    DQ ─ Conv ─ Q    DQ ─ Conv ─ Q      the other one: each DQ reads ONNX Runtime's integers
-    in the whole   Q ─ DQ ─ Conv ─ Q ─ DQ ─ Conv ─ Q        the other one, with one tensor exposed at a time
+    alone          Q    DQ ─ Conv ─ Q    DQ ─ Conv ─ Q      the other runtime: each DQ reads ONNX Runtime's integers
+    in the whole   Q ─ DQ ─ Conv ─ Q ─ DQ ─ Conv ─ Q        the other runtime, with one tensor exposed at a time
 
 Two runtimes round differently, and one step in a tensor grows to many steps in later tensors (OpenVINO's
 mobilenet_v2 at 224x224: a step in 0.001 % of the quantized input, up to 72 in the last tensors). In single
@@ -75,9 +75,9 @@ def runtime_divergence(
 
 
 def _halved(tensors: Sequence[Callable[[], TensorParity]]) -> tuple[list[TensorParity], TensorParity | None]:
-    """Finds, by bisection, the first tensor that is off; returns the inspected tensors, in order, and that one.
+    """Returns the inspected tensors in order, and the first tensor that is off, found by bisection, or None.
 
-    It assumes that all tensors after it are off too.
+    The bisection assumes that all tensors after the first one are off too.
     """
     seen = dict[int, TensorParity]()
     low, high = 0, len(tensors)

@@ -27,7 +27,7 @@ class Layer:
 
     Attributes:
         outputs, clipped: the number of output values, and of those whose sums change.
-        total, largest: the sum and the maximum of the absolute errors of the output, in its own numbers.
+        total, largest: the sum and the maximum of the absolute errors of the output, in integers or as floats.
         noise, signal: the sums of the squares of errors and of exact outputs.
         low, high: the range of a float output.
         whole: whether the output consists of integers, whose step is 1.
@@ -44,7 +44,7 @@ class Layer:
     whole: bool = True
 
     def add(self, kernel: Int8Kernel, x: Array) -> None:
-        """Adds both forms of the operator for one batch of its inputs."""
+        """Adds the exact and the emulated outputs of the operator for one batch of its inputs."""
         zero = kernel.settled.output_zero
         self.whole = zero is not None
         for clipped, exact, emulated in kernel.both(x):
@@ -113,7 +113,7 @@ def measure_saturation(
     progress: bool = False,
     task: Task = CLASSIFICATION,
 ) -> Saturation:
-    """Runs real images through both forms of a file and returns the figures.
+    """Runs real images through a file, exact and emulated, and returns the figures.
 
     Args:
         emulation: the file.
@@ -123,7 +123,7 @@ def measure_saturation(
         task: the task whose metric is measured.
 
     Raises:
-        ConfigError: something can saturate, but there are no images.
+        ConfigError: something can saturate, but there are no images, or an output has another shape without VNNI.
     """
     found = Saturation({kernel.name: Layer() for kernel in emulation.kernels if kernel.can_saturate})
     if not found.layers:
@@ -179,7 +179,7 @@ class _Walks:
 
 def _check_shapes(place: int, exact: Array, emulated: Array) -> None:
     if exact.shape != emulated.shape:
-        reason = f"output {place} is {list(exact.shape)} with VNNI and {list(emulated.shape)} without: not comparable"
+        reason = f"output {place} is {list(exact.shape)} with VNNI and {list(emulated.shape)} without"
         raise ConfigError("verify.target_isa", "avx2", reason=reason)
 
 

@@ -8,7 +8,10 @@ import numpy as np
 
 
 def sqnr(wanted: Any, got: Any) -> float:
-    """Returns the signal-to-noise ratio in dB; infinity for equal arrays, -infinity if the shapes differ."""
+    """Returns the signal-to-noise ratio in dB; infinity for equal arrays.
+
+    It is -infinity if the shapes differ or the error is not finite.
+    """
     a, b = np.asarray(wanted, np.float64), np.asarray(got, np.float64)
     if a.shape != b.shape:
         return float("-inf")

@@ -31,7 +31,7 @@ def asks_for_int8(node: ir.Node) -> str:
     """Returns why a matrix operator of the file will run in float; "" if both operands are int8."""
     found = weight_of(node)
     if found is None:
-        return "activation by activation, without pairs on its inputs"
+        return "both operands are activations"
     if found.dequantize is None:
         return "its weight is float in the file (no DequantizeLinear)"
     data = next(value for value in node.inputs[:2] if weight(value) != found)
@@ -55,9 +55,9 @@ def _wrong_type(node: ir.Node) -> str:
     kind, zero = quantized_type(node), constant(operand(node, 2))
     stored = element_type(node.inputs[0]) if node.op_type == "DequantizeLinear" else None
     if int8 not in (kind, stored) or stored not in (None, int8):
-        return f"quantized to {(stored or kind or unknown).name.lower()}; TensorRT takes only int8"
+        return f"quantized to {(stored or kind or unknown).name.lower()}; TensorRT accepts only int8"
     if zero is not None and zero.any():
-        return f"zero point {int(zero.ravel()[zero.ravel().nonzero()[0][0]])}; TensorRT takes only 0"
+        return f"zero point {int(zero.ravel()[zero.ravel().nonzero()[0][0]])}; TensorRT accepts only 0"
     return ""
 
 

@@ -2,7 +2,8 @@
 
 ONNX Runtime fuses an operator with the DequantizeLinear before it and the QuantizeLinear after it only if the
 pattern is exactly right; if not, it gives no warning. These are the rules that it applies on the CPU, in the
-order in which they are usually broken. Each function returns the first reason found, as a text for the user.
+order in which they are usually broken. `why_float` and `why_float_other` return the first reason found, as a
+text for the user.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ from qatkit.verify.graph_view import (
 
 _BIAS_ERROR = 0.01
 _SIXTEEN = (ir.DataType.INT16, ir.DataType.UINT16)
-_FLOAT_BIAS = "float bias and no output QuantizeLinear: an int32 bias (backend.bias_dtype=int32) has a kernel"
+_FLOAT_BIAS = (
+    "its bias is float and its output has no QuantizeLinear; the int8 kernel for this case needs an int32 bias"
+    " (backend.bias_dtype=int32)"
+)
 _BIAS_SCALE = "its bias scale is off from input scale x weight scale by {:.1f} % (1 % allowed)"
 
 
@@ -152,7 +156,7 @@ def _weight_reason(found: Weight) -> str:
     if found.dequantize is None:
         return "its weight is float in the file (no DequantizeLinear)"
     if found.between is not None:
-        return f"a {found.between.op_type} stands between its weight's DequantizeLinear and it"
+        return f"a {found.between.op_type} is between its weight's DequantizeLinear and the operator"
     return ""
 
 
@@ -165,7 +169,7 @@ def _input_reason(node: ir.Node, found: Weight) -> str:
     kind = quantized_type(maker)
     if kind not in (ir.DataType.UINT8, ir.DataType.INT8):
         name = (kind or ir.DataType.UNDEFINED).name.lower()
-        return f"its input is quantized to {name}: 8-bit kernels only"
+        return f"its input is quantized to {name}, but the kernels need 8 bits"
     return ""
 
 
@@ -174,7 +178,7 @@ def _int8_reason(node: ir.Node, options: Mapping[str, str]) -> str:
     makers = (made_by(value, "DequantizeLinear") for value in activations(node))
     kinds = [quantized_type(maker) for maker in makers if maker is not None]
     if ir.DataType.INT8 in kinds and options.get("session.qdqisint8allowed") != "1":
-        return "its input is int8: x86 kernels take uint8 activations (session.qdqisint8allowed is off)"
+        return "its input is int8, but x86 kernels need uint8 activations (session.qdqisint8allowed is off)"
     return ""
 
 
@@ -210,7 +214,7 @@ def _bias_scale_error(node: ir.Node, found: Weight, bias: Weight) -> float:
 
 
 def _output_reason(node: ir.Node) -> str:
-    """Returns why an operator's output does not go to a single QuantizeLinear only; "" if it does."""
+    """Returns why a single QuantizeLinear is not the only reader of an output; "" if it is, also after a clip."""
     output = node.outputs[0]
     if len(node.outputs) > 1 and node.op_type == "Split":  # judge the first part that is not quantized
         bare = (one for one in node.outputs if any(r.op_type != "QuantizeLinear" for r in one.consumers()))
@@ -263,10 +267,10 @@ def layernorm_blocker(value: ir.Value | None) -> str:
     passed = ""
     for node in back(value):
         if node.op_type == "DequantizeLinear":
-            return f"a DequantizeLinear stands right before it{passed}"
+            return f"a DequantizeLinear comes right before it{passed}"
         if node.op_type not in shape_ops():
             break
         passed = passed or f" (after a {node.op_type})"
         if node.op_type == "Transpose":
-            return "a Transpose stands right before it"
+            return "a Transpose comes right before it"
     return "its pattern was not recognised"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from qatkit.config.schema import DataConfig
-from qatkit.data.arrays import Port, arrays
+from qatkit.data.arrays import ArrayBatches, Port, arrays
 from qatkit.data.inputs import inputs_of
 from qatkit.data.module import DataModule
 from qatkit.tasks import task_of
@@ -96,21 +96,21 @@ def test_a_model_without_a_batch_axis_takes_one_sample_at_a_time(tmp_path: Path)
     [
         (
             {"state": None},
-            r"state is missing in train\[0\], which has the arrays ids; the model takes ids, state",
+            r"state is missing in train\[0\], which has only ids; the model's inputs are ids, state",
         ),
         (
             {"ids": np.ones((1, 4), np.float32)},
-            r"\['ids'\] holds floating-point numbers; the model takes int32",
+            r"\['ids'\] has floating-point numbers, but the type of this input is int32",
         ),
         (
             {"ids": np.ones((1, 5), np.int32)},
-            r"\['ids'\] has the shape \[1, 5\]; the model takes \[1, 4\] for one sample",
+            r"\['ids'\] has the shape \[1, 5\], but one sample of this input has \[1, 4\]",
         ),
         (
             {"state": np.ones((2, 3), np.float32)},
-            r"\['state'\] has the shape \[2, 3\]; the model takes \[2, 1, 3\]",
+            r"\['state'\] has the shape \[2, 3\], but one sample of this input has \[2, 1, 3\]",
         ),
-        ({"ids": np.full((1, 4), 2**40)}, r"\['ids'\] holds numbers that int32 cannot represent"),
+        ({"ids": np.full((1, 4), 2**40)}, r"\['ids'\] has numbers that int32 cannot represent"),
     ],
 )
 def test_what_an_input_can_not_take_is_named(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_files_that_hold_no_arrays_are_named(name: str, content: bytes, message:
 def test_texts_and_objects_are_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", x=np.array(["a", "b"]))
     with pytest.raises(
-        ConfigError, match=r"a\.npz has the array 'x' of type <U1; expected numbers or booleans"
+        ConfigError, match=r"a\.npz has the array 'x' of type <U1; expected real numbers or booleans"
     ):
         arrays(str(tmp_path), False, 0)
 
@@ -156,7 +156,7 @@ def test_texts_and_objects_are_refused(tmp_path: Path) -> None:
 def test_labels_of_some_files_alone_are_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", x=np.ones((1, 2)), label=np.array([1]))
     np.savez(tmp_path / "b.npz", x=np.ones((1, 2)))
-    with pytest.raises(ConfigError, match="'label' in each file or in none"):
+    with pytest.raises(ConfigError, match="only some samples have a label"):
         arrays(str(tmp_path), False, 0)
 
 
@@ -167,3 +167,11 @@ def test_settings_of_images_are_refused(tmp_path: Path) -> None:
         ConfigError, match=r"data.mean=\[0.5\]: expected null with data.source=.*which gives arrays"
     ):
         DataModule(config, arrays, 0, task=task_of("outputs"), ports=PORTS)
+
+
+def test_complex_values_of_a_source_are_refused() -> None:
+    batches, port = ArrayBatches("my.source"), Port("ids", "int32", (None, 4), 0)
+    with pytest.raises(
+        ConfigError, match=r"a\['ids'\] has values of type complex64, but the type of this input"
+    ):
+        batches.fitted(np.ones((1, 4), np.complex64), port, "a")

@@ -58,7 +58,7 @@ def test_every_other_file_verifies_as_a_whole(tmp_path: Path) -> None:
         np.concatenate(_frames(data, "train")), [*a[:24].reshape(3, 8), *c.reshape(2, 8)]
     )
     np.testing.assert_array_equal(np.concatenate(_frames(data, "test")), b[:16].reshape(2, 8))
-    assert "2 audio files (0.0 s) to calibrate and train, 1 audio file" in data.notes[0]
+    assert "2 audio files (0.0 s) for calibration and training, 1 audio file" in data.notes[0]
     assert (
         "frames of 8 samples for 'x', one every 8 samples, at 16000 Hz (assumed; data.rate sets it)"
         in data.notes[0]
@@ -267,7 +267,7 @@ def test_files_that_cannot_be_used_are_listed(tmp_path: Path) -> None:
         (
             ("a.wav",),
             {},
-            "at least two usable WAV or FLAC files, since no file may both calibrate and verify; it has 1",
+            "two usable WAV or FLAC files, since no file may be used for both calibration and verification; it has 1",
         ),
         (("a.wav",), {"root": "/no/such"}, "a folder with WAV or FLAC files; there is no such folder"),
         (("a.wav", "b.wav"), {"frame": 9}, r"data.frame=9: expected null or 8 for the input 'x' \[N, 8\]"),
@@ -345,7 +345,7 @@ def test_other_inputs_have_to_be_fixed_or_states(tmp_path: Path) -> None:
     _files(tmp_path, 16, 16)
     ports = (X, Port("sr", "int64", (), None))
     with pytest.raises(
-        ConfigError, match=r"the model takes x, sr, but audio files give only one input; fix the others"
+        ConfigError, match=r"the inputs of the model are x, sr, but audio files give only one; fix the others"
     ):
         DataModule(_config(tmp_path), audio, 0, task=task_of("outputs"), ports=ports)
 

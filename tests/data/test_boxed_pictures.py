@@ -146,6 +146,15 @@ def test_mistakes_are_told_in_one_line(kind: str, tmp_path: Path) -> None:
         loaded(root)
 
 
+def test_val_does_not_verify_what_trainval_trains(tmp_path: Path) -> None:
+    root = voc_folder(tmp_path / "d", 6, 4)
+    lists = root / "ImageSets" / "Main"
+    (lists / "test.txt").rename(lists / "val.txt")
+    (lists / "trainval.txt").write_text((lists / "train.txt").read_text() + (lists / "val.txt").read_text())
+    splits = voc_boxes(str(root), False, 0)
+    assert len(splits.train) == 6 and len(splits.test) == 4
+
+
 def test_wrong_boxes_can_be_left_out(tmp_path: Path) -> None:
     root = voc_folder(tmp_path / "d", 6, 4)
     MISTAKES["no area"][0](root)

@@ -88,7 +88,7 @@ def test_preprocessing_that_nobody_knows_is_asked_for(tmp_path: Path) -> None:
     ("splits", "message"),
     [
         ([1, 2], r"expected a function that returns qatkit\.data\.Splits, not list"),
-        (Splits(NONE, NONE, ("a",)), r"train\.targets must hold one label per image"),
+        (Splits(NONE, NONE, ("a",)), r"train\.targets has 0 labels for .*; it must have one label per image"),
         (Splits(TWO, TWO, ("a", "b")), r"labels of train must be 0\.\.1, but they are 0\.\.3"),
     ],
 )

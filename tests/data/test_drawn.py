@@ -155,17 +155,17 @@ def test_a_model_with_states_gets_sequences(tmp_path: Path) -> None:
         (
             (IDS,),
             {"ranges": {"ids": [1]}},
-            "data.ranges.ids=[1]: expected two numbers [LOW, HIGH] in ascending order",
+            "data.ranges.ids=[1]: expected two finite numbers [LOW, HIGH] in ascending order",
         ),
         (
             (IDS,),
             {"ranges": {"ids": [2, 1]}},
-            "data.ranges.ids=[2, 1]: expected two numbers [LOW, HIGH] in ascending order",
+            "data.ranges.ids=[2, 1]: expected two finite numbers [LOW, HIGH] in ascending order",
         ),
         (
             (IDS,),
             {"ranges": {"ids": [0, float("inf")]}},
-            "expected two numbers [LOW, HIGH] in ascending order",
+            "expected two finite numbers [LOW, HIGH] in ascending order",
         ),
         (
             (IDS,),
@@ -192,12 +192,12 @@ def test_a_model_with_states_gets_sequences(tmp_path: Path) -> None:
         (
             (PICTURE,),
             {"sizes": {"picture": [3]}},
-            "data.sizes.picture=[3]: expected one size per open axis of the input 'picture' except the batch (2)",
+            "data.sizes.picture=[3]: expected a list of 2 sizes, one per dynamic axis of the input 'picture' except",
         ),
         (
             (Port("t", "object", (None,), 0),),
             {},
-            "the input 't' takes object, which cannot be drawn; fix it with model.kwargs.fix",
+            "the input 't' is object, which cannot be drawn; fix it with model.kwargs.fix",
         ),
     ],
 )

@@ -201,7 +201,7 @@ def test_a_name_without_a_number_is_refused(tmp_path: Path) -> None:
             {"seconds": 0.01},
             r"data.seconds=0.01: expected a number from 0.04 \(one window of 320 samples\) to",
         ),
-        ({"frame": 9000}, "data.frame=9000: expected a window of 2 to 8192 samples"),
+        ({"frame": 9000}, "data.frame=9000: expected a number of samples from 2 to 8192"),
         ({"coefficients": 12}, "data.coefficients=12: expected null with data.features=log_mel"),
         ({"features": "mfcc", "mels": 8}, r"data.coefficients=10: expected at most data.mels \(8\)"),
         ({"mean": [0.0, 0.0, 0.0], "std": [1.0, 1.0, 1.0]}, "data.mean=.*: expected one number"),

@@ -109,7 +109,7 @@ def test_states_beyond_their_memory_are_those_of_every_nth_step(
     x, h = _samples(data, "train")
     np.testing.assert_array_equal(x, a[::3])
     np.testing.assert_allclose(h, gru_run(WEIGHTS, a)[1][:-1:3], atol=1e-5)
-    assert any("one of 3 steps of train is a sample" in note for note in data.notes)
+    assert any("one in 3 steps of train is a sample" in note for note in data.notes)
     assert sum(len([*one.steps]) for one in data.sequences()) == 9  # free runs take all
 
 
@@ -206,7 +206,7 @@ def test_a_dataset_has_to_say_where_sequences_end(lengths: Any, tmp_path: Path) 
         return Splits(_Steps(lengths), _Steps((6,)), (), arrays=True)
 
     with pytest.raises(
-        ConfigError, match=r"train\.lengths must hold the number of steps of each sequence, 6 in all"
+        ConfigError, match=r"train\.lengths must list the number of steps of each sequence, 6 in all"
     ):
         _data(_saved(tmp_path / "data"), source)
 
@@ -222,7 +222,7 @@ def test_a_users_dataset_of_sequences_is_taken(tmp_path: Path) -> None:
 
 def test_pictures_are_refused_for_a_model_with_states(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"model\.kwargs\.states=h: hN: data\.source=.* gives images, but .* takes arrays"
+        ConfigError, match=r"model\.kwargs\.states=h: hN: data\.source=.* gives images, but .* needs arrays"
     ):
         _data(_saved(tmp_path / "data"), synthetic)
 

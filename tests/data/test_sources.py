@@ -204,7 +204,9 @@ def test_missing_files_are_named_with_their_place(
     with pytest.raises(ConfigError) as caught:
         source(str(tmp_path), download, 0)
     text = str(caught.value)
-    assert text.startswith(f"data.root={tmp_path}: the files are missing and cannot be fetched (")
+    told = "cannot be fetched" if download else "are missing or damaged"
+    assert text.startswith(f"data.root={tmp_path}: the files {told} (")
+    assert ("set data.download=true" in text) is not download
     assert file in text.split("put ")[1]
     assert str(tmp_path) in text.split("put ")[1]
     assert "\n" not in text

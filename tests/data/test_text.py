@@ -90,6 +90,6 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path, tokens: Path) -
     read(root, tokens, {"vocabulary": "330"}, context=32)  # padded
     broken = tmp_path / "tokenizer.json"
     broken.write_text("{}")
-    assert "a folder with a tokenizer.json (" in refused(root, broken)
+    assert "the tokenizer can't be read (" in refused(root, broken)
     with pytest.raises(ConfigError, match="since the model comes without one"):
         source(str(root), False, 0, Request(DataConfig(root=str(root))))

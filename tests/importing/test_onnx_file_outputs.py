@@ -78,7 +78,7 @@ def test_a_file_that_takes_one_sample_whatever_it_declares(
     exact, found = _both(file, samples)
     assert found[0].shape == shape and 20 < sqnr(np.stack(exact), np.stack(found)) < 80
     notes = json.loads((tmp_path / "run" / "report.json").read_text())["notes"]
-    assert "the model takes one sample at a time, whatever its file declares" in notes
+    assert "the model accepts only one sample at a time, whatever its file declares" in notes
 
 
 _CLASSES = helper.make_node("ArgMax", ["logits"], ["y"], "/ArgMax", axis=1, keepdims=0)

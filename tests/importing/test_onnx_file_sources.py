@@ -71,7 +71,8 @@ def test_a_file_is_quantized_from_flac_and_wav_files(tmp_path: Path) -> None:
         tmp_path, f"onnx={file}", "data=audio", f"data.root={root}", "data.rate=8000", "data.hop=32"
     )
     assert (
-        "4 audio files (0.3 s) to calibrate and train, 4 audio files (0.3 s) to verify; frames of 64" in said
+        "4 audio files (0.3 s) for calibration and training, 4 audio files (0.3 s) for verification; frames of 64"
+        in said
     )
     read = [soundfile.read(str(path), dtype="float32")[0] for path in sorted(root.iterdir())[1::2]]
     frames = np.concatenate([np.lib.stride_tricks.sliding_window_view(one, 64)[::32] for one in read])

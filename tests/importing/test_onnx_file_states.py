@@ -96,7 +96,7 @@ def test_precision_is_chosen_by_free_runs(tmp_path: Path) -> None:
         ),
         (("{h: y}",), "the input 'h' is float32 [n, 8], but the output 'y' is float32 [n, 1]"),
         (("{hh: hN}",), "there is no 'hh' (did you mean h"),
-        (("{h: hN}", "data=synthetic"), "gives images, but a model with states takes arrays"),
+        (("{h: hN}", "data=synthetic"), "gives images, but a model with states needs arrays"),
     ],
 )
 def test_states_are_refused_before_anything_long(

@@ -73,7 +73,7 @@ def test_tensorrt_gets_pairs_it_accepts_and_outputs_agree(name: str) -> None:
     found = audit(case.path, options=TENSORRT.session_options, other_runtime=TENSORRT.other_runtime)
     assert found.ok, found.problems
     floats = [node for node in found.matrix_nodes if node.precision != "int8"]
-    assert {node.reason for node in floats} <= {"activation by activation, without pairs on its inputs"}
+    assert {node.reason for node in floats} <= {"both operands are activations"}
     assert len(found.matrix_nodes) > len(floats) == {"vit": 4, "block": 2}.get(name, 0)
     images = torch.cat([case.images, noise(*case.images.shape, seed=7)])
     want, exact = run_torch(case.converted, images), run_torch(case.model, images)
@@ -127,7 +127,7 @@ def test_the_audit_names_what_tensorrt_refuses(tmp_path: Path) -> None:
     good = ship(settle(Chain(), 3, 12, 12), noise(4, 3, 12, 12), "good", backend=TENSORRT).path
     for_x86 = ship(settle(Chain(), 3, 12, 12), noise(4, 3, 12, 12), "x86").path
     lines = "\n".join(audit(for_x86, other_runtime=TENSORRT.other_runtime).problems)
-    assert "quantized to uint8; TensorRT takes only int8" in lines
+    assert "quantized to uint8; TensorRT accepts only int8" in lines
     assert "its bias is quantized; TensorRT needs it in float" in lines
 
     model = onnx.load(str(good))
@@ -139,7 +139,7 @@ def test_the_audit_names_what_tensorrt_refuses(tmp_path: Path) -> None:
     conv.input[0] = next(n for n in model.graph.node if n.output[0] == pair.input[0]).input[0]
     onnx.save(model, str(tmp_path / "broken.onnx"))
     lines = "\n".join(audit(tmp_path / "broken.onnx", other_runtime=TENSORRT.other_runtime).problems)
-    assert "zero point 3; TensorRT takes only 0" in lines
+    assert "zero point 3; TensorRT accepts only 0" in lines
     assert f"'{conv.name}': its input has no DequantizeLinear" in lines
 
 

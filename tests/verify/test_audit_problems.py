@@ -135,8 +135,8 @@ def test_float_bias_without_output_pair(build: Callable[[QdqGraph], str], op: st
     graph = QdqGraph()
     result = audit(graph.save(tmp_path / "bad.onnx", build(graph), ("N", 16), 2))
     assert result.problems == (
-        f"float {op} 'fc': float bias and no output QuantizeLinear:"
-        " an int32 bias (backend.bias_dtype=int32) has a kernel;"
+        f"float {op} 'fc': its bias is float and its output has no QuantizeLinear;"
+        " the int8 kernel for this case needs an int32 bias (backend.bias_dtype=int32);"
         " its weight (1.0 kB) is dequantized on every run",
     )
     assert [(item.kind, item.bytes) for item in result.runtime_dequantize] == [("weight", 1024)]
@@ -188,7 +188,7 @@ def test_weight_behind_a_reshape(tmp_path: Path) -> None:
     graph = QdqGraph()
     result = audit(graph.save(tmp_path / "bad.onnx", _reshaped_weight(graph), TOKENS, 3))
     assert result.problems == (
-        "float MatMul 'fc': a Reshape stands between its weight's DequantizeLinear and it;"
+        "float MatMul 'fc': a Reshape is between its weight's DequantizeLinear and the operator;"
         " its weight (1.0 kB) is dequantized on every run",
     )
 
@@ -226,8 +226,8 @@ def _transpose_before_norm(graph: QdqGraph) -> str:
 @pytest.mark.parametrize(
     ("build", "shape", "blocker"),
     [
-        (_pair_before_norm, TOKENS, "a DequantizeLinear stands right before it"),
-        (_transpose_before_norm, ("N", 16, 5), "a Transpose stands right before it"),
+        (_pair_before_norm, TOKENS, "a DequantizeLinear comes right before it"),
+        (_transpose_before_norm, ("N", 16, 5), "a Transpose comes right before it"),
     ],
 )
 def test_layer_norm_left_in_pieces(

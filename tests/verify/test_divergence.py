@@ -278,6 +278,6 @@ def test_what_cannot_be_compared_keeps_the_figures(tmp_path: Path) -> None:
 
 def test_the_line_of_a_divergence() -> None:
     found = Divergence(1, None, ())
-    assert divergence_line(found) == "tensor by tensor: all 0 quantized tensors agree within 1 step"
+    assert divergence_line(found) == "tensor by tensor: all 0 compared tensors agree within 1 step"
     other = replace(found, reference="the same file without optimizations")
     assert divergence_line(other).endswith("within 1 step, against the same file without optimizations")

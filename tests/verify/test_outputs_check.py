@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from tiny_run import calibrate_only, logits, report_of
 
 from qatkit.jobs import pipeline, quantize_file
+from qatkit.records.results import Results
+from qatkit.verify.checks.outputs import OutputsCheck
 from qatkit.verify.fidelity import SampleDistance
 
 
@@ -51,6 +53,13 @@ def test_a_given_file_has_the_same_figures(tmp_path: Path) -> None:
     images = float_files.digits()[2]
     exact, found = (float_files.logits(path, images) for path in (source, folder / "model.static.onnx"))
     check(told, exact[: told["samples"]], found[: told["samples"]])
+
+
+def test_an_output_of_integers_is_not_called_equal() -> None:
+    found = {"outputs": [{"name": "ids", "sqnr_db": None}, {"name": "y", "sqnr_db": None, "samples": 1,
+             "cosine": 1.0, "least_cosine": 1.0, "l2": 0.0, "largest_l2": 0.0}]}  # fmt: skip
+    lines = OutputsCheck().lines(Results("r", "m", "").with_measured("outputs", found))
+    assert lines[0] == "SQNR of each output: ids not compared, y equal"
 
 
 def test_equal_and_empty_outputs_have_a_cosine() -> None:

@@ -1,4 +1,4 @@
-"""Checks how well both files, the simulation and a float control do the task."""
+"""Checks how well the files, the simulation and a float control perform the task."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FEWEST = 3  # minimum number of classes: with two, the worse one is obvious
 
 
 class AccuracyCheck(Check):
-    """The task's metrics; `verify.max_drop` bounds the first one. Without labels see `FidelityCheck`."""
+    """The task's metrics; `verify.max_drop` bounds the main one. Without labels see `FidelityCheck`."""
 
     name = "accuracy"
 

@@ -73,7 +73,7 @@ def audit_line(audit: Audit, *, weights_alone: bool = False) -> str:
         bits = "" if audit.packed_bits is None else f" ({audit.packed_bits:.2f} bits per weight, with scales)"
         return f"audit: {alone} of {len(matrix)} Conv/Gemm/MatMul multiply by packed weights{bits}, the others in float"
     wide, narrow = (sum(node.reason == why for node in matrix) for why in (SIXTEEN_BITS, NARROW_BIAS))
-    floats = {"take 16 bits": wide, "have a bias of fewer than 32 bits": narrow}
+    floats = {"have 16-bit inputs or outputs": wide, "have a bias of fewer than 32 bits": narrow}
     told = "".join(f", {n} {what} and are computed in float" for what, n in floats.items() if n)
     at_run_time = f"{counted(len(weights), 'weight')} ({megabytes:.1f} MB)" if weights else "no weight"
     return (

@@ -64,11 +64,12 @@ class Subject:
         label: a word or two that name the file to judge.
         labelled: whether the labels of the batches are meaningful.
         progress: whether to show progress bars.
-        sample: returns the given number of test images with their labels, balanced over the classes.
+        sample: returns the given number of test images with their labels, balanced over the classes; None: the
+            first batches are used.
         held_out: returns the held-out training images, (images, labels); None if there are none.
         task: the task whose metrics are measured.
         states: for a model with states, the output that feeds each state input in the next step.
-        sizes: for a file with free axes, sizes other than the example's, by input and axis.
+        sizes: for a file with dynamic axes, sizes other than the example's, by input and axis.
         sequences: returns the sequences of steps that both files run through with their own states; None if
             there are no states.
         sound: the preprocessing of recordings, as in model.json; None for other samples.
@@ -101,7 +102,7 @@ class Subject:
         return [*self._first(count)] if self.sample is None else self.sample(count)
 
     def first_images(self, count: int) -> Iterator[Any]:
-        """Yields the first `count` images in batches that fit the caches."""
+        """Yields the first batches that together have at least `count` images, in parts that fit the caches."""
         from qatkit.verify.accuracy import parts
 
         for images, _ in self._first(count):
@@ -197,7 +198,8 @@ def load_checks(paths: Iterable[str]) -> list[Check]:
     """Loads the checks at dotted paths, in their order.
 
     Raises:
-        ConfigError: a path does not resolve or does not lead to a `Check`, or two checks have the same name.
+        ConfigError: a path does not resolve or does not lead to a `Check`, two checks have the same name, or a
+            class cannot be called without arguments.
     """
     from qatkit_verify.dotted import resolve
     from qatkit_verify.errors import ConfigError
@@ -214,7 +216,7 @@ def load_checks(paths: Iterable[str]) -> list[Check]:
             raise ConfigError(
                 "verify.checks",
                 path,
-                "the dotted path of a class of qatkit.verify.checks.base.Check, with a name",
+                "the dotted path of a class derived from qatkit.verify.checks.base.Check, with name and measure",
             )
         if found.name in checks:
             reason = f"the list has two checks named '{found.name}'; remove one"

@@ -79,7 +79,7 @@ class BiasCheck(Check):
 
 
 def fix_of(results: Results) -> str:
-    """Returns the setting that removes the shifts; "" if no shift matters or it is already set."""
+    """Returns the setting that removes the shifts; "" if no shift matters, it is already set, or it does not apply."""
     found, asked = results.measured.get(NAME), RequestedSettings(results)
     if found is None or not asked.has_module or asked.weights_alone:
         return ""
@@ -94,7 +94,7 @@ def fix_of(results: Results) -> str:
 def rows_of(output: Mapping[str, Any], by: str) -> list[tuple[str, ...]]:
     """Returns a row for all samples and one for each range.
 
-    Its cells are the number of samples, the mean shift, two standard errors, the ratio of the shift to the
+    Its cells are its name, the number of samples, the mean shift, two standard errors, the ratio of the shift to the
     targets' standard deviation, and whether the shift is beyond noise.
     """
     rows = [("all", output)]

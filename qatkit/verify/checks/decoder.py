@@ -1,4 +1,4 @@
-"""Checks a language model's decoder against its file of whole windows, token by token."""
+"""Checks a language model's decoder, token by token, against its file for complete windows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from qatkit.records.decoder_files import DECODER_FILE, DECODER_FOLDER
 from qatkit.records.results import Results
 from qatkit.verify.checks.base import Check, Shortfall, Subject
-from qatkit_verify.errors import counted
+from qatkit_verify.errors import as_typed, counted
 
 if TYPE_CHECKING:
     from qatkit.config.schema import VerifyConfig
@@ -80,7 +80,9 @@ class DecoderCheck(Check):
             if least is not None and min(counts) < least * max(counts)
         ]
         short = (
-            [Shortfall(f"verify.min_agreement={least}: the decoder has {'; '.join(wrong)}")] if wrong else []
+            [Shortfall(f"verify.min_agreement={as_typed(least)}: the decoder has {'; '.join(wrong)}")]
+            if wrong
+            else []
         )
         at = found.get("levels")
         if at is not None and at["perplexity"][1] > (1 + RISE) * at["perplexity"][0]:

@@ -22,7 +22,7 @@ _SAME = 0.99  # minimum overlap of boxes that count as the same, and minimum sha
 
 
 class DetectionsCheck(Check):
-    """The share of boxes that are the same in both."""
+    """The share of the file's boxes that are the same as PyTorch's; the bound is 99 %."""
 
     name = "detections"
 
@@ -65,7 +65,7 @@ class DetectionsCheck(Check):
             return []
         if not found["boxes"]:
             return [
-                f"detections ({found['file']}): no box on {found['images']} images is above export.nms_score"
+                f"detections ({found['file']}): no box on {found['images']} images has a score above export.nms_score"
             ]
         return [
             f"detections ({found['file']}): {100 * _share(found):.2f} % of {found['boxes'] // 2:,} boxes on"

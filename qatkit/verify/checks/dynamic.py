@@ -13,7 +13,7 @@ from qatkit.verify.checks.requested import RequestedSettings
 
 
 def dynamic_line(results: Results) -> str:
-    """Returns a comparison with the dynamic file, and the bounds it would have missed; "" if there is none."""
+    """Returns a comparison with the dynamic file, and the bounds it would have missed or met; "" without one."""
     found, metric = results.measured.get(DYNAMIC), results.task.main
     if found is None:
         return ""
@@ -29,7 +29,7 @@ def dynamic_line(results: Results) -> str:
 
 
 def _speed(results: Results) -> float | None:
-    """Returns the speed of the dynamic file relative to the judged file; None if it was not measured."""
+    """Returns the speed of the dynamic file relative to the int8 file; None if it was not measured."""
     mine, other = results.latency.get("int8"), results.latency.get(DYNAMIC)
     return None if mine is None or other is None else other.ratio / mine.ratio
 

@@ -53,7 +53,8 @@ class OutputsCheck(Check):
 
 def _text(output: Mapping[str, Any]) -> str:
     decibel = output["sqnr_db"]
-    text = f"{output['name']} {'equal' if decibel is None else f'{decibel:.1f} dB'}"
+    same = "equal" if "cosine" in output else "not compared"  # integers, or other shapes
+    text = f"{output['name']} {same if decibel is None else f'{decibel:.1f} dB'}"
     if output.get("worst_channel_db") is None:
         return text
     worst = f"worst channel {output['worst_channel']} of {output['channels']}"

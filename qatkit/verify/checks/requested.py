@@ -1,4 +1,4 @@
-"""Reads a run's settings from the configuration in its results: a fix must not propose what was done."""
+"""Reads a run's settings from the configuration in its results: a fix must not propose what the run already used."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class RequestedSettings:
 
     @property
     def mode(self) -> str | None:
-        """The mode of a file without a module."""
+        """The mode of a file without a module; None for a file with one."""
         return None if self.has_module else self.get(self.mode_key)
 
     def other_modes(self) -> str:

@@ -106,7 +106,7 @@ def _row(name: str, results: Results) -> tuple[str, ...]:
 
 
 def notes(results: Results) -> list[str]:
-    """Returns lines that say which runtime is the fastest, and where a runtime differs from ONNX Runtime."""
+    """Returns lines on which runtime is the fastest, where one differs from ONNX Runtime, and what was not compared."""
     said = []
     ranking = [(name, found["int8"]) for name, found in results.runtime_latency.items()]
     if len(ranking) > 1:
@@ -131,11 +131,13 @@ def _where(divergence: Divergence) -> str:
         )
     first, said = divergence.first, "from the same inputs" if alone else "in the whole file"
     why = (
-        "" if alone else "; each operator by itself agrees within a step, so it fuses and rounds differently"
+        ""
+        if alone
+        else "; each operator by itself agrees within a step, so the runtime fuses operators and rounds differently"
     )
+    where = f" of operator '{divergence.operator}'" if divergence.operator else ""
     return (
-        f"the first tensor that differs from ONNX Runtime's {said} is '{first.name}' of operator"
-        f" '{divergence.operator}':"
+        f"the first tensor that differs from ONNX Runtime's {said} is '{first.name}'{where}:"
         f" {100 * first.mismatching:.3g} % of {first.elements:,} elements, by up to {first.max_steps} steps{why}"
     )
 

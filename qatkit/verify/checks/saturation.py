@@ -90,7 +90,7 @@ class SaturationCheck(Check):
 
 
 def _measured(subject: Subject) -> dict[str, Any]:
-    """Returns the figures: what the integers of all operators prove, and the cost of saturation on images."""
+    """Returns the figures: what the weights of all operators prove, and the cost of saturation on images."""
     from qatkit.verify.emulation import Emulation
     from qatkit.verify.saturation import Saturation, measure_saturation
     from qatkit_verify.int8_operators import int8_operators
@@ -167,9 +167,9 @@ def saturation_lines(found: Mapping[str, Any], task: TaskNames = NAMES) -> list[
         named = ", ".join([*open_ones, *others][:3])
         more = len(open_ones) + len(others) - 3
         listed = f"{named} and {more} more" if more > 0 else named
+        how = " (verify.target_isa=avx2 emulates it)" if open_ones else ", since they cannot be emulated"
         return [
-            f"{said}, proven from their weights; the effect of the others ({listed}) is not measured"
-            " (verify.target_isa=avx2 emulates it)"
+            f"{said}, proven from their weights; the effect of the others ({listed}) is not measured{how}"
         ]
     clipped = sorted(
         (name for name in open_ones if layers[name]["clipped"]), key=lambda n: -layers[n]["relative_error"]

@@ -49,7 +49,7 @@ class StreamCheck(Check):
         if found is None or found["sqnr_db"] >= LEAST_DB:
             return []
         line = (
-            f"export.stream: the SQNR of {found['file']} after the last chunk against the whole file is"
+            f"export.stream: the SQNR of {found['file']} after the last chunk against the file for whole recordings is"
             f" {found['sqnr_db']:.1f} dB, less than {LEAST_DB:g} dB"
         )
         return [Shortfall(line, "export.stream=false (only the whole file)")]
@@ -62,6 +62,6 @@ class StreamCheck(Check):
         if found["max_difference"]:
             near = f"difference max {found['max_difference']:.3g} (SQNR {found['sqnr_db']:.1f} dB)"
         return [
-            f"in chunks ({found['file']}): same decision as the whole file for {100 * found['agreement']:.2f} % of"
-            f" {found['images']} {results.task.samples}, {near}"
+            f"in chunks ({found['file']}): same decision as the file for whole recordings for"
+            f" {100 * found['agreement']:.2f} % of {found['images']} {results.task.samples}, {near}"
         ]

@@ -54,9 +54,9 @@ def test_ranks_go_on_behind_the_images_that_all_have_seen() -> None:
     [
         (
             200,
-            r"data\.batch_size=32: expected at most 7, since a step takes 200 batches .* training images is 1437",
+            r"data\.batch_size=32: expected at most 7, since a step uses 200 batches .* training images is 1437",
         ),
-        (2000, r"data\.batch_size=32: expected fewer processes, since a step takes 2000 batches"),
+        (2000, r"data\.batch_size=32: a step uses 2000 batches .*; use fewer processes"),
     ],
 )
 def test_more_processes_than_images_are_refused(batches: int, message: str) -> None:
