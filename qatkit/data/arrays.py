@@ -54,7 +54,7 @@ class Port:
     Attributes:
         name: name of the input.
         dtype: name of the input's type in NumPy.
-        shape: sizes of the axes; None for an open axis.
+        shape: sizes of the axes; None for a dynamic axis.
         axis: the batch axis; None if the input has none.
         names: names of the axes in the file; "" for an axis without a name.
         below: for ids, the number of rows of the smallest table that they index; None if no table is known.

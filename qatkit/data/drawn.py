@@ -30,7 +30,7 @@ NOTE = (
 )
 _COUNT = 64  # default number of samples of a split
 _STEPS = 32  # number of steps of a sequence, for a model with states
-# Default sizes of open axes: the side of a picture, the number of samples of a wave, and any other size.
+# Default sizes of dynamic axes: the side of a picture, the number of samples of a wave, and any other size.
 _PIXELS, _SECOND, _OTHER = 224, 16000, 64
 _SIZES_FORM = "{AXIS: SIZE}, {INPUT: SIZE} or {INPUT: [SIZE, ...]}"
 _RANGES_FORM = "{INPUT: [LOW, HIGH]}"
@@ -176,7 +176,7 @@ def _span(port: Port, asked: Any) -> tuple[float, float]:
 
 
 class _Sizes:
-    """The sizes of open axes; axes with the same name have the same size.
+    """The sizes of dynamic axes; axes with the same name have the same size.
 
     Raises:
         ConfigError: `data.sizes` has another form, an unknown name, or sizes that are not positive integers.
@@ -200,7 +200,7 @@ class _Sizes:
         listed = self.asked.get(port.name)
         given = listed if isinstance(listed, list | tuple) else [listed] * len(places)
         if len(given) != len(places):
-            allowed = f"one size per open axis of the input '{port.name}' except the batch ({len(places)})"
+            allowed = f"one size per dynamic axis of the input '{port.name}' except the batch ({len(places)})"
             raise ConfigError(f"data.sizes.{port.name}", listed, allowed)
         found = [1 if size is None else size for size in port.shape]
         if port.axis is not None:
@@ -210,7 +210,7 @@ class _Sizes:
         return tuple(found)
 
     def _size(self, port: Port, axis: int, places: Sequence[int], of_input: int | None) -> int:
-        """Returns the size of an open axis.
+        """Returns the size of a dynamic axis.
 
         The first of these that exists: the size set for the axis name, the size set for the input, the size
         of another axis with the same name, the default.
@@ -230,7 +230,7 @@ class _Sizes:
 
 
 def _default(port: Port, places: Sequence[int]) -> int:
-    """Returns the default size of an open axis, guessed from the shape of its input."""
+    """Returns the default size of a dynamic axis, guessed from the shape of its input."""
     others = [size for axis, size in enumerate(port.shape) if axis not in places and axis != port.axis]
     if len(port.shape) >= 4:
         return _PIXELS

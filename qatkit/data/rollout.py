@@ -207,10 +207,10 @@ def _lengths(steps: CheckedImages) -> tuple[int, ...]:
 
 
 def _zeros(port: Port, source: str) -> NDArray[Any]:
-    """Returns a state of zeros; the batch axis, or a single open axis, gets the size 1.
+    """Returns a state of zeros; the batch axis, or a single dynamic axis, gets the size 1.
 
     Raises:
-        ConfigError: another axis is open.
+        ConfigError: another axis is dynamic.
     """
     others = [axis for axis, size in enumerate(port.shape) if size is None and axis != port.axis]
     if len(others) > (port.axis is None):

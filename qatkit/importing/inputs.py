@@ -26,7 +26,7 @@ class FileInput(NamedTuple):
     Attributes:
         name: the name in the file.
         dtype: NumPy's name of its type.
-        shape: its sizes; None for an open size.
+        shape: its sizes; None for a dynamic axis.
         axis: the batch axis; None without one.
         names: the names of the sizes.
         below: the number of rows of the smallest table that it indexes; None if it indexes none.
@@ -45,7 +45,7 @@ class ImageInput:
     """The only input of a file that takes images.
 
     Attributes:
-        shape: the sizes in the order of `layout`, the batch first; None for an open axis.
+        shape: the sizes in the order of `layout`, the batch first; None for a dynamic axis.
         layout: nchw or nhwc.
     """
 
@@ -147,21 +147,21 @@ def _source(value: ir.Value) -> ir.Value:
 
 
 def batch_axes(inputs: Sequence[ir.Value], widened: bool) -> dict[str, int | None]:
-    """Returns the batch axis of each input: the axis with the name of the first open size of the first input."""
+    """Returns the batch axis of each input: the axis named like the first dynamic axis of the first input."""
     shapes = {str(value.name): list(value.shape) if value.shape is not None else [] for value in inputs}
     if widened:
         return dict.fromkeys(shapes, 0)
     first = next((shape for shape in shapes.values() if shape), [])
     symbol = next((size for size in first if not isinstance(size, int)), None)
-    if symbol is None or first[0] == 1:  # if the first axis is 1, an open axis after it is time or a height
+    if symbol is None or first[0] == 1:  # if the first axis is 1, a dynamic axis after it is time or a height
         return dict.fromkeys(shapes)
-    if symbol.value is None:  # open sizes without names
+    if symbol.value is None:  # dynamic axes without names
         return {name: _first_or_only(shape) for name, shape in shapes.items()}
     return {name: shape.index(symbol) if symbol in shape else None for name, shape in shapes.items()}
 
 
 def _first_or_only(shape: Sequence[Any]) -> int | None:
-    """Returns the first axis if its size is open, otherwise the only open axis."""
+    """Returns the first axis if it is dynamic, otherwise the only dynamic axis; None if there are none or several."""
     axes = [axis for axis, size in enumerate(shape) if not isinstance(size, int)]
     return axes[0] if axes[:1] == [0] or len(axes) == 1 else None
 

@@ -101,7 +101,7 @@ def _read(
         common.InlinePass()(model)
     common.RemoveInitializersFromInputsPass()(model)
     _check_and_load(path, model, plain.stat().st_size, most, as_is)
-    for value in model.graph.inputs:  # some exporters write an open size as -1 or 0
+    for value in model.graph.inputs:  # some exporters write the size of a dynamic axis as -1 or 0
         if value.shape is not None and any(isinstance(size, int) and size < 1 for size in value.shape):
             sizes = [None if isinstance(size, int) and size < 1 else size for size in value.shape]
             value.shape = ir.Shape(sizes)

@@ -72,7 +72,7 @@ def _fits(a: Sequence[Any], b: Sequence[Any]) -> bool:
     sizes = [(x, y) for x, y in pairs if isinstance(x, int) and isinstance(y, int)]
     return len(a) == len(b) and all(
         x == y or min(x, y) < 1 for x, y in sizes
-    )  # some exporters write an open size as -1 or 0
+    )  # some exporters write the size of a dynamic axis as -1 or 0
 
 
 def _described(value: ir.Value) -> str:

@@ -192,7 +192,7 @@ def test_a_model_with_states_gets_sequences(tmp_path: Path) -> None:
         (
             (PICTURE,),
             {"sizes": {"picture": [3]}},
-            "data.sizes.picture=[3]: expected one size per open axis of the input 'picture' except the batch (2)",
+            "data.sizes.picture=[3]: expected one size per dynamic axis of the input 'picture' except the batch (2)",
         ),
         (
             (Port("t", "object", (None,), 0),),
