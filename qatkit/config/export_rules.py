@@ -147,10 +147,10 @@ def _check_16_bits(config: Config) -> None:
 
 
 def _check_axes(config: Config) -> None:
-    """Checks free axes and streaming.
+    """Checks dynamic axes and streaming.
 
-    The axes of a given ONNX file cannot be changed. Streaming needs a free axis and a file made from a
-    module.
+    The axes of a given ONNX file cannot be changed. Streaming needs a dynamic axis besides the batch, and a file
+    made from a module.
     """
     wanted, name = config.export.dynamic_axes, config.model.name
     of_file = config.onnx is not None or name.startswith("onnx/")

@@ -122,7 +122,7 @@ class Choices(Limit):
         return value in self.values
 
     def hint(self, value: str) -> str:
-        """Returns the nearest allowed word as a suggestion."""
+        """Returns the nearest allowed word as a suggestion; "" if none is similar."""
         near = difflib.get_close_matches(value, self.values, n=1)
         return f" (did you mean {near[0]}?)" if near else ""
 

@@ -50,7 +50,7 @@ def check_override(key: str, selector: str, override: OverrideConfig) -> None:
 
 
 def _check_fixed(key: str, of: str, specs: Mapping[str, Any]) -> None:
-    """Rejects a scale, zero point or range that is not a number, and combinations that exclude each other."""
+    """Rejects a scale, zero point or range of a wrong type or value, and combinations that exclude each other."""
     scale, zero, ends = (specs.get(f"{of}_{name}") for name in ("scale", "zero_point", "range"))
     for name, given in (("scale", scale), ("zero_point", zero)):
         several = of == "weight" and isinstance(given, Sequence) and not isinstance(given, str)
