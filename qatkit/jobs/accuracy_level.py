@@ -1,4 +1,4 @@
-"""Chooses the accuracy level of a file's products with packed weights, if a level other than 0 is allowed.
+"""Chooses the accuracy level of a file's products with packed weights, if a level other than 0 is requested.
 
     file at level 0 ── rounded copy ── both in turns on calibration samples ──> the chosen file
 
@@ -91,6 +91,6 @@ def _told(state: State, note: str, level: int | None, found: LevelFigures | None
 
 
 def level_of_run(folder: Path) -> int:
-    """Returns the accuracy level of a finished run's file, as its report gives it."""
+    """Returns the accuracy level of a finished run's file from its report; 0 if the report has none."""
     measured = (report_of(folder) or {}).get("measured") or {}
     return int((measured.get(LEVEL) or {}).get("level", FLOAT))

@@ -199,7 +199,8 @@ class _Stage:
 def shown_tensors(found: Analysis, compared: Comparison, count: int) -> list[str]:
     """Returns the keys of the `count` tensors whose histograms are shown.
 
-    These are the suspect first, then the most sensitive ones, then the noisiest ones.
+    First comes the tensor whose scale causes the largest avoidable error (`Comparison.suspect`), if there is one,
+    then the most sensitive ones, then the noisiest ones.
     """
     suspect = [compared.suspect] if compared.suspect else []
     sensitive = [f"{row.kind} {row.site}" for row in ranked(found.sensitivity or found.estimate)]

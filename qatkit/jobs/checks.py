@@ -57,7 +57,7 @@ def check_job(config: Config, from_checkpoint: bool) -> None:
 
 
 def _check_climb(config: Config) -> None:
-    """Rejects a search that uses the latency of a runtime that computes the whole model in float."""
+    """Rejects a rescue, which compares latencies, for number types that ONNX Runtime computes in float."""
     for key, kinds in (("activation_dtype", WIDE), ("bias_dtype", NARROW_BIASES)):
         if (kind := getattr(config.backend, key)) in kinds:
             raise ConfigError(
@@ -86,7 +86,14 @@ def dotted_paths(config: Config) -> list[Called]:
 
 
 def check_machine(config: Config) -> None:
-    """Checks that the requested devices exist: Lightning would report a missing one late, ONNX Runtime not at all."""
+    """Checks that the machine and the cluster job have the requested cores, devices and tasks.
+
+    Lightning would report a missing device late, and ONNX Runtime not at all.
+
+    Raises:
+        ConfigError: something is missing, `output_dir` is not set for processes that are started from outside, or
+            torch.compile does not work; the first problem is reported.
+    """
     cores, wanted = os.cpu_count() or 1, config.trainer
     for key, value in (("verify.threads", config.verify.threads), ("data.workers", config.data.workers)):
         if value > _A_CORE * cores:

@@ -48,7 +48,7 @@ class Compete(InCheckpoint):
 
 
 class Mix(InCheckpoint):
-    """Chooses the operators that stay float: by a point of an earlier front, or by the search of precision=auto."""
+    """Chooses the operators that stay float, by a point of an earlier front or by the search of precision=auto."""
 
     def run(self, state: State) -> State:
         run = state.run

@@ -108,7 +108,7 @@ def _opened(config: Config, inputs: Inputs) -> DataModule | None:
 
 
 def _bundle(config: Config, path: Path, data: DataModule) -> None:
-    """Writes a bundle of the exported file and of the run next to the checkpoint."""
+    """Writes a bundle of the exported file and of the run to which the checkpoint belongs, next to the file."""
     run = Path(str(config.checkpoint)).parent
     if config.export.demo and not (run / FLOAT_FILE).is_file():
         say(f"note: {run} has no {FLOAT_FILE}, so the demo page has no comparison with float")
@@ -121,7 +121,7 @@ def _bundle(config: Config, path: Path, data: DataModule) -> None:
 
 
 def _check_settings(config: Config, folder: Path, run: Path) -> None:
-    """Raises ConfigError for settings that an export of a checkpoint, or of this run's, does not support."""
+    """Raises ConfigError for settings that the export of this checkpoint, or of any checkpoint, does not support."""
     if config.export.mode != "static":
         allowed = (
             "static, since a checkpoint is exported as QDQ (use onnx=model.float.onnx mode=MODE for others)"

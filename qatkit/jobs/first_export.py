@@ -53,7 +53,7 @@ class FirstExport(Always):
 
 
 class FirstExportByMode(Always):
-    """Does the same as `FirstExport` for a model that one of the modes of `qatkit.export.ort_modes` quantizes."""
+    """Quantizes the float file once by a mode of `qatkit.export.ort_modes`; otherwise as `FirstExport`."""
 
     def run(self, state: State) -> State:
         goes_on = _try_mode(state.run, state.captured, state.data)

@@ -79,10 +79,13 @@ def quantized(config: Config, folder: Path, file: FloatFile, made: Path) -> int:
 
 
 def with_task(config: Config, file: FloatFile) -> tuple[Config, tuple[str, ...]]:
-    """Chooses the task of a run that imports a file, by its data and outputs.
+    """Chooses the task of a run that imports a file, by the run's data and the file's outputs.
 
     Returns:
         The configuration with this task, and notes for the report.
+
+    Raises:
+        ConfigError: the data cannot be opened, or the file does not run on them.
     """
     if config.task != _CLASSES:
         return config, ()
@@ -179,7 +182,10 @@ def _does_not_run(file: FloatFile, inputs: str, error: Exception) -> ConfigError
 
 
 def _task_for(config: Config, data: DataModule, outputs: Sequence[Array]) -> str:
-    """Returns the name of the configured task; "outputs" if the outputs are not logits of the data's classes."""
+    """Returns the name of the configured task, but "outputs" instead of "classification" if that does not apply.
+
+    It applies if no `verify.decision` is set and the first output may have the logits of the classes.
+    """
     if config.task != _CLASSES or config.verify.decision != VerifyConfig().decision:
         return config.task if config.task != _CLASSES else _ANY
     alone = data.labelled or (len(outputs) == 1 and not data.of_arrays)

@@ -29,8 +29,8 @@ def check_hand_over(config: Config) -> None:
     """Checks the settings of the bundle before the long stages.
 
     Raises:
-        ConfigError: a key or a demo is set without a bundle, a key cannot sign, or the runtime of a demo is
-            missing.
+        ConfigError: a setting of the bundle is set without a bundle, a key cannot sign, the runtime of a demo is
+            missing, or `check_places` raises it.
     """
     asked = config.export
     if asked.demo:

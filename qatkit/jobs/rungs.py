@@ -55,7 +55,7 @@ class RungInputs:
 
     Attributes:
         config: the user's configuration.
-        normalizes: whether the model has LayerNorms, as transformers do.
+        normalizes: whether the model has LayerNorms, GroupNorms or RMSNorms, as transformers do.
     """
 
     config: Config
@@ -71,7 +71,7 @@ class Rung:
         title: its method in a few words.
         about: a longer description.
         change: a function from the inputs and the configuration kept so far to the configuration of the rung.
-        always: whether later rungs build on it whatever its result, as it leads to the user's configuration.
+        always: whether later rungs build on it whatever its result, since it leads to the user's configuration.
         ends: whether the climb may end with it. It may not if every operator is quantized: kernels that
             multiply two activations are not simulated exactly, only to within a step, so the file would miss
             the parity bound.
