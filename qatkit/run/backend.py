@@ -76,7 +76,7 @@ def _check_scales(config: Config, usual: str) -> None:
 
 
 def _check_weights_alone(config: Config) -> None:
-    """Rejects settings of a weight-only backend that quantize activations, or that it applies anyway."""
+    """Rejects settings that quantize activations, or that a weight-only backend applies anyway."""
     for key, value, needed, why in (
         (
             "backend.reduce_range",

@@ -75,7 +75,7 @@ class Run:
 
     @property
     def files(self) -> Path:
-        """The folder of the ONNX files during the run; with an encryption key it is in memory until `keep`."""
+        """The folder of the ONNX files; with an encryption key it is in memory, and `keep` stores the files."""
         return self.folder if key_held() is None else self.scratch
 
     @property

@@ -1,4 +1,4 @@
-"""Compares the settings of a resumed run with those that it began with; tables list the ones that may change.
+"""Compares the settings of a resumed run with those that it began with; tables list the settings that may change.
 
     config.yaml in the folder ── compared key by key ── now ──> refused, or a note of the report
 

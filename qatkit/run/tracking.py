@@ -146,7 +146,7 @@ class Tracker(MLFlowLogger):
             self.experiment.log_artifact(self.run_id, str(path))
 
     def send(self, call: Callable[[], object], *, patient: bool = False) -> None:
-        """Sends a call now; if the server did not answer recently, keeps it to be sent later."""
+        """Sends a call now, or keeps it for later if the server recently did not answer."""
         if not main_process():
             return
         self.waiting.append((call, patient))
