@@ -153,7 +153,7 @@ class Words(Limit):
 
     def expected(self) -> str:
         """Returns the words as a list."""
-        return f"a list of {', '.join(self.values)}"
+        return f"a list with any of {', '.join(self.values)}"
 
     def __str__(self) -> str:
         return f"[{', '.join(self.values)}]"

@@ -157,7 +157,7 @@ def axes(space: Mapping[str, Any], hint: Callable[[str], Any] = hint_in_schema) 
 def _axis(key: str, entry: Any, hint: Callable[[str], Any]) -> Axis:
     name = f"search.space.{key}"
     if key.split(".")[0] in _OWN or key in _ALIKE or any(one in key for one in "=+~@ "):
-        raise ConfigError(name, entry, "a configuration key that may differ between trials")
+        raise ConfigError(name, entry, reason="this key cannot be searched; leave it out of search.space")
     if isinstance(entry, Sequence) and not isinstance(entry, str):
         plain = all(one is None or isinstance(one, bool | str) or _is_number(one) for one in entry)
         if not plain or not 0 < len(entry) <= _MOST or len({_meant(one) for one in entry}) < len(entry):

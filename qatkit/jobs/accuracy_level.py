@@ -46,7 +46,7 @@ class ChooseLevel(Conditional):
         path = run.files / run.int8_name
         if not multiplies_packed(path):
             note = (
-                f"{KEY}={asked}: the file has no products with packed weights, so there is nothing to choose"
+                f"{KEY}={asked}: the file has no products with packed weights, so the setting has no effect"
             )
             return _told(state, note, None)
         with run.stage("level", "measuring both accuracy levels"):

@@ -39,6 +39,7 @@ from qatkit.run.pace import Pace
 from qatkit.run.plan import stage
 from qatkit.train.module import QATModule
 from qatkit.verify.divergence import IMAGES
+from qatkit_verify.installed import install_extra
 from qatkit_verify.session import fixed_batch, open_session, run_images
 
 
@@ -127,7 +128,7 @@ class _Stage:
         try:
             made = draw(self._run.folder / PICTURES, found)
         except ModuleNotFoundError:
-            note = "no PNG files: matplotlib is not installed (the extra `pictures`); report.html has the pictures"
+            note = f"no PNG files: matplotlib is not installed; {install_extra('pictures')} installs it"
             return replace(found, notes=(*found.notes, note))
         return replace(found, pictures=[f"{PICTURES}/{name}" for name in made])
 

@@ -102,11 +102,17 @@ def check_machine(config: Config) -> None:
     tasks, devices = os.environ.get("SLURM_NTASKS"), _devices(wanted)
     processes = devices * wanted.num_nodes
     if tasks is not None and wanted.num_nodes > 1 and tasks != str(processes):
-        allowed = f"a job of {processes} tasks (trainer.devices on each node); this one has {tasks}"
-        raise ConfigError("trainer.num_nodes", wanted.num_nodes, allowed)
+        reason = (
+            f"the Slurm job has SLURM_NTASKS={tasks} instead of {processes} (trainer.devices on each node); submit it"
+            f" with --nodes={wanted.num_nodes} --ntasks-per-node={devices}"
+        )
+        raise ConfigError("trainer.num_nodes", wanted.num_nodes, reason=reason)
     if tasks == str(processes) != "1" and "SLURM_NTASKS_PER_NODE" not in os.environ:
-        allowed = f"a job submitted with --ntasks-per-node={devices}; --ntasks does not place tasks on nodes"
-        raise ConfigError("trainer.devices", wanted.devices, allowed)
+        reason = (
+            f"the number of tasks on each node is not set; submit the Slurm job with --ntasks-per-node={devices}"
+            " instead of --ntasks"
+        )
+        raise ConfigError("trainer.devices", wanted.devices, reason=reason)
     _check_folder(config, tasks, processes)
     if wanted.accelerator not in ("auto", "cpu") or wanted.devices != 1:
         _check_devices(wanted)
@@ -170,7 +176,7 @@ def _check_compiler(wanted: TrainerConfig) -> None:
     except Exception as error:  # any error of the tracer, the compiler, its linker or the device
         lines = str(error).splitlines()
         why = next((line.strip() for line in lines if "error:" in line), first_line(error))
-        allowed = f"false, or a C++ compiler that works with torch.compile (set CXX); it failed with: {why}"
-        raise ConfigError("trainer.compile", "true", allowed) from error
+        reason = f"torch.compile failed ({why}); set CXX to a C++ compiler that works, or set trainer.compile=false"
+        raise ConfigError("trainer.compile", True, reason=reason) from error
     finally:
         torch.compiler.reset()

@@ -33,7 +33,7 @@ from qatkit.run.memory import check_memory
 from qatkit.train.module import QATModule
 from qatkit.verify.audit import audit
 from qatkit.verify.checks.audit import audit_line
-from qatkit_verify.errors import ConfigError, counted
+from qatkit_verify.errors import ConfigError, as_typed, counted
 from qatkit_verify.fitting import by_sides
 from qatkit_verify.stream import stream_file
 
@@ -102,8 +102,11 @@ def _opened(config: Config, inputs: Inputs) -> DataModule | None:
     data = data_of(config)
     if integer and data.inputs.shape != inputs.shape:
         channels, size = inputs.shape[0], by_sides(inputs.shape[1:])
-        allowed = f"images of {counted(channels, 'channel')} and {size} pixels, like the checkpoint"
-        raise ConfigError("data.image_size", list(data.inputs.shape), allowed)
+        reason = (
+            f"the data settings give images {list(data.inputs.shape)}, but the checkpoint was trained on images of"
+            f" {counted(channels, 'channel')} and {size} pixels; use the data settings of its run"
+        )
+        raise ConfigError("data.image_size", config.data.image_size, reason=reason)
     return data
 
 
@@ -165,5 +168,5 @@ def _check_neighbours(config: Config, folder: Path) -> None:
     if not (folder / REPORT_FILE).exists() or not (folder / CONFIG_FILE).is_file():
         return
     for name, value in same_file(config.export, load_config(folder / CONFIG_FILE).export).items():
-        allowed = f"{value} in {folder}, whose report describes such a file, or another output_dir"
+        allowed = f"{as_typed(value)} in {folder}, whose report describes such a file, or another output_dir"
         raise ConfigError(f"export.{name}", getattr(config.export, name), allowed)

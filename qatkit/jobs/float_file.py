@@ -178,7 +178,7 @@ def _noise(count: int, data: DataModule) -> Array:
 
 
 def _does_not_run(file: FloatFile, inputs: str, error: Exception) -> ConfigError:
-    return ConfigError("onnx", file.path, f"a model that runs on {inputs} ({one_line(error)})")
+    return ConfigError("onnx", file.path, reason=f"ONNX Runtime failed on {inputs} ({one_line(error)})")
 
 
 def _task_for(config: Config, data: DataModule, outputs: Sequence[Array]) -> str:
@@ -197,7 +197,7 @@ def _unused_labels(config: Config, data: DataModule, first: Array, count: int) -
     if config.task != _ANY or not data.labelled:
         return ()
     return (
-        f"the first output ({list(first.shape)} for {counted(count, 'sample')}) does not hold "
+        f"the first output ({list(first.shape)} for {counted(count, 'sample')}) does not contain "
         "the logits of the classes, so it is "
         "measured as with task=outputs, without the labels",
     )

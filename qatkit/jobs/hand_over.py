@@ -146,7 +146,7 @@ def published(run: Run, bundle: Path) -> int:
             place = publish.publish(bundle, wanted.publish, run.config.name, wanted.version)
     except (ConfigError, OSError) as error:
         later = _later(bundle, run.config)
-        print(f"error: {error}: the bundle was not published; to publish it later: {later}", file=sys.stderr)
+        print(f"error: the bundle was not published ({error}); to publish it later: {later}", file=sys.stderr)
         return 1
     say(f"published: {place}")
     return 0

@@ -173,7 +173,7 @@ RUNGS = (
     Rung("placement", "the backend's placement", "LayerNorm, Softmax, GELU and residual sums in float", _places,
          always=True),
     Rung("smooth_quant", "SmoothQuant", "outlier channels of activations move into the weights after them", _smooth),
-    Rung("corrections", "corrections compete", "of biases, roundings and channels; the useful are kept", _corrections),
+    Rung("corrections", "corrections compete", "of biases, roundings and channels; useful ones are kept", _corrections),
     Rung("block_reconstruction", "block reconstruction", "roundings are learned block by block", _blocks),
     Rung("mixed_precision", "mixed precision", "operators with the largest loss for their time stay float", _mixed),
     Rung("qat", "fine-tuning", "QAT with the outputs of float as its target", _qat),

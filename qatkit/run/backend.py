@@ -67,7 +67,7 @@ def _check_scales(config: Config, usual: str) -> None:
         if kind == "float" or dtype != "uint8":
             continue
         if one.weight_scale_dtype == "uint8":
-            allowed = f"float32 or float16 with scale_type={kind}, since integer scales do not have this form"
+            allowed = f"float32 or float16 with scale_type={kind}, since uint8 scales cannot be restricted"
             raise ConfigError(f"{place}.weight_scale_dtype", dtype, allowed)
         raise ConfigError(f"{place}.scale_type", kind, "null or float with backend.weight_scale_dtype=uint8")
     if usual != "float" and config.export.io != "float32":

@@ -271,7 +271,7 @@ def test_labels_without_rows_of_logits_are_said_to_be_left(tmp_path: Path) -> No
     root = samples(tmp_path / "data", given | {"label": np.arange(COUNT) % 4})
     assert quantize_file.quantize(settings(source, "weight_only", tmp_path / "run", root)) == 0
     (note,) = json.loads((tmp_path / "run" / "report.json").read_text())["notes"]
-    assert note.startswith("the first output ([2, 6, 32] for 2 samples) does not hold the logits")
+    assert note.startswith("the first output ([2, 6, 32] for 2 samples) does not contain the logits")
 
 
 @pytest.mark.parametrize("mode", MODES)

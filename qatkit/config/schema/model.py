@@ -132,7 +132,9 @@ class DataConfig:
         Choices(("none", "trivial_augment", "rand_augment", "auto_augment", "aug_mix")),
     )
     batch_size: int = setting(64, "training images per step and process", COUNT)
-    eval_batch_size: int = setting(100, "test images per batch; fewer if 64 MiB cannot hold that many", COUNT)
+    eval_batch_size: int = setting(
+        100, "test images per batch; fewer if that many pictures need more than 64 MiB", COUNT
+    )
     workers: int = setting(
         2,
         "data-loading processes, for passes that take longer than starting them; 0: load in the main process",
@@ -167,7 +169,7 @@ class DataConfig:
         Choices(("refuse", "skip")),
     )
     download: bool = setting(
-        True, "download the data set if root does not hold it and the source can fetch it"
+        True, "download the data set if root does not contain it and the source can fetch it"
     )
     rate: int | None = setting(
         None,
