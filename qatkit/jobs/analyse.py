@@ -72,7 +72,9 @@ def planned_analysis(state: State, pace: Pace) -> Sequence[Planned]:
     passes = {  # of the simulation
         "isolation": 4.0 if asked.isolation else 0.0,
         "estimate": 4.0 if asked.sensitivity != "none" else 0.0,
-        f"{measured} sites": 1.0 + measured if asked.sensitivity == "exact" else 0.0,
+        f"{measured} {'site' if measured == 1 else 'sites'}": 1.0 + measured
+        if asked.sensitivity == "exact"
+        else 0.0,
     }
     told = [name for name, count in passes.items() if count]
     told += [f"tensors of {asked.tensors:,}"] if asked.tensors else []

@@ -223,7 +223,8 @@ def _use_library(options: dict[str, Any]) -> None:
         ConfigError: `onnx=FILE` has no such key, or the library cannot be used.
     """
     for key in options.keys() - {"fix", "states", "custom_ops"}:
-        raise ConfigError(f"model.kwargs.{key}", options[key], "fix, states or custom_ops with onnx=FILE")
+        reason = "the key does not exist; onnx=FILE has fix, states and custom_ops"
+        raise ConfigError(f"model.kwargs.{key}", options[key], reason=reason)
     if options.get("custom_ops") is not None:
         from qatkit_verify.session import use_library
 

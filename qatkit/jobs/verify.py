@@ -55,7 +55,7 @@ from qatkit.verify.checks.base import Check, Speeds, Subject, default_checks, lo
 from qatkit.verify.checks.exact import LEVEL
 from qatkit.verify.checks.saturation import GUARDS
 from qatkit.verify.thresholds import shortfalls
-from qatkit_verify.errors import ConfigError
+from qatkit_verify.errors import ConfigError, counted
 from qatkit_verify.runtimes.base import other_runtimes
 from qatkit_verify.session import fixed_batch, open_session, session_options
 
@@ -81,7 +81,7 @@ def planned_verification(
     )
     checks = checks_of(config, labelled=data.labelled)
     told = "accuracy" if data.labelled else "agreement with float"
-    about = f"{wanted.latency_runs:,} rounds of latency, {told} on {images:,} {names.samples}"
+    about = f"{counted(wanted.latency_runs, 'round')} of latency, {told} on {images:,} {names.samples}"
     about += f", parity on {min(tests, wanted.parity_images):,}"
 
     def seconds() -> float:

@@ -210,11 +210,12 @@ def check_weights(config: Config) -> None:
     of_channels = weight.granularity.separates(0) and not weight.symmetric
     old = version_numbers(RUNTIME_VERSION) < version_numbers(ZERO_POINTS_OF_CHANNELS)
     if backend.for_onnxruntime and of_channels and old:
-        allowed = (
-            f"symmetric weights or per-tensor scales with onnxruntime {RUNTIME_VERSION}; zero points per channel of a "
-            f"convolution need {ZERO_POINTS_OF_CHANNELS} or higher"
+        reason = (
+            f"onnxruntime {RUNTIME_VERSION} does not support weights with a zero point per channel; install "
+            f"{ZERO_POINTS_OF_CHANNELS} or higher, or set backend.weight_symmetric=true or "
+            "backend.weight_granularity=per_tensor"
         )
-        raise ConfigError("backend.target", config.backend.target, allowed)
+        raise ConfigError("backend.target", config.backend.target, reason=reason)
     if config.export.weights_for_amx and not backend.has_amx:
         allowed = f"false with backend={backend.name}, which does not run on CPUs with AMX"
         raise ConfigError("export.weights_for_amx", True, allowed)
@@ -267,8 +268,9 @@ def _low_bits(module: QATModule, config: Config) -> list[str]:
     quantizers = fake_quantizers(module.graph).values()
     if module.backend.simulated:
         return [
-            f"{len(quantizers)} activations and their weights have simulated number formats: the file computes their "
-            "values in float, so its accuracy and the size of its weights are those of the formats, but not its latency"
+            f"{counted(len(quantizers), 'activation')} and their weights have simulated number formats: the file "
+            "computes their values in float, so its accuracy and the size of its "
+            "weights are those of the formats, but not its latency"
         ]
     narrow = [q for q in quantizers if q.spec.dtype not in (*WHOLE, *WIDE)]
     biases = [fake for _, _, fake in quantized_operators(module.graph) if fake.spec.narrow_bias]
