@@ -81,11 +81,11 @@ class ExportConfig:
     )
     accuracy_level: str = setting(
         "0",
-        "accuracy of products with packed weights (backend=weight_only), in the decoder if there is "
-        "one. 0: compute what the simulation does; 4: round activations to 8 bits; auto: 4 if it is "
-        "faster on this machine and costs at most half a percent of the metric (for a decoder, of "
-        "the perplexity) on calibration samples, or changes at most 1 % of the decisions if there "
-        "are no labels",
+        "accuracy of products with packed weights (backend=weight_only); with export.decoder, only "
+        "of the decoder's. 0: compute what the simulation does; 4: round activations to 8 bits; "
+        "auto: 4 if it is faster on this machine and costs at most half a percent of the metric (for "
+        "a decoder, of the perplexity) on calibration samples, or changes at most 1 % of the "
+        "decisions if there are no labels",
         Choices(("0", "4", "auto")),
     )
     packed_weights: str = setting(
@@ -103,7 +103,7 @@ class ExportConfig:
         "needs; qatkit-verify checks it on the target machine",
     )
     bundle_as: str = setting(
-        "folder", "form of the bundle: bundle/ or bundle.zip", Choices(("folder", "zip"))
+        "folder", "form of the bundle. folder: bundle/; zip: bundle.zip", Choices(("folder", "zip"))
     )
     bundle_float: bool = setting(True, "include the float file in the bundle, for comparison")
     golden_images: int = setting(
@@ -194,13 +194,19 @@ class VerifyConfig:
     )
     held_out: int | None = setting(
         None,
-        "number of training images that choose between epochs (every) and trials (search) and are "
-        "used neither for training nor for calibration; null: a fifth of the training images, at most"
-        " 1000",
+        "number of training images that are held out to choose between epochs (every) or trials "
+        "(search), and used neither for training nor for calibration; null: a fifth of the training "
+        "images, at most 1000",
         COUNT,
     )
-    threads: int = setting(2, "threads of ONNX Runtime", COUNT)
-    latency_batch: int = setting(1, "batch size in images for the latency measurement", COUNT)
+    threads: int = setting(
+        2, "threads of ONNX Runtime, except for accuracy, which is measured on all cores", COUNT
+    )
+    latency_batch: int = setting(
+        1,
+        "batch size in images for the latency measurement, and of the file with export.dynamic_batch=false",
+        COUNT,
+    )
     latency_runs: int = setting(50, "timed runs per file", COUNT)
     parity_images: int = setting(
         512,
@@ -235,7 +241,7 @@ class VerifyConfig:
     )
     max_float_kl: float | None = setting(
         0.05,
-        "maximum mean KL divergence from the softmax of the float file to that of INT8 in nats, on "
+        "maximum mean KL divergence in nats from the softmax of the float file to that of INT8, on "
         "unlabelled images",
         POSITIVE,
     )

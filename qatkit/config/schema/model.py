@@ -51,8 +51,8 @@ class ModelConfig:
     )
     checkpoint_key: str | None = setting(
         None,
-        'which state_dict to take if the file holds several ("model_ema"); null: the trained weights,'
-        " not an average of them",
+        'which state_dict to load if the file contains several ("model_ema"); null: the trained '
+        "weights, not an average of them",
     )
     num_classes: int | None = setting(
         None, "number of classes of the classifier; null: as many as the data has", COUNT
@@ -180,8 +180,8 @@ class DataConfig:
     )
     frame: int | None = setting(
         None,
-        "with data=audio: samples per input, if the model accepts any number; for recordings: samples"
-        " per window (default 40 ms)",
+        "with data=audio: samples per input, needed if the model accepts any number; for recordings: "
+        "samples per window (default 40 ms)",
         COUNT,
     )
     hop: int | None = setting(

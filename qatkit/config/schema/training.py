@@ -50,8 +50,9 @@ class ScheduleConfig:
     label_smoothing: float = setting(0.0, "share of the target that is spread over all classes", FRACTION)
     batch_norm: str = setting(
         "fold",
-        "what happens to BatchNorms. fold: merge them into the weights before training; freeze, "
-        "train: keep them until convert, with fixed or updated statistics",
+        "what happens to BatchNorms. fold: they are merged into the weights before training; freeze, "
+        "train: they are kept until the conversion to integers, with fixed (freeze) or updated "
+        "(train) statistics",
         Choices(("fold", "freeze", "train")),
     )
     enable_fake_quant: float = setting(0.0, "milestone from which fake quantization is on", FRACTION)
@@ -89,8 +90,8 @@ class ScheduleConfig:
     )
     freeze_above: float = setting(
         0.01,
-        "share of steps in which its integer jumps back, above which a weight is frozen "
-        "(oscillation=freeze); starts at 0.1 and reaches this value along a cosine",
+        "weights whose integers jump back in more than this share of the steps are frozen "
+        "(oscillation=freeze); the share starts at 0.1 and reaches this value along a cosine",
         FRACTION,
     )
     distill: float = setting(0.0, "weight of the teacher's soft targets in the loss", FRACTION)
@@ -136,8 +137,8 @@ class TrainerConfig:
     num_nodes: int = setting(1, "number of machines", COUNT)
     strategy: str = setting(
         "auto",
-        "how several processes train together. auto, ddp: data parallel; "
-        "ddp_find_unused_parameters_true: also if some parameters get no gradient",
+        "how several processes train together. auto, ddp: data-parallel training; "
+        "ddp_find_unused_parameters_true: the same for models with parameters that get no gradient",
         Choices(("auto", "ddp", "ddp_find_unused_parameters_true")),
     )
     compile: bool = setting(
@@ -147,8 +148,8 @@ class TrainerConfig:
     )
     channels_last: bool = setting(
         False,
-        "channels-last memory format for images and activations: faster for convolutions on GPUs, and"
-        " on CPUs for depthwise ones and with trainer.compile",
+        "channels-last memory format for images and activations: faster for convolutions on GPUs; on "
+        "CPUs, for depthwise convolutions and with trainer.compile",
     )
     accumulate: int = setting(1, "batches of each process per optimizer step", COUNT)
     sync_batch_norm: bool = setting(
