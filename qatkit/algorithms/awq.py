@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AWQ(Algorithm):
-    """Scales weights up where the inputs are large, and divides the inputs, so that the function stays the same."""
+    """Scales weights up where their inputs are large, and divides the inputs by the same factors."""
 
     stage: ClassVar[str] = OBSERVED
     rescales: ClassVar[bool] = True
