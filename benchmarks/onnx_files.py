@@ -4,7 +4,7 @@
 
 Samples of a file are, in this order: the arrays of DIR/STEM (`data=arrays`); pictures, for an input with three
 channels; pieces of speech, for an input of sound; otherwise numbers: standard normal, ids from 0 to 9, booleans
-true. Open axes get the sizes of `_OPEN`. Scalar inputs called `sr` are fixed to 16000.
+true. Dynamic axes get the sizes of `_OPEN`. Scalar inputs called `sr` are fixed to 16000.
 
     int8     share of multiply-accumulates that ONNX Runtime computes in int8
     SQNR     of each output of the INT8 file against the given file, dB, on the verification samples
@@ -42,7 +42,7 @@ ROOT = Path(__file__).parent.parent
 PAGE, RECORD = ROOT / "docs" / "onnx-files.md", ROOT / "docs" / "onnx-files.json"
 _SAMPLES = 32
 _SOUND = 256  # values of a last axis from which an input is one of samples of sound
-_OPEN = {2: (4, 1000), 3: (4, 40, 64), 4: (4, 3, 96, 192)}  # sizes of open axes, by rank
+_OPEN = {2: (4, 1000), 3: (4, 40, 64), 4: (4, 3, 96, 192)}  # sizes of dynamic axes, by rank
 _LIMIT = 900  # seconds of a file
 _PLACE = re.compile(r"; /[^)]*| at /[^`]*`[^`]*`")  # of a line of code, in an error
 

@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AWQ(Algorithm):
-    """Scales weights up where the inputs are large, and divides the inputs, so that the function stays the same."""
+    """Scales weights up where their inputs are large, and divides the inputs by the same factors."""
 
     stage: ClassVar[str] = OBSERVED
     rescales: ClassVar[bool] = True
     weights_alone: ClassVar[bool] = True
     images: int = setting(64, "number of calibration images for the second moments of the inputs", COUNT)
     steps: int = setting(
-        20, "number of strengths in the search: 1/steps, 2/steps, ..., 1, and no scaling", COUNT
+        20, "number of strengths that are tried: 1/steps, 2/steps, ..., 1; no scaling is tried as well", COUNT
     )
 
     def __call__(self, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:

@@ -41,8 +41,8 @@ class BiasCorrection(Algorithm):
     changes_weights: ClassVar[bool] = False
     method: str = setting(
         "empirical",
-        "how the mean error is found. analytic: from the mean input in float; empirical: from the outputs of the "
-        "quantized and the float model",
+        "how the mean error is found. analytic: from the mean of the float inputs; empirical: from "
+        "the outputs of the quantized and the float model",
         Choices(("analytic", "empirical")),
     )
     images: int = setting(
@@ -52,7 +52,8 @@ class BiasCorrection(Algorithm):
     )
     trim: float = setting(
         0.05,
-        "share of images to ignore at each end, the smallest and the largest errors; only with method=empirical",
+        "share of images to ignore at each end, those with the smallest and those with the largest "
+        "errors; only with method=empirical",
         Range(0, 0.49),
     )
 

@@ -46,7 +46,9 @@ class Equalize(Algorithm):
         Choices(("keep", "relu")),
     )
     rounds: int = setting(200, "largest number of rounds over all pairs", COUNT)
-    tolerance: float = setting(1e-4, "rounds end when the largest |s - 1| is below this", Range(0))
+    tolerance: float = setting(
+        1e-4, "rounds end when every factor of a channel differs from 1 by less than this", Range(0)
+    )
 
     def __call__(self, graph_module: fx.GraphModule, inputs: Example) -> PassResult:
         """Equalizes the channels; `changed` counts the pairs, `skipped` names operators that could not be equalized.

@@ -50,16 +50,20 @@ class GPTQ(BlockAlgorithm):
     formats: ClassVar[bool] = True
     tables: ClassVar[bool] = True
     order: bool = setting(
-        True, "round columns in descending order of their second moments; false: in their own order"
+        True,
+        "round columns in descending order of the inputs' second moments; false: in the order of the weight",
     )
     damping: float = setting(
-        0.01, "share of the mean second moment that is added to that of each input; raised if it is too small",
+        0.01,
+        "share of the mean second moment that is added to that of each input; multiplied by ten "
+        "while it is too small for the decomposition",
         Range(0, 1),
-    )  # fmt: skip
+    )
     past: float = setting(0.5, "share of the error of earlier operators that is compensated", FRACTION)
     scales: bool = setting(
         True,
-        "search scales of few bits and fit them to the integers; false: scales follow the weights' ranges",
+        "search the scales of low-bit weights and fit them to the integers; false: scales follow "
+        "from the weights' ranges",
     )
 
     def __call__(self, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:

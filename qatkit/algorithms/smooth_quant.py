@@ -43,11 +43,12 @@ class SmoothQuant(Algorithm):
     rescales: ClassVar[bool] = True
     formats: ClassVar[bool] = True
     strength: float | None = setting(
-        None, "share of the differences that is moved, 0 to 1; null: searched for each tensor", Range(0, 1)
+        None, "share of the differences that is moved; null: searched for each tensor", Range(0, 1)
     )
     steps: int = setting(
         10,
-        "intervals between the strengths that are tried: 0, 1/steps, ..., 1; no smoothing is tried as well",
+        "number of intervals between the strengths that are tried: 0, 1/steps, ..., 1; no smoothing "
+        "is tried as well",
         COUNT,
     )
     images: int = setting(128, "number of calibration images for the largest value of each channel", COUNT)

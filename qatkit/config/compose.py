@@ -89,7 +89,8 @@ def compose_config(
             hydra.searchpath.
 
     Raises:
-        ConfigError: a key or option is unknown, or a value is missing, out of range or of a wrong type.
+        ConfigError: a key or option is unknown; a value is missing, out of range or of a wrong type; two values
+            exclude each other; or the file of backend.overrides_file cannot be read.
     """
     overrides = calls_quoted(overrides)
     with _composed(conf, overrides, folders) as node:
@@ -137,9 +138,7 @@ def _composed(
 
 
 def _searching(overrides: Sequence[str], folders: Sequence[str]) -> list[str]:
-    """Returns the overrides with one search path for all of the user's folders, since Hydra reads only the
-    first of several.
-    """
+    """Returns the overrides with a single hydra.searchpath for all folders, since Hydra reads only the first one."""
     typed = [one for one in overrides if one.lstrip("+").startswith("hydra.searchpath=")]
     found = [f"file://{Path(folder).resolve()}" for folder in folders]
     for text in typed if found else ():
@@ -199,7 +198,8 @@ def to_config(node: DictConfig) -> Config:
     would otherwise be dropped silently.
 
     Raises:
-        ConfigError: a value is out of range.
+        ConfigError: a value is out of range, two values exclude each other, or the file of
+            backend.overrides_file cannot be read.
         OmegaConfBaseException: a required value is missing, or a key or type does not fit the schema.
     """
     values = with_overrides_file(OmegaConf.to_container(node, resolve=True))

@@ -124,7 +124,7 @@ def _check_low_bits(config: Config) -> None:
     elif narrow:
         key = f"backend.overrides.{narrow[0]}.activation_dtype={overrides[narrow[0]].activation_dtype}"
     if config.verify.audit and (packed or narrow) and config.export.mode == "static":
-        raise ConfigError("verify.audit", True, f"false with {key}, which no int8 kernel computes")
+        raise ConfigError("verify.audit", True, f"false with {key}, for which there is no int8 kernel")
 
 
 def _check_16_bits(config: Config) -> None:
@@ -147,10 +147,10 @@ def _check_16_bits(config: Config) -> None:
 
 
 def _check_axes(config: Config) -> None:
-    """Checks free axes and streaming.
+    """Checks dynamic axes and streaming.
 
-    The axes of a given ONNX file cannot be changed. Streaming needs a free axis and a file made from a
-    module.
+    The axes of a given ONNX file cannot be changed. Streaming needs a dynamic axis besides the batch, and a file
+    made from a module.
     """
     wanted, name = config.export.dynamic_axes, config.model.name
     of_file = config.onnx is not None or name.startswith("onnx/")
@@ -175,9 +175,9 @@ def _check_encodings(config: Config) -> None:
     path = config.calibration.encodings
     if path is None:
         return
-    mode = config.export.mode if config.onnx is None else config.mode
+    key, mode = ("export.mode", config.export.mode) if config.onnx is None else ("mode", config.mode)
     if mode not in ("static", "weight_only") or (mode == "weight_only" and config.onnx is None):
-        raise ConfigError("calibration.encodings", path, f"null with mode={mode}, which calibrates nothing")
+        raise ConfigError("calibration.encodings", path, f"null with {key}={mode}, which calibrates nothing")
     if config.precision.search != "none":
         allowed = "none with calibration.encodings, which fix the type of each tensor"
         raise ConfigError("precision.search", config.precision.search, allowed)
@@ -200,5 +200,5 @@ def _check_table(config: Config) -> None:
         ("algorithm", _names(config.algorithm), "none"),
     ):
         if value != needed:
-            allowed = f"{as_typed(needed)} with export.tensorrt_table, which holds ranges of the unchanged float model"
+            allowed = f"{as_typed(needed)} with export.tensorrt_table, which has ranges of the unchanged float model"
             raise ConfigError(key, value, allowed)

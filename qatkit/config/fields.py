@@ -122,7 +122,7 @@ class Choices(Limit):
         return value in self.values
 
     def hint(self, value: str) -> str:
-        """Returns the nearest allowed word as a suggestion."""
+        """Returns the nearest allowed word as a suggestion; "" if none is similar."""
         near = difflib.get_close_matches(value, self.values, n=1)
         return f" (did you mean {near[0]}?)" if near else ""
 
@@ -153,7 +153,7 @@ class Words(Limit):
 
     def expected(self) -> str:
         """Returns the words as a list."""
-        return f"a list of {', '.join(self.values)}"
+        return f"a list with any of {', '.join(self.values)}"
 
     def __str__(self) -> str:
         return f"[{', '.join(self.values)}]"

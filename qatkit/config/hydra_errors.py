@@ -122,7 +122,7 @@ def _message(error: Exception) -> str:
 
 
 def _missing(file: str, overrides: Sequence[str]) -> tuple[str, str]:
-    """Returns the group and option of `file`, as they were typed if they were."""
+    """Returns the group and option of `file`; as they were typed if an override names them."""
     for text in overrides:
         group, _, option = text.lstrip("+").partition("=")
         if f"{group}/{option}" == file:
@@ -191,7 +191,7 @@ def _translate_key(error: OmegaConfBaseException, overrides: Sequence[str]) -> C
 
 
 def _as_typed(key: str, overrides: Sequence[str]) -> tuple[str, str]:
-    """Returns the key and value of the override that `key` comes from, or `key` itself if it comes from a file.
+    """Returns the key and value of the override that sets `key`; `key` and "..." if a file sets it.
 
     If the first part of a typed key is wrong, only that part is reported.
     """
@@ -223,7 +223,7 @@ def _keys(error: OmegaConfBaseException, name: str) -> list[str]:
 
 
 def _type_name(error: OmegaConfBaseException) -> str:
-    """Returns the annotation of the key in the schema, or that of the list or dictionary that contains it."""
+    """Returns the type of the key in the schema; for an entry of a list or mapping, the type of its entries."""
     if dataclasses.is_dataclass(error.object_type) and isinstance(error.object_type, type):
         hint: Any = typing.get_type_hints(error.object_type).get(str(error.key), Any)
     else:

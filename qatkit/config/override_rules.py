@@ -12,7 +12,7 @@ from qatkit.quant.spec import DTYPES, WHOLE
 from qatkit_verify.errors import ConfigError
 
 KINDS = ("float", "int8")
-_POSITIVE = "a finite number above 0"
+_POSITIVE = "a normal float32 number above 0"
 _RANGE = "[LOW, HIGH], two finite numbers with LOW <= 0 <= HIGH and LOW < HIGH"
 
 
@@ -31,12 +31,10 @@ def check_override(key: str, selector: str, override: OverrideConfig) -> None:
     chosen = [kind for kind in KINDS if getattr(override, kind)]
     if len(chosen) + bool(specs) != 1:
         given = " and ".join([*chosen, *([", ".join(specs)] if specs else [])]) or "{}"
-        allowed = "either float: true, or int8: true, or at least one of the dtype and range settings"
+        allowed = "either float: true, or int8: true, or at least one other setting"
         raise ConfigError(key, given, allowed)
     if chosen and selector.startswith((TENSOR, INPUT)):
-        allowed = (
-            "activation_* or weight_* settings for a tensor; select the operator that produces it instead"
-        )
+        allowed = "false for a tensor, which has no such setting; select the operator that produces it"
         raise ConfigError(f"{key}.{chosen[0]}", True, allowed)
     if override.reduce_range is True and override.weight_dtype not in (None, *WHOLE):
         allowed = f"null with weight_dtype={override.weight_dtype}, which has fewer bits already"
@@ -50,7 +48,7 @@ def check_override(key: str, selector: str, override: OverrideConfig) -> None:
 
 
 def _check_fixed(key: str, of: str, specs: Mapping[str, Any]) -> None:
-    """Rejects a scale, zero point or range that is not a number, and combinations that exclude each other."""
+    """Rejects a scale, zero point or range of a wrong type or value, and combinations that exclude each other."""
     scale, zero, ends = (specs.get(f"{of}_{name}") for name in ("scale", "zero_point", "range"))
     for name, given in (("scale", scale), ("zero_point", zero)):
         several = of == "weight" and isinstance(given, Sequence) and not isinstance(given, str)

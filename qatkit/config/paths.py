@@ -31,8 +31,8 @@ def at_places(settings: Any) -> Iterator[None]:
     """Reports file system errors at the paths of a dataclass as errors of the setting.
 
     Raises:
-        ConfigError: a path cannot be used, for example without permission, or if a file is in the place of a
-            folder.
+        ConfigError: a path cannot be used, for example because permission is missing, or because a file is where a
+            folder should be.
     """
     try:
         yield
@@ -45,7 +45,7 @@ def at_places(settings: Any) -> Iterator[None]:
 
 
 def _places(settings: Any, path: str) -> list[tuple[int, str, str]]:
-    """Returns (number of common names, key, value) for the settings whose path is `path`, or above or below it."""
+    """Returns (number of common names, key, value) of each setting whose path is `path`, contains it or lies in it."""
     there, found = Path(path).absolute().parts, list[tuple[int, str, str]]()
     for key, value, limit, _ in values_of(settings, ""):
         if isinstance(limit, Place) and isinstance(value, str):

@@ -126,9 +126,11 @@ def _check_precision(config: Config) -> None:
     """Checks mixed precision: a search needs files made from a module, and a point needs the front it belongs to."""
     asked = config.precision
     if (asked.front is None) != (asked.point is None):
-        key, value = ("point", asked.point) if asked.front is None else ("front", asked.front)
-        allowed = "both precision.front=FOLDER and precision.point=NUMBER"
-        raise ConfigError(f"precision.{key}", value, allowed)
+        if asked.front is None:
+            reason = "the folder of the front is missing; add precision.front=FOLDER"
+            raise ConfigError("precision.point", asked.point, reason=reason)
+        reason = "the index of a point is missing; add precision.point=NUMBER"
+        raise ConfigError("precision.front", asked.front, reason=reason)
     if asked.search == "none":
         if config.target.min_speedup is not None:
             allowed = "null without precision=auto, the only search for a speed-up (verify.min_speedup sets a bound)"
@@ -226,7 +228,7 @@ def _check_preprocessing(data: DataConfig) -> None:
         raise ConfigError("data.resize", data.resize, f"a size that covers data.image_size={data.image_size}")
     for key, values in (("data.mean", data.mean), ("data.std", data.std)):
         if values is not None and not (len(values) in (1, 3) and all(map(math.isfinite, values))):
-            raise ConfigError(key, values, "one number per channel: 1 (grey) or 3 (RGB)")
+            raise ConfigError(key, values, "one finite number per channel: 1 (grey) or 3 (RGB)")
     if data.pixels != LEVELS and (data.mean is None) != (data.std is None):
         needed = "null" if data.mean is None else "numbers"
         raise ConfigError("data.std", data.std, f"{needed} with data.mean={as_typed(data.mean)}")

@@ -38,7 +38,14 @@ _MOST = 1000  # limit of values per key, since each is checked before the first 
 
 @dataclass(frozen=True)
 class Numbers:
-    """A closed interval of numbers; if `step` is None, every number in it."""
+    """A closed interval of numbers.
+
+    Attributes:
+        key: the key that is searched.
+        low, high: the ends of the interval, which belong to it.
+        step: the distance of neighbouring values; None for every number, or every integer, in the interval.
+        log: whether values are uniform on a logarithmic scale.
+    """
 
     key: str
     low: float
@@ -60,7 +67,7 @@ class Numbers:
 
     @property
     def count(self) -> int:
-        """The number of values; for an interval of reals, the number of values that a float can distinguish."""
+        """The number of values; for an interval of reals, about the number of values that a float can distinguish."""
         step = 1 if self.whole and self.step is None else self.step
         return _REALS if step is None else round((self.high - self.low) / step) + 1
 
@@ -72,13 +79,16 @@ class Numbers:
         return min(self.low + share * (self.high - self.low), self.high)
 
     def place(self, value: Any) -> float:
-        """Returns the position of a value; nearly equal values (0.3 and 0.30000000000000004) have the same one."""
+        """Returns a number that identifies a value: the value itself, or with a step its index.
+
+        With a step, values that are nearly equal (0.3 and 0.30000000000000004) have the same index.
+        """
         return float(value) if self.step is None else round((value - self.low) / self.step)
 
 
 @dataclass(frozen=True)
 class Options:
-    """An axis of several listed values."""
+    """An axis of listed values, which need not be numbers."""
 
     key: str
     values: tuple[Value, ...]
@@ -147,7 +157,7 @@ def axes(space: Mapping[str, Any], hint: Callable[[str], Any] = hint_in_schema) 
 def _axis(key: str, entry: Any, hint: Callable[[str], Any]) -> Axis:
     name = f"search.space.{key}"
     if key.split(".")[0] in _OWN or key in _ALIKE or any(one in key for one in "=+~@ "):
-        raise ConfigError(name, entry, "a configuration key that may differ between trials")
+        raise ConfigError(name, entry, reason="this key cannot be searched; leave it out of search.space")
     if isinstance(entry, Sequence) and not isinstance(entry, str):
         plain = all(one is None or isinstance(one, bool | str) or _is_number(one) for one in entry)
         if not plain or not 0 < len(entry) <= _MOST or len({_meant(one) for one in entry}) < len(entry):

@@ -30,9 +30,9 @@ _ALLOWED = "a name, a glob, re/PATTERN, op/TYPE, subgraph/NAME or {from: [...], 
 
 
 def every_override(backend: BackendConfig) -> dict[str, OverrideConfig]:
-    """Returns the overrides with subgraphs written out, followed by those that stand for `only` and `exclude`.
+    """Returns all overrides in ascending precedence: those of the user, that of `only`, and those of `exclude`.
 
-    The latter take precedence. Selectors are checked here, before the model is loaded.
+    The user's subgraphs are written out. Selectors are checked here, before the model is loaded.
 
     Raises:
         ConfigError: a selector cannot be read.
@@ -82,7 +82,7 @@ def check_expression(key: str, selector: str) -> None:
     """Rejects a regular expression that Python cannot read.
 
     Raises:
-        ConfigError: the expression is wrong; the message gives the place.
+        ConfigError: the expression is wrong; the message gives the position of the error.
     """
     if EXPRESSION not in selector:
         return
@@ -149,11 +149,11 @@ def check_selectors(backend: BackendConfig) -> None:
 
 
 def refuse_selectors(backend: BackendConfig, beside: str) -> None:
-    """Rejects selectors for a tool that cannot select tensors by name.
+    """Rejects selectors if the file is made by a tool that cannot select operators or tensors by name.
 
     Args:
         backend: the settings with the selectors.
-        beside: the setting with which selectors cannot be combined.
+        beside: the setting that selects the tool, such as "mode=dynamic".
 
     Raises:
         ConfigError: a list of selectors is not empty; the first one is reported.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of one run.
+    """The outcome of one run, or its state if it has not ended.
 
     Attributes:
         status: the exit status.
@@ -19,7 +19,7 @@ class Outcome:
         number: the number of the run in the sweep; None outside of a sweep.
         overrides: the overrides as they were typed.
         sweep: the folder of the sweep; "" outside of a sweep.
-        going: a description of the state of a run that has not ended.
+        going: a description of the state of a run that has not ended; "" for one that has.
     """
 
     status: int
@@ -46,7 +46,7 @@ def collecting() -> Iterator[list[Outcome]]:
 
 
 def add(outcome: Outcome) -> None:
-    """Records the outcome of a run that has ended."""
+    """Records the outcome of a run; does nothing outside of `collecting`."""
     collected = _COLLECTED.get()
     if collected is not None:
         collected.append(outcome)

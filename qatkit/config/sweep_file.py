@@ -25,12 +25,12 @@ SWEEP_FILE = "sweep.json"
 
 @dataclass(frozen=True)
 class Known:
-    """The place of a run of a sweep.
+    """The folder, cluster job and logs of a sweep's run, as far as they are known.
 
     Attributes:
         folder: the absolute path of the run's folder; "" for a run that finds its folder itself.
         job: the number of the Slurm job; "" on this machine.
-        logs: the folder of the job's log files.
+        logs: the folder of the job's log files; "" on this machine.
     """
 
     folder: str = ""
@@ -46,8 +46,9 @@ class SweepFile:
         typed: the overrides of the sweep.
 
     Attributes:
-        ended: whether the previous sweep of the same command has reported all of its runs.
-        runs: the known runs, by their overrides in the form of `key`; empty if the previous sweep is over.
+        ended: whether the previous sweep of the same command has reported all of its runs; False without one.
+        runs: the known runs, by their `key`; empty if there was no previous sweep, or if it has ended and all of its
+            runs have a report.
     """
 
     def __init__(self, folder: Path, typed: Sequence[str]) -> None:
@@ -60,11 +61,11 @@ class SweepFile:
         self._write(ended=False)
 
     def known(self, overrides: Sequence[str]) -> Known:
-        """Returns the known place of a run."""
+        """Returns what is known about a run; an empty `Known` if that is nothing."""
         return self.runs.get(key(overrides), Known())
 
     def note(self, overrides: Sequence[str], run: Known) -> None:
-        """Records the place of a run."""
+        """Records the folder and job of a run."""
         self.runs[key(overrides)] = run
         self._write(ended=False)
 
@@ -145,7 +146,7 @@ def sweeping(typed: Sequence[str] | None) -> Iterator[None]:
 
 
 def sweep_file(folder: str | Path) -> SweepFile | None:
-    """Returns the file of this sweep in `folder`; None in a process that only executes one of its runs."""
+    """Returns the file of this sweep in `folder`; None without one, as in a process that executes one of its runs."""
     sweep = _SWEEP.get()
     if sweep is None:
         return None

@@ -1,4 +1,4 @@
-"""Chooses the accuracy level of a file's products with packed weights, if a level other than 0 is allowed.
+"""Chooses the accuracy level of a file's products with packed weights, if a level other than 0 is requested.
 
     file at level 0 ── rounded copy ── both in turns on calibration samples ──> the chosen file
 
@@ -46,7 +46,7 @@ class ChooseLevel(Conditional):
         path = run.files / run.int8_name
         if not multiplies_packed(path):
             note = (
-                f"{KEY}={asked}: the file has no products with packed weights, so there is nothing to choose"
+                f"{KEY}={asked}: the file has no products with packed weights, so the setting has no effect"
             )
             return _told(state, note, None)
         with run.stage("level", "measuring both accuracy levels"):
@@ -91,6 +91,6 @@ def _told(state: State, note: str, level: int | None, found: LevelFigures | None
 
 
 def level_of_run(folder: Path) -> int:
-    """Returns the accuracy level of a finished run's file, as its report gives it."""
+    """Returns the accuracy level of a finished run's file from its report; 0 if the report has none."""
     measured = (report_of(folder) or {}).get("measured") or {}
     return int((measured.get(LEVEL) or {}).get("level", FLOAT))

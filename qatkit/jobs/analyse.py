@@ -39,6 +39,7 @@ from qatkit.run.pace import Pace
 from qatkit.run.plan import stage
 from qatkit.train.module import QATModule
 from qatkit.verify.divergence import IMAGES
+from qatkit_verify.installed import install_extra
 from qatkit_verify.session import fixed_batch, open_session, run_images
 
 
@@ -71,7 +72,9 @@ def planned_analysis(state: State, pace: Pace) -> Sequence[Planned]:
     passes = {  # of the simulation
         "isolation": 4.0 if asked.isolation else 0.0,
         "estimate": 4.0 if asked.sensitivity != "none" else 0.0,
-        f"{measured} sites": 1.0 + measured if asked.sensitivity == "exact" else 0.0,
+        f"{measured} {'site' if measured == 1 else 'sites'}": 1.0 + measured
+        if asked.sensitivity == "exact"
+        else 0.0,
     }
     told = [name for name, count in passes.items() if count]
     told += [f"tensors of {asked.tensors:,}"] if asked.tensors else []
@@ -127,7 +130,7 @@ class _Stage:
         try:
             made = draw(self._run.folder / PICTURES, found)
         except ModuleNotFoundError:
-            note = "no PNG files: matplotlib is not installed (the extra `pictures`); report.html has the pictures"
+            note = f"no PNG files: matplotlib is not installed; {install_extra('pictures')} installs it"
             return replace(found, notes=(*found.notes, note))
         return replace(found, pictures=[f"{PICTURES}/{name}" for name in made])
 
@@ -199,7 +202,8 @@ class _Stage:
 def shown_tensors(found: Analysis, compared: Comparison, count: int) -> list[str]:
     """Returns the keys of the `count` tensors whose histograms are shown.
 
-    These are the suspect first, then the most sensitive ones, then the noisiest ones.
+    First comes the tensor whose scale causes the largest avoidable error (`Comparison.suspect`), if there is one,
+    then the most sensitive ones, then the noisiest ones.
     """
     suspect = [compared.suspect] if compared.suspect else []
     sensitive = [f"{row.kind} {row.site}" for row in ranked(found.sensitivity or found.estimate)]

@@ -168,9 +168,8 @@ def make(
         if of_images or disk_error(error) is not None:
             raise
         name = config.onnx if of_file else config.model.name
-        raise ConfigError(
-            key, mode, (f"another mode, since this one cannot quantize {name} ({one_line(error)})")
-        ) from error
+        reason = f"this mode cannot quantize {name} ({one_line(error)}); choose another mode"
+        raise ConfigError(key, mode, reason=reason) from error
     in_float = mode not in ("dynamic", "static")
     return Left(["*"] if in_float else list(map(glob.escape, left.names)), left.notes)
 

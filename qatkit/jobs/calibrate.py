@@ -26,6 +26,12 @@ from qatkit.run.plan import stage
 from qatkit.run.timing import undisturbed
 from qatkit.train.module import IDLE
 
+_SEARCHES = {
+    "none": "",
+    "layerwise": ", a percentile for each tensor",
+    "tournament": ", tournament of methods",
+}  # descriptions in the plan
+
 
 class Calibrate(InCheckpoint):
     """Finds the activation ranges."""
@@ -40,7 +46,7 @@ class Calibrate(InCheckpoint):
     def planned(self, state: State, pace: Pace) -> Sequence[Planned]:
         config = state.run.config.calibration
         method = config.observer.rpartition(".")[2].removesuffix("Observer")
-        chosen = "" if config.search == "none" else f", {config.search} of methods"
+        chosen = _SEARCHES[config.search]
         with undisturbed():  # the calibration itself warns of too few images
             count = config.images if config.random else sum(map(len, splits(state.data, state.run.config)))
         about = f"{count:,} {state.data.task.names.samples}, {method}{chosen}"

@@ -57,7 +57,7 @@ def check_job(config: Config, from_checkpoint: bool) -> None:
 
 
 def _check_climb(config: Config) -> None:
-    """Rejects a search that uses the latency of a runtime that computes the whole model in float."""
+    """Rejects a rescue, which compares latencies, for number types that ONNX Runtime computes in float."""
     for key, kinds in (("activation_dtype", WIDE), ("bias_dtype", NARROW_BIASES)):
         if (kind := getattr(config.backend, key)) in kinds:
             raise ConfigError(
@@ -86,7 +86,14 @@ def dotted_paths(config: Config) -> list[Called]:
 
 
 def check_machine(config: Config) -> None:
-    """Checks that the requested devices exist: Lightning would report a missing one late, ONNX Runtime not at all."""
+    """Checks that the machine and the cluster job have the requested cores, devices and tasks.
+
+    Lightning would report a missing device late, and ONNX Runtime not at all.
+
+    Raises:
+        ConfigError: something is missing, `output_dir` is not set for processes that are started from outside, or
+            torch.compile does not work; the first problem is reported.
+    """
     cores, wanted = os.cpu_count() or 1, config.trainer
     for key, value in (("verify.threads", config.verify.threads), ("data.workers", config.data.workers)):
         if value > _A_CORE * cores:
@@ -95,11 +102,17 @@ def check_machine(config: Config) -> None:
     tasks, devices = os.environ.get("SLURM_NTASKS"), _devices(wanted)
     processes = devices * wanted.num_nodes
     if tasks is not None and wanted.num_nodes > 1 and tasks != str(processes):
-        allowed = f"a job of {processes} tasks (trainer.devices on each node); this one has {tasks}"
-        raise ConfigError("trainer.num_nodes", wanted.num_nodes, allowed)
+        reason = (
+            f"the Slurm job has SLURM_NTASKS={tasks} instead of {processes} (trainer.devices on each node); submit it"
+            f" with --nodes={wanted.num_nodes} --ntasks-per-node={devices}"
+        )
+        raise ConfigError("trainer.num_nodes", wanted.num_nodes, reason=reason)
     if tasks == str(processes) != "1" and "SLURM_NTASKS_PER_NODE" not in os.environ:
-        allowed = f"a job submitted with --ntasks-per-node={devices}; --ntasks does not place tasks on nodes"
-        raise ConfigError("trainer.devices", wanted.devices, allowed)
+        reason = (
+            f"the number of tasks on each node is not set; submit the Slurm job with --ntasks-per-node={devices}"
+            " instead of --ntasks"
+        )
+        raise ConfigError("trainer.devices", wanted.devices, reason=reason)
     _check_folder(config, tasks, processes)
     if wanted.accelerator not in ("auto", "cpu") or wanted.devices != 1:
         _check_devices(wanted)
@@ -163,7 +176,7 @@ def _check_compiler(wanted: TrainerConfig) -> None:
     except Exception as error:  # any error of the tracer, the compiler, its linker or the device
         lines = str(error).splitlines()
         why = next((line.strip() for line in lines if "error:" in line), first_line(error))
-        allowed = f"false, or a C++ compiler that works with torch.compile (set CXX); it failed with: {why}"
-        raise ConfigError("trainer.compile", "true", allowed) from error
+        reason = f"torch.compile failed ({why}); set CXX to a C++ compiler that works, or set trainer.compile=false"
+        raise ConfigError("trainer.compile", True, reason=reason) from error
     finally:
         torch.compiler.reset()

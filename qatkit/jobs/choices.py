@@ -16,6 +16,7 @@ from qatkit.records.tried import Tried
 from qatkit.run.pace import Pace
 from qatkit.run.plan import stage
 from qatkit.train.module import QATModule
+from qatkit_verify.errors import counted
 
 
 class Compete(InCheckpoint):
@@ -32,7 +33,7 @@ class Compete(InCheckpoint):
         config = state.run.config
         if config.algorithm_choice != "auto":
             return ()
-        about = f"{len(config.algorithm)} algorithms, each as a file"
+        about = f"{counted(len(config.algorithm), 'algorithm')}, each as a file"
         return (stage("algorithms", about, "it ends when the target is met", done=self.done(state)),)
 
     def restore(self, state: State) -> State:
@@ -48,7 +49,7 @@ class Compete(InCheckpoint):
 
 
 class Mix(InCheckpoint):
-    """Chooses the operators that stay float: by a point of an earlier front, or by the search of precision=auto."""
+    """Chooses the operators that stay float, by a point of an earlier front or by the search of precision=auto."""
 
     def run(self, state: State) -> State:
         run = state.run

@@ -59,7 +59,7 @@ class CheckDecoder(Conditional):
     def run(self, state: State) -> State:
         config = state.run.config
         if not backend_of(config).weights_alone:
-            allowed = f"false with backend={backend_of(config).name}, since only the weights of a decoder are quantized"
+            allowed = f"false with backend={backend_of(config).name}, since a decoder has float activations"
             raise ConfigError(KEY, True, f"{allowed} (use backend=weight_only)")
         if config.export.encrypt is not None:
             raise ConfigError(
@@ -69,7 +69,7 @@ class CheckDecoder(Conditional):
             raise ConfigError(
                 KEY,
                 True,
-                "false with schedule.float_epochs above 0, since a decoder is not made of that model",
+                "false with schedule.float_epochs above 0, since a decoder is made from the model as it was loaded",
             )
         decoder, tokens = Decoder(state.model), _tokens(state)
         if tokens.shape[1] > decoder.longest:

@@ -33,7 +33,7 @@ from qatkit.run.memory import check_memory
 from qatkit.train.module import QATModule
 from qatkit.verify.audit import audit
 from qatkit.verify.checks.audit import audit_line
-from qatkit_verify.errors import ConfigError, counted
+from qatkit_verify.errors import ConfigError, as_typed, counted
 from qatkit_verify.fitting import by_sides
 from qatkit_verify.stream import stream_file
 
@@ -102,13 +102,16 @@ def _opened(config: Config, inputs: Inputs) -> DataModule | None:
     data = data_of(config)
     if integer and data.inputs.shape != inputs.shape:
         channels, size = inputs.shape[0], by_sides(inputs.shape[1:])
-        allowed = f"images of {counted(channels, 'channel')} and {size} pixels, like the checkpoint"
-        raise ConfigError("data.image_size", list(data.inputs.shape), allowed)
+        reason = (
+            f"the data settings give images {list(data.inputs.shape)}, but the checkpoint was trained on images of"
+            f" {counted(channels, 'channel')} and {size} pixels; use the data settings of its run"
+        )
+        raise ConfigError("data.image_size", config.data.image_size, reason=reason)
     return data
 
 
 def _bundle(config: Config, path: Path, data: DataModule) -> None:
-    """Writes a bundle of the exported file and of the run next to the checkpoint."""
+    """Writes a bundle of the exported file and of the run to which the checkpoint belongs, next to the file."""
     run = Path(str(config.checkpoint)).parent
     if config.export.demo and not (run / FLOAT_FILE).is_file():
         say(f"note: {run} has no {FLOAT_FILE}, so the demo page has no comparison with float")
@@ -121,7 +124,7 @@ def _bundle(config: Config, path: Path, data: DataModule) -> None:
 
 
 def _check_settings(config: Config, folder: Path, run: Path) -> None:
-    """Raises ConfigError for settings that an export of a checkpoint, or of this run's, does not support."""
+    """Raises ConfigError for settings that the export of this checkpoint, or of any checkpoint, does not support."""
     if config.export.mode != "static":
         allowed = (
             "static, since a checkpoint is exported as QDQ (use onnx=model.float.onnx mode=MODE for others)"
@@ -165,5 +168,5 @@ def _check_neighbours(config: Config, folder: Path) -> None:
     if not (folder / REPORT_FILE).exists() or not (folder / CONFIG_FILE).is_file():
         return
     for name, value in same_file(config.export, load_config(folder / CONFIG_FILE).export).items():
-        allowed = f"{value} in {folder}, whose report describes such a file, or another output_dir"
+        allowed = f"{as_typed(value)} in {folder}, whose report describes such a file, or another output_dir"
         raise ConfigError(f"export.{name}", getattr(config.export, name), allowed)

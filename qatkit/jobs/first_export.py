@@ -53,7 +53,7 @@ class FirstExport(Always):
 
 
 class FirstExportByMode(Always):
-    """Does the same as `FirstExport` for a model that one of the modes of `qatkit.export.ort_modes` quantizes."""
+    """Quantizes the float file once by a mode of `qatkit.export.ort_modes`; otherwise as `FirstExport`."""
 
     def run(self, state: State) -> State:
         goes_on = _try_mode(state.run, state.captured, state.data)
@@ -117,7 +117,7 @@ def _prove_stream(file: Path, data: DataModule, threads: int) -> None:
     batch = data.first_batch(_PROVEN)
     kept = kept_db(run_outputs(whole, batch)[0], in_chunks(stream, batch)[0])
     if kept < _ALIKE_DB:
-        told = f"{_PROVEN} samples in chunks differ from the whole ones ({kept:.1f} dB)"
+        told = f"the outputs for {_PROVEN} samples differ between chunks and whole samples ({kept:.1f} dB)"
         why = "operators other than LSTM, GRU and RNN connect the frames, such as a convolution or a mean"
         raise ConfigError(KEY, True, reason=f"{told}: {why}; set export.stream=false")
 

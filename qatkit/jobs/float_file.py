@@ -79,10 +79,13 @@ def quantized(config: Config, folder: Path, file: FloatFile, made: Path) -> int:
 
 
 def with_task(config: Config, file: FloatFile) -> tuple[Config, tuple[str, ...]]:
-    """Chooses the task of a run that imports a file, by its data and outputs.
+    """Chooses the task of a run that imports a file, by the run's data and the file's outputs.
 
     Returns:
         The configuration with this task, and notes for the report.
+
+    Raises:
+        ConfigError: the data cannot be opened, or the file does not run on them.
     """
     if config.task != _CLASSES:
         return config, ()
@@ -175,11 +178,14 @@ def _noise(count: int, data: DataModule) -> Array:
 
 
 def _does_not_run(file: FloatFile, inputs: str, error: Exception) -> ConfigError:
-    return ConfigError("onnx", file.path, f"a model that runs on {inputs} ({one_line(error)})")
+    return ConfigError("onnx", file.path, reason=f"ONNX Runtime failed on {inputs} ({one_line(error)})")
 
 
 def _task_for(config: Config, data: DataModule, outputs: Sequence[Array]) -> str:
-    """Returns the name of the configured task; "outputs" if the outputs are not logits of the data's classes."""
+    """Returns the name of the configured task, but "outputs" instead of "classification" if that does not apply.
+
+    It applies if no `verify.decision` is set and the first output may have the logits of the classes.
+    """
     if config.task != _CLASSES or config.verify.decision != VerifyConfig().decision:
         return config.task if config.task != _CLASSES else _ANY
     alone = data.labelled or (len(outputs) == 1 and not data.of_arrays)
@@ -191,7 +197,7 @@ def _unused_labels(config: Config, data: DataModule, first: Array, count: int) -
     if config.task != _ANY or not data.labelled:
         return ()
     return (
-        f"the first output ({list(first.shape)} for {counted(count, 'sample')}) does not hold "
+        f"the first output ({list(first.shape)} for {counted(count, 'sample')}) does not contain "
         "the logits of the classes, so it is "
         "measured as with task=outputs, without the labels",
     )

@@ -29,8 +29,8 @@ def check_hand_over(config: Config) -> None:
     """Checks the settings of the bundle before the long stages.
 
     Raises:
-        ConfigError: a key or a demo is set without a bundle, a key cannot sign, or the runtime of a demo is
-            missing.
+        ConfigError: a setting of the bundle is set without a bundle, a key cannot sign, the runtime of a demo is
+            missing, or `check_places` raises it.
     """
     asked = config.export
     if asked.demo:
@@ -146,7 +146,7 @@ def published(run: Run, bundle: Path) -> int:
             place = publish.publish(bundle, wanted.publish, run.config.name, wanted.version)
     except (ConfigError, OSError) as error:
         later = _later(bundle, run.config)
-        print(f"error: {error}: the bundle was not published; to publish it later: {later}", file=sys.stderr)
+        print(f"error: the bundle was not published ({error}); to publish it later: {later}", file=sys.stderr)
         return 1
     say(f"published: {place}")
     return 0

@@ -18,7 +18,7 @@ from qatkit_verify.session import ACCURACY_LEVEL
 
 
 def check_packed(module: QATModule, config: Config) -> None:
-    """Checks that the model has weights to quantize, and that blocks are not longer than all rows.
+    """Checks, for a weight-only backend, that the model has weights to quantize, and a row as long as a block.
 
     A row shorter than a block has one scale, as with per-channel scales. If all rows are shorter, blocks have
     no effect.

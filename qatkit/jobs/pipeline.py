@@ -7,9 +7,8 @@
 
 `STAGES` is the list (`qatkit.jobs.stages`).
 
-Every run has one folder. Its final contents are the bundle: model.int8.onnx, model.float.onnx, model.json
-(preprocessing and classes), ranges.json (every quantized tensor's range), report.json, report.html,
-config.yaml and last.ckpt.
+Every run has one folder. At the end it contains model.int8.onnx, model.float.onnx, model.json (preprocessing and
+classes), ranges.json (every quantized tensor's range), report.json, report.html, config.yaml and last.ckpt.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Quantizes a user's float ONNX file by a mode, and verifies and reports it like a trained model.
+"""Quantizes a user's float ONNX file by a mode, and verifies and reports the new file like that of a trained model.
 
     clean, summary, encodings                    `qatkit.jobs.clean_file`, `qatkit.jobs.summarize_file`,
                                                  `qatkit.jobs.encodings_file`
@@ -48,10 +48,12 @@ _OURS, _ARRAYS = "qatkit.data.", ("qatkit.data.arrays.", AUDIO, DRAWN, TEXT, PAI
 
 
 def quantize(config: Config) -> int:
-    """Quantizes `config.onnx` by `config.mode`. Returns 0, or 1 if the file misses a bound.
+    """Quantizes, cleans or describes `config.onnx`, as `config.mode` says.
+
+    Returns 0, or 1 if a quantized file misses a bound.
 
     Raises:
-        ConfigError: the user has made a mistake; it is raised before long work, and nothing is written.
+        ConfigError: the user has made a mistake; it is raised before long work, and no quantized file is written.
     """
     if config.mode == SUMMARY:
         from qatkit.jobs.summarize_file import summarize_file
@@ -74,7 +76,7 @@ def as_run(config: Config) -> Config:
     model = ModelConfig(name=f"{_MODEL}{config.onnx}", kwargs=config.model.kwargs)
     task = config.task
     if task == "classification" and config.verify.decision != VerifyConfig().decision:
-        task = "outputs"  # the only task that supports a decision
+        task = "outputs"  # the only task for which verify.decision applies
     backend = _packed_backend(config) if _packs(config) else config.backend
     return replace(config, onnx=None, model=model, schedule=_CALIBRATED, task=task, backend=backend)
 
@@ -215,13 +217,14 @@ def _of_pictures(config: Config) -> bool:
 
 
 def _use_library(options: dict[str, Any]) -> None:
-    """Applies `model.kwargs` to a file.
+    """Checks the keys of `model.kwargs`, and registers a library of custom operators.
 
     Raises:
-        ConfigError: a file has no such key, or a library cannot be used.
+        ConfigError: `onnx=FILE` has no such key, or the library cannot be used.
     """
     for key in options.keys() - {"fix", "states", "custom_ops"}:
-        raise ConfigError(f"model.kwargs.{key}", options[key], "fix, states or custom_ops with onnx=FILE")
+        reason = "the key does not exist; onnx=FILE has fix, states and custom_ops"
+        raise ConfigError(f"model.kwargs.{key}", options[key], reason=reason)
     if options.get("custom_ops") is not None:
         from qatkit_verify.session import use_library
 

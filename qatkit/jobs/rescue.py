@@ -245,9 +245,8 @@ class _Climb:
         """Verifies the first rung that meets the target, or the best one, in the climb's folder; returns the status."""
         chosen = self.won or self.contest.kept
         if chosen is None:
-            raise ConfigError(
-                "rescue.climb", True, f"a model that at least one rung can quantize; {self.rungs[-1].why}"
-            )
+            reason = f"no rung can quantize this model ({self.rungs[-1].why})"
+            raise ConfigError("rescue.climb", True, reason=reason)
         asked = self.asked.config
         ladder = replace(self._ladder(), chosen=chosen.name)
         write_ladder(self.folder, replace(ladder, advice=advice(ladder, asked.rescue.epochs)))

@@ -55,7 +55,7 @@ class RungInputs:
 
     Attributes:
         config: the user's configuration.
-        normalizes: whether the model has LayerNorms, as transformers do.
+        normalizes: whether the model has LayerNorms, GroupNorms or RMSNorms, as transformers do.
     """
 
     config: Config
@@ -71,7 +71,7 @@ class Rung:
         title: its method in a few words.
         about: a longer description.
         change: a function from the inputs and the configuration kept so far to the configuration of the rung.
-        always: whether later rungs build on it whatever its result, as it leads to the user's configuration.
+        always: whether later rungs build on it whatever its result, since it leads to the user's configuration.
         ends: whether the climb may end with it. It may not if every operator is quantized: kernels that
             multiply two activations are not simulated exactly, only to within a step, so the file would miss
             the parity bound.
@@ -173,7 +173,7 @@ RUNGS = (
     Rung("placement", "the backend's placement", "LayerNorm, Softmax, GELU and residual sums in float", _places,
          always=True),
     Rung("smooth_quant", "SmoothQuant", "outlier channels of activations move into the weights after them", _smooth),
-    Rung("corrections", "corrections compete", "of biases, roundings and channels; the useful are kept", _corrections),
+    Rung("corrections", "corrections compete", "of biases, roundings and channels; useful ones are kept", _corrections),
     Rung("block_reconstruction", "block reconstruction", "roundings are learned block by block", _blocks),
     Rung("mixed_precision", "mixed precision", "operators with the largest loss for their time stay float", _mixed),
     Rung("qat", "fine-tuning", "QAT with the outputs of float as its target", _qat),

@@ -102,7 +102,7 @@ class Stage(Protocol):
         ...
 
     def planned(self, state: State, pace: Pace) -> Sequence[Planned]:
-        """Returns the rows of this stage in the plan of the run, one for each time that it measures."""
+        """Returns the rows of this stage in the plan of the run, one for each part that is timed separately."""
         ...
 
 

@@ -33,6 +33,7 @@ from qatkit.run.plan import stage
 from qatkit.run.tracking import tracker
 from qatkit.train.learner import FloatModule, Learner
 from qatkit.train.module import QATModule
+from qatkit_verify.errors import counted
 
 _SGD_AND_SCALES = (
     "schedule.optimizer=sgd is used with an algorithm that rescales channels (SmoothQuant): its steps depend on the"
@@ -131,7 +132,7 @@ class Length:
         begun = f", {done:,} of them done" if done and not self.finished else ""
         epochs = "1 epoch" if self.epochs == 1 else f"{self.epochs} epochs"
         names = self.state.data.task.names
-        return f"{epochs}, {self.steps:,} steps of {images:,} {names.samples}{begun}"
+        return f"{epochs}, {counted(self.steps, 'step')} of {images:,} {names.samples}{begun}"
 
     @property
     def judged(self) -> float:

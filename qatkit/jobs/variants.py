@@ -45,7 +45,7 @@ def variants(config: Config) -> int:
             allowed = f"fixed or measured with data.source={config.data.source}, since variants are timed on pictures"
             raise ConfigError("placement", config.placement, allowed)
         if (folder / CHECKPOINT_FILE).exists():
-            raise ConfigError("output_dir", folder, "a folder without a run with placement=variants")
+            raise ConfigError("output_dir", folder, reason="the folder holds a run; choose another folder")
         source = captured(config, model, inputs)
         module = qat_module(config, source, inputs, QATModule, algorithms=())
         opened = module.opened(source).graph

@@ -55,7 +55,7 @@ from qatkit.verify.checks.base import Check, Speeds, Subject, default_checks, lo
 from qatkit.verify.checks.exact import LEVEL
 from qatkit.verify.checks.saturation import GUARDS
 from qatkit.verify.thresholds import shortfalls
-from qatkit_verify.errors import ConfigError
+from qatkit_verify.errors import ConfigError, counted
 from qatkit_verify.runtimes.base import other_runtimes
 from qatkit_verify.session import fixed_batch, open_session, session_options
 
@@ -81,7 +81,7 @@ def planned_verification(
     )
     checks = checks_of(config, labelled=data.labelled)
     told = "accuracy" if data.labelled else "agreement with float"
-    about = f"{wanted.latency_runs:,} rounds of latency, {told} on {images:,} {names.samples}"
+    about = f"{counted(wanted.latency_runs, 'round')} of latency, {told} on {images:,} {names.samples}"
     about += f", parity on {min(tests, wanted.parity_images):,}"
 
     def seconds() -> float:
@@ -184,7 +184,7 @@ def conclude(run: Run, subject: Subject, told: Results, files: Sequence[str]) ->
 
 
 def _climb(config: Config, results: Results) -> str:
-    """Returns the command of a rescue if the accuracy of the file is too low and none was made, else ""."""
+    """Returns the command of a rescue if the accuracy of the file is too low and no rescue was run, else ""."""
     far = [line for line in results.shortfalls if line.startswith(("verify.max_drop", "verify.min_float_"))]
     if not far or results.ladder is not None or config.mode is not None:
         return ""
@@ -252,7 +252,10 @@ def conclude_module(state: State) -> int:
 
 
 def other_sizes(converted: fx.GraphModule) -> list[dict[str, dict[int, int]]]:
-    """Returns the sizes of free axes, other than the example's, for which a graph was built, by input and axis."""
+    """Returns the sizes for which a graph was built in addition to those of its example.
+
+    Each entry has the sizes of all dynamic axes except the batch, by input and axis.
+    """
     names, axes = converted.meta["inputs"], converted.meta.get("free_axes", ())
     found: list[dict[str, dict[int, int]]] = []
     for number in range(max((len(axis.others) for axis in axes), default=0)):

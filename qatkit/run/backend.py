@@ -67,7 +67,7 @@ def _check_scales(config: Config, usual: str) -> None:
         if kind == "float" or dtype != "uint8":
             continue
         if one.weight_scale_dtype == "uint8":
-            allowed = f"float32 or float16 with scale_type={kind}, since integer scales do not have this form"
+            allowed = f"float32 or float16 with scale_type={kind}, since uint8 scales cannot be restricted"
             raise ConfigError(f"{place}.weight_scale_dtype", dtype, allowed)
         raise ConfigError(f"{place}.scale_type", kind, "null or float with backend.weight_scale_dtype=uint8")
     if usual != "float" and config.export.io != "float32":
@@ -76,7 +76,7 @@ def _check_scales(config: Config, usual: str) -> None:
 
 
 def _check_weights_alone(config: Config) -> None:
-    """Rejects settings of a weight-only backend that quantize activations, or that it applies anyway."""
+    """Rejects settings that quantize activations, or that a weight-only backend applies anyway."""
     for key, value, needed, why in (
         (
             "backend.reduce_range",

@@ -37,7 +37,8 @@ def data_of(config: Config) -> DataModule:
     """Returns the data of a run after checking that it suffices for the stages of the run.
 
     Raises:
-        ConfigError: there are too few images for a batch, or `DataModule` raises it.
+        ConfigError: the data do not suffice for a stage, do not fit into memory, or lack labels or pictures that a
+            setting needs; or `opened_data` raises it.
     """
     data = opened_data(config)
     for note in data.notes:

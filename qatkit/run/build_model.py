@@ -123,8 +123,8 @@ def _outputs_of(model: nn.Module, config: Config, data: DataModule) -> tuple[dic
     except ConfigError:
         raise
     except Exception as error:  # a forward pass may raise any error
-        allowed = f"a model that accepts {data.inputs.text}, as {data.inputs.said_by} ({described(error)})"
-        raise ConfigError("model.name", config.model.name, allowed) from error
+        reason = f"the model failed on {data.inputs.text}, as {data.inputs.said_by} ({described(error)})"
+        raise ConfigError("model.name", config.model.name, reason=reason) from error
     if isinstance(model, ImportedModel):
         try:
             prove_import(model, feeds_of(model, batch))

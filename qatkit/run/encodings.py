@@ -40,7 +40,7 @@ def check_encodings(module: QATModule, config: Config) -> None:
 
 
 def _check_overrides(config: Config) -> None:
-    """Rejects algorithms that rescale channels if an override fixes a scale or range, which they would not adjust.
+    """Rejects algorithms that rescale channels if an override fixes a scale or range, which would no longer fit.
 
     With algorithm_choice=auto they may be listed, since only algorithms that improve held-out images are
     kept.

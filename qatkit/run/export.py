@@ -83,7 +83,8 @@ def write_file(graph: nn.Module, config: Config, inputs: Inputs, path: Path) -> 
     express the graph, a new file is written.
 
     Returns:
-        Notes for the report: whether an imported file was not edited, and which axes have a fixed size.
+        Notes for the report: whether an imported file was not edited, which axes have a fixed size, and whether
+        packed weights raised the opset.
     """
     notes = _written(graph, config, inputs, path)
     if config.export.packed_weights != DEQUANTIZE or not any(map(is_packed, graph.modules())):
@@ -92,7 +93,7 @@ def write_file(graph: nn.Module, config: Config, inputs: Inputs, path: Path) -> 
 
 
 def with_blocks(path: Path) -> list[str]:
-    """Packs the weights of a file in ONNX Runtime's form; returns notes for the report."""
+    """Rewrites a file's products with packed weights as blockwise DequantizeLinear and MatMul; returns notes."""
     opset = as_dequantized_blocks(path)
     if opset is None:
         return []
@@ -100,7 +101,7 @@ def with_blocks(path: Path) -> list[str]:
 
 
 def _written(graph: nn.Module, config: Config, inputs: Inputs, path: Path) -> list[str]:
-    """Writes the file, with packed weights in ONNX Runtime's form if requested; returns notes for the report."""
+    """Writes the file, in which products with packed weights are ONNX Runtime's own operator; returns notes."""
     notes = []
     fixed = _only_edited(graph, config)
     if config.model.name.startswith(onnx_files.PREFIX) and (fixed or _edits(graph, config)):
@@ -179,8 +180,8 @@ def _edits(graph: nn.Module, config: Config) -> bool:
 def write_float_file(model: nn.Module | Captured, config: Config, inputs: Inputs, path: Path) -> list[str]:
     """Writes the float file with which the INT8 file is compared: the float model, fused.
 
-    For an imported ONNX model this is the imported file itself, unless the model was trained. Returns notes
-    as `write_file` does.
+    For an imported ONNX model this is the imported file itself, unless the model was trained or has the weights of
+    `model.checkpoint`. Returns notes as `write_file` does.
     """
     source = model.model if isinstance(model, Captured) else model
     as_given = not config.schedule.float_epochs and config.model.checkpoint is None
@@ -201,19 +202,20 @@ def paths_of(model: nn.Module | Captured) -> dict[str, str]:
 def check_weights(config: Config) -> None:
     """Raises ConfigError for weights that cannot be exported or run.
 
-    It is raised for quantizers that `quantizers_of` rejects, for weights that the installed ONNX Runtime
-    cannot run, and for AMX weights on a backend without AMX.
+    It is raised for quantizers that `quantizers_of` rejects, for zero points per channel that the installed ONNX
+    Runtime does not support, and for AMX weights with a backend without AMX.
     """
     backend, weight = backend_of(config), backend_of(config).weight
     quantizers_of(config)
     of_channels = weight.granularity.separates(0) and not weight.symmetric
     old = version_numbers(RUNTIME_VERSION) < version_numbers(ZERO_POINTS_OF_CHANNELS)
     if backend.for_onnxruntime and of_channels and old:
-        allowed = (
-            f"symmetric weights or per-tensor scales with onnxruntime {RUNTIME_VERSION}; zero points per channel of a "
-            f"convolution need {ZERO_POINTS_OF_CHANNELS} or higher"
+        reason = (
+            f"onnxruntime {RUNTIME_VERSION} does not support weights with a zero point per channel; install "
+            f"{ZERO_POINTS_OF_CHANNELS} or higher, or set backend.weight_symmetric=true or "
+            "backend.weight_granularity=per_tensor"
         )
-        raise ConfigError("backend.target", config.backend.target, allowed)
+        raise ConfigError("backend.target", config.backend.target, reason=reason)
     if config.export.weights_for_amx and not backend.has_amx:
         allowed = f"false with backend={backend.name}, which does not run on CPUs with AMX"
         raise ConfigError("export.weights_for_amx", True, allowed)
@@ -262,12 +264,13 @@ def describe(data: DataModule) -> dict[str, Any]:
 
 
 def _low_bits(module: QATModule, config: Config) -> list[str]:
-    """Returns notes on tensors and biases that are computed in float since no kernel supports their type."""
+    """Returns notes on number types that no kernel supports, so that operators with them compute in float."""
     quantizers = fake_quantizers(module.graph).values()
     if module.backend.simulated:
         return [
-            f"{len(quantizers)} activations and their weights have simulated number formats: the file computes their "
-            "values in float, so its accuracy and the size of its weights are those of the formats, but not its latency"
+            f"{counted(len(quantizers), 'activation')} and their weights have simulated number formats: the file "
+            "computes their values in float, so its accuracy and the size of its "
+            "weights are those of the formats, but not its latency"
         ]
     narrow = [q for q in quantizers if q.spec.dtype not in (*WHOLE, *WIDE)]
     biases = [fake for _, _, fake in quantized_operators(module.graph) if fake.spec.narrow_bias]

@@ -131,12 +131,15 @@ def begun_as(config: Config, folder: Path) -> bool:
 
 
 def find_resume(config: Config) -> tuple[Path, Path] | None:
-    """Returns the folder and the latest checkpoint of the unfinished run that `resume=auto` continues, or None.
+    """Returns the folder of the unfinished run that `resume=auto` continues, and the file that shows its progress.
 
-    The search covers `config.output_dir` and every outputs/NAME/*. A run is unfinished if its report or
-    bundle is missing, and if it is a rescue or has a stage's checkpoint or an algorithm's partial result. The
-    configuration that it was started with must equal `config` except for `resume` and `output_dir`. The
-    newest such run is returned.
+    That file is the latest checkpoint, an algorithm's partial result, or the record of a climb. The result is None
+    if there is no such run.
+
+    The search covers `config.output_dir` and every outputs/NAME/*. A run is unfinished if its report or bundle is
+    missing, and if it is a rescue or has a stage's checkpoint or an algorithm's partial result. The configuration
+    that it was started with must equal `config` except for `resume` and `output_dir`. The newest such run is
+    returned.
     """
     folders = {path.parent.resolve() for path in (OUTPUTS / config.name).glob(f"*/{CONFIG_FILE}")}
     if config.output_dir is not None:

@@ -75,7 +75,7 @@ class Run:
 
     @property
     def files(self) -> Path:
-        """The folder of the ONNX files during the run; with an encryption key it is in memory until `keep`."""
+        """The folder of the ONNX files; with an encryption key it is in memory, and `keep` stores the files."""
         return self.folder if key_held() is None else self.scratch
 
     @property
@@ -187,15 +187,15 @@ def read_checkpoint(path: str, key: str = "checkpoint") -> dict[str, Any]:
     Raises:
         ConfigError: the file is no checkpoint of `train`, is damaged, or contains code.
     """
-    allowed = "an undamaged checkpoint of train.py"
+    damaged = "the file is damaged, or is no checkpoint of train.py"
     with readable(path) as plain:
         try:
             found = damage(plain)
             stored = None if found else torch.load(plain, map_location="cpu", weights_only=True)
         except Exception as error:  # an error of the disk, or of torch's reader for arbitrary bytes
-            raise ConfigError(key, path, f"{allowed} ({first_line(error)[:160]})") from error
+            raise ConfigError(key, path, reason=f"{damaged} ({first_line(error)[:160]})") from error
     if found:
-        raise ConfigError(key, path, f"{allowed} ({found})")
+        raise ConfigError(key, path, reason=f"{damaged} ({found})")
     if not isinstance(stored, dict) or not _describes_a_run(stored):
         raise ConfigError(key, path, "a checkpoint of train.py")
     return stored

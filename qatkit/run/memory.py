@@ -210,7 +210,15 @@ def _batches(config: Config, data: DataModule) -> Iterator[tuple[str, int]]:
 
 
 def check_memory(key: str, batch: int, each: int, inputs: Inputs, what: str) -> None:
-    """Raises ConfigError where `batch` times `each` bytes exceed the available memory."""
+    """Raises ConfigError if `batch` samples of `each` bytes exceed the available memory.
+
+    Args:
+        key: the key of the setting that decides the number of samples.
+        batch: the number of samples.
+        each: the bytes per sample.
+        inputs: the inputs of the model, for the message.
+        what: what needs the memory, for the message.
+    """
     room = available_memory()
     if room is not None and batch * each > room:
         sizes = "x".join(map(str, inputs.shape))

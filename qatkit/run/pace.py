@@ -121,7 +121,10 @@ class Pace:
         return Parts(*map(self._seconds, self._qat_step))
 
     def file(self, name: str) -> float:
-        """Returns the seconds of a sample in a file: "int8", "unoptimized", "converted", or "float"."""
+        """Returns the seconds of a sample in a file: "int8", "unoptimized", "converted", or "float".
+
+        For "int8" and "unoptimized" without a measurement, they are those of the float model.
+        """
         if name == "float" or (name not in self.files and name != "converted"):
             return self.forward
         if name not in self.files:

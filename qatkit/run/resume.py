@@ -1,4 +1,4 @@
-"""Compares the settings of a resumed run with those that it began with; tables list the ones that may change.
+"""Compares the settings of a resumed run with those that it began with; tables list the settings that may change.
 
     config.yaml in the folder ── compared key by key ── now ──> refused, or a note of the report
 
@@ -17,7 +17,7 @@ from typing import Any
 from qatkit.config.compose import load_config
 from qatkit.config.schema import Config
 from qatkit.records.run_files import CLIMB_FILE, CONFIG_FILE, last_checkpoint
-from qatkit_verify.errors import ConfigError
+from qatkit_verify.errors import ConfigError, as_typed
 
 # Settings of the machine and the monitoring of a run, and of additional analyses and deliverables.
 ELSEWHERE = (
@@ -77,16 +77,16 @@ def changes(folder: Path, config: Config) -> list[str]:
     fixed = [key for key in differ if (key in FIXED or not listed(key, MAY_CHANGE)) and key not in shared]
     if fixed:
         told = ", ".join(
-            f"{key} is {_shown(before.get(key))} there, but {_shown(now.get(key))} here"
+            f"{key} is {as_typed(before.get(key))} there, but {as_typed(now.get(key))} here"
             for key in fixed[:_SHOWN]
         )
         more = f", and {len(fixed) - _SHOWN} more" if len(fixed) > _SHOWN else ""
         allowed = (
-            f"a run of the same settings ({told}{more}); only these may change: {', '.join(MAY_CHANGE[3:])}"
+            f"a run with the same settings ({told}{more}); only these may change: {', '.join(MAY_CHANGE[3:])}"
         )
         raise ConfigError("resume", folder, allowed)
     told_keys = [key for key in differ if key not in ("resume", "output_dir")]
-    return [f"{key} {_shown(before.get(key))} → {_shown(now.get(key))}" for key in told_keys]
+    return [f"{key} {as_typed(before.get(key))} → {as_typed(now.get(key))}" for key in told_keys]
 
 
 def _images_a_step(config: dict[str, Any]) -> int | None:
@@ -108,7 +108,3 @@ def flat(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from flat(value, inner)
         else:
             yield inner, list(value.items()) if isinstance(value, dict) else value
-
-
-def _shown(value: Any) -> str:
-    return "null" if value is None else str(value)

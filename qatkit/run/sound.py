@@ -26,7 +26,7 @@ def with_features(config: Config, model: nn.Module) -> nn.Module:
 def overrides_of(config: Config) -> Mapping[str, OverrideConfig]:
     """Returns the overrides of a run: its own, and those that follow from `backend.exclude` and `backend.only`.
 
-    The first one keeps features in the graph float, if the graph has them.
+    If the graph computes the features of recordings, the first override keeps these operators float.
     """
     own = {f"{FEATURES}.*": OverrideConfig(float=True)} if _in_front(config) else {}
     return own | every_override(config.backend)

@@ -73,7 +73,8 @@ def check_tracking(config: Config) -> None:
         with _impatient():
             experiment = MlflowClient(uri).get_experiment_by_name(config.name)
     except Exception as error:  # of requests, SQLAlchemy, MLflow itself
-        raise ConfigError(_KEY, uri, f"a tracking server that answers ({first_line(error)[:200]})") from error
+        reason = f"the tracking server does not answer ({first_line(error)[:200]})"
+        raise ConfigError(_KEY, uri, reason=reason) from error
     if experiment is not None and experiment.lifecycle_stage == "deleted":
         allowed = (
             f"another name, since this experiment was deleted on {uri} (mlflow "
@@ -146,7 +147,7 @@ class Tracker(MLFlowLogger):
             self.experiment.log_artifact(self.run_id, str(path))
 
     def send(self, call: Callable[[], object], *, patient: bool = False) -> None:
-        """Sends a call now; if the server did not answer recently, keeps it to be sent later."""
+        """Sends a call now, or keeps it for later if the server recently did not answer."""
         if not main_process():
             return
         self.waiting.append((call, patient))

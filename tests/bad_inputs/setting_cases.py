@@ -313,7 +313,7 @@ _SEARCH = [
             ),
             (
                 ["search.space={verify.held_out:[10,20]}"],
-                "search.space.verify.held_out=[10, 20]: expected a configuration key that",
+                "search.space.verify.held_out=[10, 20]: this key cannot be searched",
             ),
             ([_SPACE, "schedule.lr=1e-3"], "schedule.lr=...: search.space varies this key"),
         )

@@ -164,7 +164,7 @@ MISTAKES = [
     (
         ["algorithm=equalize", "export.tensorrt_table=8601", "schedule=calibrate_only"],
         "algorithm=equalize: expected none with export.tensorrt_table, "
-        "which holds ranges of the unchanged float model",
+        "which has ranges of the unchanged float model",
     ),
     # syntax
     (["schedule.lr"], "schedule.lr=: expected KEY=VALUE"),

@@ -169,7 +169,7 @@ def test_recipes_override_axes_and_typed_values_override_both() -> None:
         ("data.channels", "gbr", "one of rgb, bgr, or null"),
         ("data.layout", "hwc", "one of nchw, nhwc, or null (did you mean nhwc?)"),
         ("data.pixels", "0..256", "one of 0..1, 0..255, or null (did you mean 0..255?)"),
-        ("data.mean", [0.1, 0.2], "one number per channel: 1 (grey) or 3 (RGB)"),
+        ("data.mean", [0.1, 0.2], "one finite number per channel: 1 (grey) or 3 (RGB)"),
         ("data.std", [0.5], "null with data.mean=null"),
         ("data.workers", -1, "an integer of at least 0"),
         ("schedule.epochs", -1, "an integer of at least 0"),

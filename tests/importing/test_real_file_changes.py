@@ -64,7 +64,7 @@ def test_a_real_file_changes_only_where_it_says(name: str, tmp_path: Path) -> No
 
 
 def _open(value: onnx.ValueInfoProto) -> onnx.ValueInfoProto:
-    """An input with an open size where the file has -1, as the standard wants it."""
+    """An input with a dynamic axis where the file has -1, as the standard wants it."""
     for size in value.type.tensor_type.shape.dim:
         if size.HasField("dim_value") and size.dim_value < 1:
             size.Clear()

@@ -256,7 +256,7 @@ def _empty(net: Net) -> Unusual:
     return Unusual([net.conv(net.add("Reshape", both, target), 4, 8), nothing])
 
 
-@file("a state between open axes")
+@file("a state between dynamic axes")
 def _state(net: Net) -> Unusual:
     joined = net.add("Concat", "x", "state", axis=2)
     y = net.add("Conv", joined, net.constant(floats(8, 4, 3)))

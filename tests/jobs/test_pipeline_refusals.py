@@ -106,7 +106,7 @@ MISTAKES = {
     "one channel for a model of three": (
         _with(data={"mean": [0.5], "std": [0.5]}),
         r"model.name=tiny_run.Net: "
-        r"expected a model that accepts images \[N, 1, 8, 8\], "
+        r"the model failed on images \[N, 1, 8, 8\], "
         r"as data.image_size and data.mean define them \(.*channels",
     ),
     "weights": (

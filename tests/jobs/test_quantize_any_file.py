@@ -271,7 +271,7 @@ def test_labels_without_rows_of_logits_are_said_to_be_left(tmp_path: Path) -> No
     root = samples(tmp_path / "data", given | {"label": np.arange(COUNT) % 4})
     assert quantize_file.quantize(settings(source, "weight_only", tmp_path / "run", root)) == 0
     (note,) = json.loads((tmp_path / "run" / "report.json").read_text())["notes"]
-    assert note.startswith("the first output ([2, 6, 32] for 2 samples) does not hold the logits")
+    assert note.startswith("the first output ([2, 6, 32] for 2 samples) does not contain the logits")
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -314,7 +314,7 @@ def test_a_fixed_input_is_a_constant_and_chooses_a_branch(mode: str, tmp_path: P
         ({"fix": {"rate": 1}}, "model.kwargs.fix=rate: expected an input of float.onnx (ids, mask, vector)"),
         (
             {"fixed": {"ids": 1}},
-            "model.kwargs.fixed={'ids': 1}: expected fix, states or custom_ops with onnx=FILE",
+            "model.kwargs.fixed={'ids': 1}: the key does not exist; onnx=FILE has fix, states and custom_ops",
         ),
         ({"custom_ops": "none.so"}, "custom_ops=none.so: expected an existing library of custom operators"),
     ],

@@ -159,7 +159,7 @@ BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
         "a float model; this one is quantized already (it contains DynamicQuantizeLinear)",
     ),
     "not finite": (spoiled, "a model with finite weights; the weight 'w' of 'conv' (Conv) contains NaN or infinity"),
-    "a batch inside": (batch_inside, "a model that runs on images [2, 3, 8, 8] ("),
+    "a batch inside": (batch_inside, "ONNX Runtime failed on images [2, 3, 8, 8] ("),
     "nothing to quantize": (no_operator, "a model that has operators to quantize (Conv, Gemm, MatMul, LSTM"),
     "unknown operator": (unknown_operator, "a model that ONNX Runtime runs ("),
     "unknown operator in a branch": (unknown_operator_in_a_branch, "a model that ONNX Runtime runs (This is"),

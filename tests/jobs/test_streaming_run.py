@@ -123,7 +123,7 @@ def test_an_encrypted_export_bundles_the_file_of_chunks(made: Config, tmp_path: 
 def test_frames_that_see_others_are_found_before_training(words: Path, tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = asked(tmp_path / "run", words, f"model.name={__name__}.LooksAhead")
-    with pytest.raises(ConfigError, match=r"4 samples in chunks differ from the whole ones \(.* dB\)"):
+    with pytest.raises(ConfigError, match=r"for 4 samples differ between chunks and whole samples \(.* dB\)"):
         pipeline.train(config)
 
 

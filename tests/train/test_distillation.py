@@ -258,7 +258,7 @@ def _config(**schedule: object) -> Config:
         ),
         (
             {"distill_teacher": f"{__name__}.of_another_size"},
-            "a model that accepts images [N, 3, 8, 8], as data.image_size",
+            "the teacher failed on images [N, 3, 8, 8], as data.image_size",
         ),
         (
             {"distill_teacher": "resnet5"},

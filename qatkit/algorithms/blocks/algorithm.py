@@ -54,7 +54,9 @@ class LearnedRounding(BlockAlgorithm):
     lr: float = setting(0.03, "learning rate of the variables that choose the roundings", POSITIVE)
     strength: float = setting(
         10.0,
-        "weight of the term that pushes roundings to up or down, relative to the initial error",
+        "weight of the loss term that pushes each rounding fully up or down, relative to the initial error",
         Range(0),
     )
-    warm: float = setting(0.2, "share of the steps before the term of `strength` is used", Range(0, 1))
+    warm: float = setting(
+        0.2, "share of the steps, at the start, without the loss term of strength", Range(0, 1)
+    )

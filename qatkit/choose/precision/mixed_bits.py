@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MixedBits(Algorithm):
-    """Gives each weight 2, 4 or 8 bits for the smallest loss at the outputs with a given average number of bits."""
+    """Chooses 2, 4 or 8 bits for each weight: those with the smallest loss at the outputs for a given average."""
 
     stage: ClassVar[str] = OBSERVED
     weights_alone: ClassVar[bool] = True

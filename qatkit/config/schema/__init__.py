@@ -60,25 +60,28 @@ __all__ = [
 
 @dataclass
 class Config:
-    """The settings of a whole run."""
+    """The settings of a run."""
 
-    name: str = setting("run", "name of the run and of its folder", PLACE)
+    name: str = setting("run", "name of the run, which is also part of the path of its default folder", PLACE)
     seed: int = setting(0, "seed of every random draw", Range(0, 2**32 - 1))
     output_dir: str | None = setting(None, "folder of the run; null: outputs/NAME/DATE_TIME", PLACE)
     resume: str | None = setting(
         None,
-        "auto: resume the newest unfinished run of this configuration; or the path of a checkpoint",
+        "auto: resume the newest unfinished run of this configuration, if there is one; null: start "
+        "a new run; or the path of a checkpoint in a run's folder",
         PLACE,
     )
     checkpoint: str | None = setting(None, "export.py only: the checkpoint to export", PLACE)
     onnx: str | None = setting(
-        None, "export.py only: a float ONNX file to quantize, instead of a checkpoint", PLACE
+        None, "export.py only, instead of a checkpoint: an ONNX file; mode says what is done with it", PLACE
     )
     mode: str | None = setting(
         None,
-        "with onnx=FILE: how to quantize the file; or clean: only clean it (see clean); summary: "
-        "print a table of the operators of any file; encodings: write scales and zero points of a "
-        "quantized file as JSON (see encodings)",
+        "with onnx=FILE, what is done with the file. static: quantize weights and activations, with "
+        "calibration; dynamic: quantize weights, and activations at run time; float16: convert to "
+        "float16; weight_only: quantize only weights (see weights); clean: only clean it (see "
+        "clean); summary: print a table of its operators; encodings: write the scales and zero "
+        "points of a quantized file as JSON (see encodings); null: without onnx",
         FILE_MODES,
     )
     clean: CleanConfig = field(default_factory=CleanConfig)
@@ -86,17 +89,19 @@ class Config:
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     task: str = setting(
         "classification",
-        "what the model is for: classification, segmentation (one class per pixel), regression "
-        "(numbers per sample), embedding (vectors of samples with class labels), text_classification "
-        "(one class per text or pair of texts), causal_lm (the next token of a text), text_pairs (how"
-        " related two texts are, from one embedding each), outputs (outputs of any meaning, compared "
-        "with those of float), or the dotted path of a class derived from qatkit.tasks.base.Task",
+        "what the model is for: classification, audio_classification (of recordings), segmentation "
+        "(one class per pixel), detection (boxes with classes), regression (numbers per sample), "
+        "embedding (vectors of samples with class labels), text_classification (one class per text "
+        "or pair of texts), causal_lm (the next token of a text), text_pairs (how related two texts "
+        "are, from one embedding each), outputs (outputs of any meaning, compared with those of the "
+        "float file), or the dotted path of a class derived from qatkit.tasks.base.Task",
     )
     placement: str = setting(
         "fixed",
-        "which operators are int8. fixed: those in the backend's table; measured: files with other "
-        "operators in float compete on this machine first; or the placement.json of such a run, "
-        "perhaps from the machine to deploy to",
+        "which operators are int8. fixed: those in the backend's table; measured: the fastest of "
+        "several placements on this machine, which are measured first; variants: only write the "
+        "files of these placements, for qatkit-measure on another machine; or the placement.json of "
+        "such a measurement",
         PLACE,
     )
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -106,13 +111,14 @@ class Config:
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
     algorithm: dict[str, Any] = setting(
         dict,
-        "corrections without labels, as NAME: {target: dotted path of a qatkit.algorithms.Algorithm, "
-        "SETTING: value}; they run in the order of their stages, then as listed",
+        "post-training algorithms, which need no labels, as NAME: {target: dotted path of a "
+        "qatkit.algorithms.Algorithm, SETTING: value}; they run in the order of their stages, then "
+        "as listed",
     )
     algorithm_choice: str = setting(
         "all",
-        "all: run every listed algorithm; auto: keep those that improve images they have not seen by "
-        "more than noise",
+        "all: run every listed algorithm; auto: keep those that reduce the error on held-out "
+        "calibration images by more than noise",
         Choices(("all", "auto")),
     )
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)

@@ -18,48 +18,53 @@ class CleanConfig:
 
     fix_shapes: Any = setting(
         None,
-        "sizes of dynamic axes: {NAME: 1} by the name of the size, {INPUT: {2: 224}} by axis (in a YAML "
-        'file also "INPUT[2]": 224), {INPUT: [1, 3, 224, 224]} for all axes',
+        "sizes of dynamic axes: {NAME: 1} by the name of the size, {INPUT: {2: 224}} by axis (in a "
+        'YAML file also "INPUT[2]": 224), {INPUT: [1, 3, 224, 224]} for all axes; null: no size is '
+        "fixed",
     )
     fold: str | None = setting(
         None,
-        "which simplifications are made. exact: fold constants, remove identities, dropouts and "
-        "unused nodes, merge duplicates; all: also join operators with a different rounding, such as "
-        "a BatchNormalization and its Conv; null: all with mode=clean; before another mode, exact "
-        "with fix_shapes, else none",
+        "which simplifications are made. none: no simplification; exact: fold constants, remove "
+        "identities, dropouts and unused nodes, merge duplicates; all: also join operators where "
+        "this changes the rounding, such as a BatchNormalization with its Conv; null: all with "
+        "mode=clean; before another mode, exact with fix_shapes, else none",
         Choices(("none", "exact", "all")),
     )
     rewrite: list[str] = setting(
         list,
-        "operators to rewrite. layer_norm, instance_norm, l2_norm, gelu: join the operators they consist of; "
-        "relu: replace Clip and Max from 0; batch_norm_of_concat: merge it into the convolutions before; "
-        "batch_norm_to_conv: write it as a depthwise convolution; mean_to_pool: write a mean as "
-        "GlobalAveragePool; split_pool: pool more than 512 values in two steps; split_to_slice: write a "
-        "Split as Slices. For quantized files, fold_relu: drop a Relu whose QuantizeLinear already clips; "
-        "dedicated_pairs: give each reader its own QuantizeLinear and DequantizeLinear; weight_pairs: "
-        "quantize float weights with such a pair; bfloat16_clip: clip before each cast to bfloat16",
+        "operators to rewrite. layer_norm, instance_norm, l2_norm, gelu: join the operators they "
+        "consist of; relu: write a Clip from 0 without an upper bound, or a Max with 0, as Relu; "
+        "batch_norm_of_concat: merge a BatchNormalization after a Concat into the convolutions "
+        "before; batch_norm_to_conv: write a BatchNormalization as a depthwise convolution; "
+        "mean_to_pool: write a mean over all positions as GlobalAveragePool; split_pool: pool more "
+        "than 512 values in two steps; split_to_slice: write a Split as Slices. For quantized files, "
+        "fold_relu: drop a Relu whose QuantizeLinear already clips; dedicated_pairs: give each "
+        "reader its own QuantizeLinear and DequantizeLinear; weight_pairs: store weights in float, "
+        "with a QuantizeLinear before their DequantizeLinear; bfloat16_clip: clip to bfloat16's "
+        "largest number before each cast to bfloat16",
         Words(("layer_norm", "instance_norm", "l2_norm", "gelu", "relu", "batch_norm_of_concat", "batch_norm_to_conv",
                "mean_to_pool", "split_pool", "split_to_slice", "fold_relu", "bfloat16_clip",
                "dedicated_pairs", "weight_pairs")),
     )  # fmt: skip
     approximate: list[str] = setting(
         list,
-        "operators to replace by what hardware computes, which changes the function; the error is "
-        "printed: relu6 (Clip from 0 becomes Relu), sigmoid (HardSigmoid), and AMD's DPU versions "
-        "leaky_relu, hard_sigmoid, average_pool, reduce_mean, clip, softmax",
+        "operators to replace by approximations that hardware computes; the error is printed. relu6: "
+        "a Clip from 0 becomes a Relu; sigmoid: a Sigmoid becomes a HardSigmoid; leaky_relu, "
+        "hard_sigmoid, average_pool, reduce_mean, clip, softmax: these operators are computed as on "
+        "AMD's DPU",
         Words(("relu6", "leaky_relu", "sigmoid", "hard_sigmoid", "average_pool", "reduce_mean", "clip", "softmax")),
     )  # fmt: skip
     drop_pairs: list[str] = setting(
         list,
-        "pairs of QuantizeLinear and DequantizeLinear, or of Casts to 16 bits and back, to remove "
-        "from a quantized file, which changes the function: [MAKER:READER], each an operator type, "
-        "the name of a node, or * for any",
+        "pairs to remove from a quantized file, which changes the function: a QuantizeLinear and its "
+        "DequantizeLinear, or a Cast to 16 bits and the Cast back. [MAKER:READER, ...] names the "
+        "operators before and after a pair, each by its type or the name of its node; * matches any",
     )
-    float32: bool = setting(False, "turn float16 tensors, inputs and outputs into float32")
+    float32: bool = setting(False, "turn all float16 tensors into float32, including inputs and outputs")
     layout: Any = setting(
         None,
         "layout of inputs and outputs: {NAME: nhwc} moves channels from axis 1 to the end with a "
-        "Transpose, {NAME: nchw} moves them back",
+        "Transpose, {NAME: nchw} moves them back; null: unchanged",
     )
     opset: int | None = setting(
         None, "opset of the cleaned file, higher or lower; null: keep it", Range(13, 23)
@@ -72,7 +77,7 @@ class CleanConfig:
         Choices(("keep", "safe", "all")),
     )
     custom_ops: list[str] = setting(
-        list, "libraries of custom operators, which are registered in every session"
+        list, "paths of shared libraries with custom operators, which are registered in every session"
     )
     inputs: str | None = setting(
         None,

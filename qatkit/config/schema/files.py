@@ -21,13 +21,13 @@ class ExportConfig:
 
     opset: int = setting(13, "version of the standard ONNX operator set", Range(13, 23))
     dynamic_batch: bool = setting(
-        True, "whether the batch size is free; false: the batch size is verify.latency_batch"
+        True, "whether the batch axis is dynamic; false: the batch size is verify.latency_batch"
     )
     dynamic_axes: Any = setting(
         "none",
-        "input axes other than the batch whose size is free. none; auto: all that the model allows; "
-        "or names by input and axis, {input: {2: height, 3: width}}, where the same name means the "
-        "same size. A given ONNX file keeps its own axes",
+        "dynamic axes of the inputs, besides the batch. none: no others; auto: all that the model "
+        "allows; or names by input and axis, {input: {2: height, 3: width}}, where the same name "
+        "means the same size. A given ONNX file keeps its own axes",
         AXES,
     )
     pack_int4: bool = setting(
@@ -43,31 +43,31 @@ class ExportConfig:
     )
     mode: str = setting(
         "static",
-        "static: simulated quantization and training; other modes: ONNX Runtime's tools on the float "
-        "model, without any schedule",
+        "static: simulated quantization and training; dynamic, float16, weight_only: conversion of "
+        "the float model by ONNX Runtime's tools, without training (see mode)",
         MODES,
     )
     io: str = setting(
         "float32",
-        "input and output types of a static file: normalised float images and float outputs, or raw "
-        "uint8 pixels and 8-bit outputs",
+        "inputs and outputs of a static file. float32: normalised images in, float outputs; uint8: "
+        "pixels 0..255 in, 8-bit outputs",
         Choices(("float32", "uint8")),
     )
     tensorrt_table: str | None = setting(
         None,
-        "also write the ranges for a TensorRT engine built from the float file; the TensorRT release "
-        'in digits ("8601")',
+        "also write the ranges for a TensorRT engine built from the float file, for the TensorRT "
+        'release with these digits ("8601"); null: no table',
     )
     decoder: bool = setting(
         False,
-        "for a language model (task=causal_lm): also write a folder with a file that takes keys and "
-        "values of earlier tokens, the tokenizer, a program that continues text, and the "
-        "configuration of onnxruntime-genai",
+        "for a language model (task=causal_lm): also write a folder with a decoder (a file that "
+        "reads and returns the keys and values of tokens), the tokenizer, a program that continues "
+        "text, and the configuration of onnxruntime-genai",
     )
     nms: bool = setting(
         True,
-        "for a detector (task=detection): also write a file with non-maximum suppression after its "
-        "boxes, whose rows are picture, corners, score and class",
+        "for a detector (task=detection): also write a file that ends with non-maximum suppression; "
+        "its output has one row per box: picture, four corners, score, class",
     )
     nms_score: float = setting(0.05, "minimum score of a box that is kept", FRACTION)
     nms_overlap: float = setting(
@@ -76,15 +76,16 @@ class ExportConfig:
     nms_boxes: int = setting(100, "maximum number of boxes per class and picture", COUNT)
     stream: bool = setting(
         False,
-        "also write a file that takes a recording in chunks, with the states of LSTM, GRU and RNN as "
-        "inputs and outputs; one input axis other than the batch must be free (dynamic_axes)",
+        "also write a file that processes a recording in chunks, with the states of LSTM, GRU and "
+        "RNN as inputs and outputs; dynamic_axes must make one input axis besides the batch dynamic",
     )
     accuracy_level: str = setting(
         "0",
-        "accuracy of products with packed weights (backend=weight_only), those of the decoder if "
-        "there is one. 0: compute what the simulation does; 4: round activations to 8 bits; auto: 4 "
-        "if it is faster here and costs at most half a percent of the metric (or perplexity) on "
-        "calibration samples, or 1 % of the decisions without labels",
+        "accuracy of products with packed weights (backend=weight_only); with export.decoder, only "
+        "of the decoder's. 0: compute what the simulation does; 4: round activations to 8 bits; "
+        "auto: 4 if it is faster on this machine and costs at most half a percent of the metric (for "
+        "a decoder, of the perplexity) on calibration samples, or changes at most 1 % of the "
+        "decisions if there are no labels",
         Choices(("0", "4", "auto")),
     )
     packed_weights: str = setting(
@@ -98,11 +99,11 @@ class ExportConfig:
     )
     bundle: bool = setting(
         False,
-        "write a bundle at the end with everything that a deployment needs, which qatkit-verify can "
-        "check there",
+        "at the end, if the file meets its bounds, write a bundle of everything that a deployment "
+        "needs; qatkit-verify checks it on the target machine",
     )
     bundle_as: str = setting(
-        "folder", "form of the bundle: bundle/ or bundle.zip", Choices(("folder", "zip"))
+        "folder", "form of the bundle. folder: bundle/; zip: bundle.zip", Choices(("folder", "zip"))
     )
     bundle_float: bool = setting(True, "include the float file in the bundle, for comparison")
     golden_images: int = setting(
@@ -110,7 +111,9 @@ class ExportConfig:
         "number of test images (or samples of arrays) in the bundle, together with the outputs of the file",
         Range(1, 256),
     )
-    sign: str | None = setting(None, "PEM file with the Ed25519 private key that signs the bundle", PLACE)
+    sign: str | None = setting(
+        None, "PEM file with the Ed25519 private key that signs the bundle; null: not signed", PLACE
+    )
     demo: bool = setting(
         False, "include demo.html in the bundle, which runs the file on pictures in a browser, offline"
     )
@@ -128,7 +131,8 @@ class ExportConfig:
     publish: str | None = setting(
         None,
         "folder or URL (s3://bucket/prefix, an extra) to which the bundle is published as "
-        "NAME/VERSION if the run meets its bounds; an existing version is never overwritten",
+        "NAME/VERSION if the run meets its bounds; an existing version is never overwritten; null: "
+        "not published",
         PLACE,
     )
     version: str | None = setting(
@@ -137,8 +141,8 @@ class ExportConfig:
     encrypt: str | None = setting(
         None,
         "key file (python -m qatkit.encryption.command key FILE) with which checkpoints, caches and "
-        "ONNX files of the run are encrypted on disk; temporary files stay in memory; needs the extra"
-        " sign",
+        "ONNX files of the run are encrypted on disk; temporary files stay in memory; needs the "
+        "extra sign; null: no encryption",
         PLACE,
     )
 
@@ -161,8 +165,8 @@ class EncodingsConfig:
 
     format: str = setting(
         "qatkit",
-        "format of encodings.json. qatkit: complete; or a version of AIMET's format, which holds only"
-        " integer types (up to 1.0.0 without biases)",
+        "format of encodings.json. qatkit: complete; aimet_0.6.1, aimet_1.0.0, aimet_2.0.0: that "
+        "version of AIMET's format, which has only integer types, and biases only in 2.0.0",
         Choices(("qatkit", "aimet_0.6.1", "aimet_1.0.0", "aimet_2.0.0")),
     )
 
@@ -179,24 +183,30 @@ class VerifyConfig:
     control: bool = setting(False, "also fine-tune a float control with the same schedule, for comparison")
     every: int | None = setting(
         None,
-        "epochs of fine-tuning between exports; the accuracy of these files in ONNX Runtime on "
-        "held_out images decides which epoch, or the start, is kept; null: keep the last epoch",
+        "epochs of fine-tuning between exports; the epoch whose file has the best accuracy in ONNX "
+        "Runtime on held_out images is kept, or the state before training; null: keep the last epoch",
         COUNT,
     )
     validation: bool = setting(
         False,
-        "keep held_out training images apart and measure the file on them too; a search sets this and"
-        " chooses trials by it; not needed with every",
+        "hold out training images (held_out) and measure the file on them too; a search sets this "
+        "and chooses trials by it; not needed with every",
     )
     held_out: int | None = setting(
         None,
-        "number of training images that choose between epochs (every) and trials (search) and are "
-        "used neither for training nor for calibration; null: a fifth of the training images, at most"
-        " 1000",
+        "number of training images that are held out to choose between epochs (every) or trials "
+        "(search), and used neither for training nor for calibration; null: a fifth of the training "
+        "images, at most 1000",
         COUNT,
     )
-    threads: int = setting(2, "threads of ONNX Runtime", COUNT)
-    latency_batch: int = setting(1, "batch size in images for the latency measurement", COUNT)
+    threads: int = setting(
+        2, "threads of ONNX Runtime, except for accuracy, which is measured on all cores", COUNT
+    )
+    latency_batch: int = setting(
+        1,
+        "batch size in images for the latency measurement, and of the file with export.dynamic_batch=false",
+        COUNT,
+    )
     latency_runs: int = setting(50, "timed runs per file", COUNT)
     parity_images: int = setting(
         512,
@@ -212,30 +222,33 @@ class VerifyConfig:
     )
     decision: str = setting(
         "auto",
-        "with task=outputs: what must be equal for two outputs to agree. cosine(LEAST): their "
-        "direction (0.99); argmax(AXIS); threshold(VALUE); equal: whole numbers; boxes(SCORE): the "
-        "boxes of a detector, as F1; strings(BLANK): the texts of a CTC recognizer; mask(THRESHOLD): "
-        "mean IoU, or the share of pixels with the same class; or the dotted path of a function from "
-        "outputs [N, ...] to integers or booleans; auto: argmax(1) for rows that add up to 1, "
-        "threshold(0.5) for one value in 0..1, equal for whole numbers, mask and boxes if the values "
-        "are unambiguous, else cosine",
+        "with task=outputs: the rule by which two outputs agree. cosine(LEAST): their cosine "
+        "similarity is at least LEAST (0.99); argmax(AXIS): the same index is largest along the axis "
+        "(-1); threshold(VALUE): the same elements exceed VALUE (0.5); equal: integers are equal; "
+        "boxes(SCORE): a detector finds the same boxes above SCORE (0.3), as F1; strings(BLANK): a "
+        "CTC recognizer with the blank class BLANK (0) reads the same text; mask(THRESHOLD): mean "
+        "IoU of the pixels above THRESHOLD (0.5), or the share of pixels with the same class; or the "
+        "dotted path of a function from outputs [N, ...] to integers or booleans; auto: argmax(1) "
+        "for rows that add up to 1, threshold(0.5) for one value in 0..1, equal for integers, mask "
+        "and boxes if the values are unambiguous, else cosine",
     )
     min_float_agreement: float | None = setting(
         0.9,
-        "minimum share of unlabelled images with the same decision (boxes: F1) of the float file and "
-        "INT8 in ONNX Runtime; in a model with states over steps, each file keeps its own states",
+        "minimum share of unlabelled images on which the float file and INT8 make the same decision "
+        "(boxes: F1) in ONNX Runtime; for a model with states, each file computes its own states "
+        "from step to step",
         FRACTION,
     )
     max_float_kl: float | None = setting(
         0.05,
-        "maximum mean KL divergence from the softmax of the float file to that of INT8 in nats, on "
+        "maximum mean KL divergence in nats from the softmax of the float file to that of INT8, on "
         "unlabelled images",
         POSITIVE,
     )
     min_float_sqnr: float | None = setting(
         12.0,
-        "minimum ratio of the float file's outputs to the error of INT8 in dB (SQNR), on unlabelled "
-        "images; for models with states as in min_float_agreement",
+        "minimum signal-to-quantization-noise ratio (SQNR) of INT8's outputs against the float "
+        "file's in dB, on unlabelled images; states as for min_float_agreement",
         Range(-100, 200),
     )
     min_agreement: float | None = setting(
@@ -247,11 +260,11 @@ class VerifyConfig:
     target_isa: str | None = setting(
         None,
         "avx2: min_agreement must also be met on x86 processors without VNNI, where 8-bit products "
-        "saturate, by emulation; null: only on the processor that verifies",
+        "saturate, which is emulated; null: only on the processor that verifies",
         Choices(("avx2",)),
     )
     saturation_images: int = setting(
-        256, "number of images for that emulation, balanced over the classes", COUNT
+        256, "number of images on which saturation is emulated, balanced over the classes", COUNT
     )
     max_size_ratio: float | None = setting(None, "maximum of INT8 bytes / float bytes", POSITIVE)
     min_speedup: float | None = setting(None, "minimum of float latency / INT8 latency", POSITIVE)
@@ -268,8 +281,8 @@ class VerifyConfig:
     audit: bool = setting(
         True,
         "check that no weight is dequantized at run time and that every quantized operator runs in "
-        "int8; this and the size are checked after the first export already, and a run that fails "
-        "them ends there",
+        "int8. true: this and max_size_ratio are already checked after the first export, and a run "
+        "that misses them ends there",
     )
     runtimes: list[str] = setting(
         lambda: ["onnxruntime"],
@@ -278,9 +291,9 @@ class VerifyConfig:
     )
     examples: int = setting(
         4,
-        "number of test samples drawn in report.html, those where INT8 and float differ most, if the "
-        "task can draw any (class maps, boxes, spectrograms); 0: none, since the page contains their "
-        "pictures",
+        "number of test samples drawn in report.html, those on which INT8 and float differ most, if "
+        "the task can draw any (class maps, boxes, spectrograms); 0: none, so that the page contains "
+        "no pictures of the data",
         Range(0, 50),
     )
     checks: list[str] = setting(
@@ -317,34 +330,39 @@ class AnalysisConfig:
     )
     sensitivity: str = setting(
         "none",
-        "sensitivity of every weight and activation. estimate: in one pass; exact: also measured, "
-        "each quantized by itself and each left in float",
+        "sensitivity of every weight and activation. none: not computed; estimate: estimated for all "
+        "of them in one pass over the images; exact: also measured one by one, with only this one "
+        "quantized and with only this one in float",
         Choices(("none", "estimate", "exact")),
     )
     top: int | None = setting(
         None,
-        "number of weights and activations that are measured, the most sensitive by the estimate; null: all",
+        "number of weights and activations that sensitivity=exact measures, those with the highest "
+        "estimates; null: all",
         COUNT,
     )
     layers: list[str] = setting(
         lambda: ["*"],
         'which operators are analysed: paths ("layer1.0.conv1") or globs ("encoder.layers.*.mlp.*")',
     )
-    images: int = setting(1000, "images of the test split, balanced over the classes", COUNT)
+    images: int = setting(
+        1000, "images of the test split for isolation and sensitivity, balanced over the classes", COUNT
+    )
     batch_size: int = setting(50, "images per batch; determines the memory use", COUNT)
     tensors: int = setting(
         0,
-        "number of images on which each tensor of float, simulation and ONNX Runtime is compared; 0: "
-        "no comparison",
+        "number of images on which each tensor is compared between float, simulation and ONNX "
+        "Runtime; 0: no comparison",
         Range(0),
     )
     pictures: int = setting(
         0,
-        "number of tensors whose histograms are drawn, with the extra pictures also as PNG files; 0: none",
+        "number of tensors whose histograms are drawn in report.html, among those that tensors "
+        "compares; the extra pictures also draws the analyses as PNG files; 0: none",
         Range(0),
     )
     histograms: bool = setting(
         False,
-        "write a PNG file for each weight and activation that tensors compares, with its values, the "
-        "ends of its range and its steps",
+        "write a PNG file for each weight and activation that tensors compares: a histogram of its "
+        "values, with its range and steps",
     )

@@ -23,14 +23,14 @@ class TargetConfig:
     )
     min_sqnr: float | None = setting(
         None,
-        "minimum signal-to-quantization-noise ratio of the outputs in dB, on unlabelled images, if "
-        "above verify.min_float_sqnr",
+        "minimum signal-to-quantization-noise ratio of the outputs in dB, on unlabelled images; "
+        "verify.min_float_sqnr applies if it is higher; null: only that bound",
         Range(-100, 200),
     )
     min_speedup: float | None = setting(
         None,
-        "minimum of float latency / this file's latency, for precision=auto: the most accurate point "
-        "that is this fast is taken, instead of the fastest that meets the accuracy target",
+        "minimum of float latency / the file's latency, for precision=auto: the most accurate file "
+        "that reaches it is chosen; null: the fastest file that meets the accuracy target",
         POSITIVE,
     )
 
@@ -41,16 +41,18 @@ class PrecisionConfig:
 
     search: str = setting(
         "none",
-        "auto: make, judge and time files with some operators in float, then continue with the one "
-        "that target asks for",
+        "auto: write, judge and time files with some operators in float, then continue with the one "
+        "that target asks for; none: no search",
         Choices(("none", "auto")),
     )
-    points: int = setting(8, "maximum number of mixed-precision files that are made and measured", COUNT)
+    points: int = setting(8, "maximum number of mixed-precision files that are written and measured", COUNT)
     images: int = setting(256, "calibration images on which the loss of each operator is estimated", COUNT)
     front: str | None = setting(
-        None, "folder of a run with a finished search; point selects the point of its front to build", PLACE
+        None,
+        "folder of a run with a finished search, whose point number precision.point is built; null: none",
+        PLACE,
     )
-    point: int | None = setting(None, "index of a point of that front", Range(0))
+    point: int | None = setting(None, "index of the point of that front; null: none", Range(0))
 
 
 @dataclass
@@ -58,10 +60,10 @@ class RescueConfig:
     """The rescue: a sequence of stronger methods (rungs), tried in order until the accuracy target is met."""
 
     climb: bool = setting(
-        False, "start with naive PTQ, then improve one thing on each rung (qatkit.jobs.rungs)"
+        False, "run the rungs: naive PTQ first, then one improvement per rung (qatkit.jobs.rungs)"
     )
     full: bool = setting(False, "try all rungs, even after the target is met")
-    epochs: int = setting(1, "epochs of the last rung, if the schedule trains nothing", COUNT)
+    epochs: int = setting(1, "epochs of the last rung (fine-tuning) if schedule.epochs is 0", COUNT)
 
 
 @dataclass
@@ -73,21 +75,23 @@ class SearchConfig:
     )
     space: dict[str, Any] = setting(
         dict,
-        "KEY: [VALUE, ...] for a choice, or KEY: {low: , high: , step: , log: true} for a number, an "
-        "integer if the key is one; a key is anything the command line accepts, groups included",
+        "KEY: [VALUE, ...] for a choice; KEY: {low: , high: , step: , log: true} for a number, which "
+        "is an integer if the key's values are; a key is anything the command line accepts, "
+        "including groups",
     )
     objectives: list[str] = setting(
         lambda: ["accuracy"],
-        "figures of the file in ONNX Runtime to optimize, one or several: accuracy, drop, agreement, "
-        "sqnr, latency, speedup, size",
+        "figures of the file in ONNX Runtime to optimize, one or several: accuracy (the task's main "
+        "metric), drop (its loss against float), agreement (share of decisions as in float), sqnr, "
+        "latency, speedup, size",
     )
     constraints: list[str] = setting(
-        list, "bounds on these figures, in points, ms and MB: [accuracy>=97, size<=3.5]"
+        list, "bounds on these figures, in points, dB, ms and MB: [accuracy>=97, size<=3.5]"
     )
     storage: str | None = setting(
         None,
-        "where the study is stored. null: SQLite in its folder; journal: a file there, for workers on"
-        " several machines; or a database URL (postgresql://...)",
+        "where the study is stored. null: SQLite in the study's folder; journal: a file in that "
+        "folder, for workers on several machines; or a database URL (postgresql://...)",
     )
     prune: bool = setting(
         True,

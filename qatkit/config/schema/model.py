@@ -1,4 +1,4 @@
-"""The groups `model` and `data`: the float model, and the source and preprocessing of its images."""
+"""The groups `model` and `data`: the float model, and the source and preprocessing of its samples."""
 
 from __future__ import annotations
 
@@ -39,35 +39,38 @@ class ModelConfig:
     weights: str | None = setting(
         None,
         'pretrained weights: a torchvision weight enum of that model ("IMAGENET1K_V1", "DEFAULT"), a '
-        'timm tag ("a1_in1k", "DEFAULT"), or DEFAULT or a revision for Hugging Face and '
-        "lite/efficientnet-lite0",
+        'timm tag ("a1_in1k", "DEFAULT"), or DEFAULT or a revision for Hugging Face, or DEFAULT for '
+        "lite/efficientnet-lite0; null: no pretrained weights",
     )
     checkpoint: str | None = setting(
         None,
         "file with a float state_dict, written by torch.save or in safetensors; model.weights then "
         "names the weights that training started from: they are not fetched, but their preprocessing "
-        "is used",
+        "is used; null: no file",
         PLACE,
     )
     checkpoint_key: str | None = setting(
         None,
-        'which state_dict to take if the file holds several ("model_ema"); null: the trained weights,'
-        " not an average of them",
+        'which state_dict to load if the file contains several ("model_ema"); null: the trained '
+        "weights, not an average of them",
     )
     num_classes: int | None = setting(
-        None, "number of classes of the classifier; null: that of the data", COUNT
+        None, "number of classes of the classifier; null: as many as the data has", COUNT
     )
     kwargs: dict[str, Any] = setting(
-        dict, "further arguments of the builder; for hf/NAME, settings of the model's configuration"
+        dict,
+        "further arguments of the builder; for hf/NAME, settings of the model's configuration; for "
+        "onnx/FILE: fix, states and custom_ops",
     )
 
 
 @dataclass
 class DataConfig:
-    """The source of the images and their preprocessing.
+    """The source of the samples and their preprocessing.
 
-    Preprocessing settings (image_size to pixels) that are null come from the weights' own transforms, or from
-    the model.json next to an ONNX file. Without either, the default in parentheses is used.
+    Preprocessing settings (image_size to pixels) that are null come from the weights' own transforms, from the
+    model.json next to an ONNX file, or from the source. If none of them has a value, the default in parentheses is
+    used. Recordings are the samples of data=spoken_digits, speech_commands and tones.
     """
 
     source: str = setting("qatkit.data.digits", "dotted path of the function that returns the datasets")
@@ -77,8 +80,9 @@ class DataConfig:
     )
     resize: Any | None = setting(
         None,
-        "with fit=crop: size in pixels that an image is scaled to cover before the centre crop: one "
-        "number for the shorter side, or [height, width]; null: image_size",
+        "with fit=crop: size in pixels that a scaled image covers before the centre crop: one number "
+        "for its shorter side, or [height, width]; null: image_size if that is set, else that of the "
+        "weights",
         SIZE,
     )
     mean: list[float] | None = setting(
@@ -115,8 +119,10 @@ class DataConfig:
     )
     augment: str = setting(
         "none",
-        "augmentation of training data; for recordings, shift moves them by up to 100 ms either way, "
-        "gain changes the level by up to 6 dB either way, noise is 10 to 40 dB below the signal",
+        "augmentation of training data. flip: mirror at random; crop_flip: mirror, and shift by up "
+        "to an eighth; resized_crop: mirror, and scale a random part to image_size; scale_flip: "
+        "mirror, and zoom by 0.5 to 1.5. For recordings, shift moves them by up to 100 ms either "
+        "way, gain changes the level by up to 6 dB either way, noise is 10 to 40 dB below the signal",
         Choices(("none", *PICTURE_AUGMENTATIONS, *SOUND_AUGMENTATIONS)),
     )
     policy: str = setting(
@@ -126,7 +132,9 @@ class DataConfig:
         Choices(("none", "trivial_augment", "rand_augment", "auto_augment", "aug_mix")),
     )
     batch_size: int = setting(64, "training images per step and process", COUNT)
-    eval_batch_size: int = setting(100, "test images per batch; fewer if 64 MiB cannot hold that many", COUNT)
+    eval_batch_size: int = setting(
+        100, "test images per batch; fewer if that many pictures need more than 64 MiB", COUNT
+    )
     workers: int = setting(
         2,
         "data-loading processes, for passes that take longer than starting them; 0: load in the main process",
@@ -135,7 +143,7 @@ class DataConfig:
     cache: str = setting(
         "none",
         "ram: keep decoded images in memory, shared by the workers; the source must return the same "
-        "item each time it is read",
+        "item each time it is read; none: decode them each time",
         Choices(("none", "ram")),
     )
     cache_mb: int = setting(
@@ -161,25 +169,25 @@ class DataConfig:
         Choices(("refuse", "skip")),
     )
     download: bool = setting(
-        True, "download the data set if root does not hold it and the source can fetch it"
+        True, "download the data set if root does not contain it and the source can fetch it"
     )
     rate: int | None = setting(
         None,
         "sample rate of the model's input in Hz, to which sound files of other rates are resampled; "
-        "null: what the model's file says (metadata, or a fixed input such as sr), else 16000; 8000 "
-        "for data=spoken_digits and tones",
+        "null: with data=audio, what the model's file says (metadata, or a fixed input such as sr), "
+        "else 16000; 8000 with data=spoken_digits and tones, 16000 with data=speech_commands",
         COUNT,
     )
     frame: int | None = setting(
         None,
-        "with data=audio: samples per input, if the model accepts any number; for recordings: samples"
-        " per window (default 40 ms)",
+        "with data=audio: samples per input, needed if the model accepts any number; for recordings: "
+        "samples per window (default 40 ms)",
         COUNT,
     )
     hop: int | None = setting(
         None,
-        "samples from the start of one frame to the start of the next; null: frame, or half of it for"
-        " recordings",
+        "samples from the start of one frame to the start of the next; null: frame with data=audio, "
+        "half of it for recordings",
         COUNT,
     )
     axes: str | None = setting(
@@ -207,8 +215,8 @@ class DataConfig:
     )
     features_in: str | None = setting(
         None,
-        "where features of recordings are computed. data (default): before the file, which takes "
-        "features; graph: in float inside the file, which takes samples [N, T]",
+        "where features of recordings are computed. data (default): before the model, whose input is "
+        "the features; graph: in float inside the file, whose input is samples [N, T]",
         Choices(("data", "graph")),
     )
     mels: int | None = setting(
@@ -227,14 +235,15 @@ class DataConfig:
     count: int | None = setting(None, "with data=drawn: samples per split (default 64)", COUNT)
     sizes: Any | None = setting(
         None,
-        "with data=drawn: sizes of open axes. {AXIS: SIZE} by the axis name in the file, {INPUT: "
-        "SIZE} or {INPUT: [SIZE, ...]}; null: 224 for pictures, 16000 for sound, else 64",
+        "with data=drawn: sizes of dynamic axes. {AXIS: SIZE} by the axis name in the file, {INPUT: "
+        "SIZE} or {INPUT: [SIZE, ...]}; null: 224 for inputs with 4 or more axes (pictures), 16000 "
+        "for float inputs with a single axis of more than one value (sound), else 64",
     )
     ranges: Any | None = setting(
         None,
-        "with data=drawn: {INPUT: [LOW, HIGH]}, both included; null: floats are drawn from normal(0, "
-        "1), ids from the rows of the table that they index, 8-bit integers from their whole range, "
-        "other integers from 0 and 1",
+        "with data=drawn: {INPUT: [LOW, HIGH]}, both included; null: normal(0, 1) for float inputs, "
+        "the rows of the table for ids that index one, the full range of the type for 8-bit "
+        "integers, 0 and 1 for other integers",
     )
     context: int | None = setting(
         None,
@@ -247,7 +256,7 @@ class DataConfig:
     )
     ignored: list[int] | None = setting(
         None,
-        "with data=label_pictures: label values that count neither as right nor as wrong; null: 255",
+        "with data=label_pictures: label values whose pixels count neither as right nor as wrong; null: 255",
     )
     columns: list[str] | None = setting(
         None,

@@ -24,8 +24,8 @@ class OverrideConfig:
     )
     weight_dtype: str | None = setting(
         None,
-        "number type of the weights; integers below 8 bits are stored in bytes, which int8 kernels "
-        "read; number formats need backend=simulated",
+        "number type of the weights; integers of fewer than 8 bits are stored in bytes, which int8 "
+        "kernels read; number formats need backend=simulated",
         Choices((*SIGNED, *FORMAT_NAMES)),
     )
     weight_granularity: Any = setting(
@@ -45,8 +45,7 @@ class OverrideConfig:
     )
     weight_zero_point: Any = setting(
         None,
-        "zero point that belongs to weight_scale if the weights are not symmetric; a list: one per "
-        "output channel",
+        "zero point for weight_scale, if the weights are not symmetric; a list: one per output channel",
     )
     weight_range: Any = setting(
         None, "[LOW, HIGH] of the weights, instead of their actual range: rmin and rmax of other tools"
@@ -62,28 +61,30 @@ class OverrideConfig:
     )
     activation_dtype: str | None = setting(
         None,
-        "number type of inputs and outputs; uint4 is simulated: the file clips to 16 steps and "
-        "computes in float; ONNX Runtime rounds to 16 bits and also computes in float; number formats"
-        " need backend=simulated",
+        "number type of the operators' outputs or of the selected tensors. For uint4, int16 and "
+        "uint16, ONNX Runtime computes in float: the file clips to 16 steps, or rounds to 16 bits; "
+        "number formats need backend=simulated",
         Choices((*ACTIVATIONS, *FORMAT_NAMES)),
     )
-    activation_symmetric: bool | None = setting(None, "zero lies in the middle of the range")
+    activation_symmetric: bool | None = setting(
+        None, "symmetric activations, like backend.activation_symmetric"
+    )
     scale_type: str | None = setting(
         None,
-        "form of the scales of the weights and outputs of these operators, like backend.scale_type",
+        "restriction on the scales of the weights and outputs of these operators, like backend.scale_type",
         Choices(SCALE_VALUES),
     )
     bias_dtype: str | None = setting(
         None, "bias type of these operators, like backend.bias_dtype", Choices(BIAS_TYPES)
     )
     activation_reduce_range: bool | None = setting(
-        None, "give up one bit: spread the range over 128 of 256 steps"
+        None, "use one bit less for activations: spread the range over 128 of 256 steps"
     )
     activation_scale: Any = setting(
         None, "scale of the activation, which neither calibration nor training changes"
     )
     activation_zero_point: int | None = setting(
-        None, "integer that represents 0, together with activation_scale, if the range is not symmetric"
+        None, "zero point for activation_scale, if the activation is not symmetric"
     )
     activation_range: Any = setting(
         None, "[LOW, HIGH] of the activation, instead of the calibrated range: rmin and rmax of other tools"
@@ -92,32 +93,32 @@ class OverrideConfig:
 
 @dataclass
 class BackendConfig:
-    """The target's quantization rules by name, and overrides by pattern."""
+    """The quantization rules of the deployment target, and overrides for chosen operators and tensors."""
 
     target: str = setting("qatkit.quant.backends.FBGEMM", "dotted path of a qatkit.quant.backends.Backend")
     reduce_range: bool | str = setting(
         "auto",
         "reduced range of the weights, so that the file computes the same on x86 processors without "
-        "VNNI. auto: 8 bits, but no two weights that their kernels add can saturate; true: 7 bits; "
-        "false: 8 bits, which may saturate there",
+        "VNNI, whose kernels add pairs of products in 16 bits. auto: 8 bits, with scales at which no "
+        "pair can saturate; true: 7 bits; false: 8 bits, which may saturate there",
         SWITCH,
     )
     weight_dtype: str | None = setting(
         None,
-        "number type of all weights; null: the backend's choice",
+        "number type of all weights; number formats need backend=simulated; null: the backend's choice",
         Choices((*SIGNED, *FORMAT_NAMES)),
     )
     activation_dtype: str | None = setting(
         None,
-        "number type of all activations including the model's inputs; number formats need backend=simulated;"
-        " null: the backend's choice",
+        "number type of all activations, including the model's inputs; number formats need "
+        "backend=simulated; null: the backend's choice",
         Choices((*ACTIVATIONS, *FORMAT_NAMES)),
     )
     activation_symmetric: bool | None = setting(
         None,
-        "activations with zero in the middle of their range: the zero point is 0 for signed types, the "
-        "middle of unsigned ones (128 for uint8), and 0 if a ReLU ends the range at zero; null: the "
-        "backend's choice",
+        "activations with zero in the middle of their range: the zero point is 0 for signed types "
+        "and the middle of unsigned ones (128 for uint8), but 0 after a ReLU, where the range starts "
+        "at zero; null: the backend's choice",
     )
     # Any: a string or a mapping.
     weight_granularity: Any = setting(
@@ -132,15 +133,16 @@ class BackendConfig:
     )
     weight_scale_dtype: str | None = setting(
         None,
-        "type of the weight scales (backend=weight_only); uint8: the scales are quantized themselves,"
-        " with one float32 per output channel (double quantization); null: the backend's choice",
+        "type of the weight scales (backend=weight_only). float32, float16: stored in this type; "
+        "uint8: quantized themselves, with one float32 per output channel (double quantization); "
+        "null: the backend's choice",
         Choices(SCALE_TYPES),
     )
     scale_type: str | None = setting(
         None,
-        "form of the scales of weights and activations: any number (float), powers of two (pow2), "
-        "float16 numbers, or 15-bit integers times powers of two (int16); scales of int32 biases are "
-        "the products of both; null: the backend's choice",
+        "restriction on the scales of weights and activations. float: any number; pow2: powers of "
+        "two; float16: float16 numbers; int16: 15-bit integers times powers of two. Scales of int32 "
+        "biases are the products of both; null: the backend's choice",
         Choices(SCALE_VALUES),
     )
     bias_dtype: str | None = setting(
@@ -171,30 +173,31 @@ class BackendConfig:
         "the paths between",
     )
     only: list[Any] = setting(
-        list, "selectors of the only operators to quantize, in the form of backend.exclude; []: all"
+        list, "selectors of the only operators to quantize, written like backend.exclude; []: all"
     )
     # Any: a mapping with the key "from", which cannot be the field of a dataclass.
     subgraphs: dict[str, Any] = setting(
         dict,
-        "name: {from: [...], to: [...]} for subgraph/NAME: every operator on a path between, both "
-        "ends included",
+        "name: {from: [...], to: [...]} for subgraph/NAME: every operator on a path between these "
+        "operators, which are included",
     )
 
 
 @dataclass
 class WeightsConfig:
-    """The settings of low-bit weights in blocks, for onnx=FILE mode=weight_only with the backend weight_only."""
+    """The low-bit weights of onnx=FILE mode=weight_only (train.py has backend=weight_only for them)."""
 
     bits: int | None = setting(
         None,
-        "bits per weight; 4 or fewer are multiplied packed, and 3 take the space of 4; null: int8 "
-        "with one scale per channel, by ONNX Runtime's tools",
+        "bits per weight. Weights of 4 bits or fewer stay packed in products, and 3 bits take the "
+        "space of 4; 8-bit weights are unpacked when the file is loaded; null: int8 with one scale "
+        "per channel, by ONNX Runtime's tools",
         BITS,
     )
     block: Any = setting(
         None,
         "number of inputs of an output channel that share a scale; a channel with fewer inputs has "
-        "one scale; null: 32",
+        "one scale; per_channel: one scale per output channel; null: 32",
         BLOCK,
     )
     symmetric: bool | None = setting(None, "weights without zero points; null: with zero points")
@@ -210,11 +213,13 @@ class QuantizerConfig:
     """The fake quantize classes, which decide how scales and rounding are found."""
 
     activation: str = setting(
-        "qatkit.quant.fake_quantize.FakeQuantize", "dotted path of a qatkit.quant.fake_quantize.FakeQuantize"
+        "qatkit.quant.fake_quantize.FakeQuantize",
+        "dotted path of the fake quantize class of activations, a qatkit.quant.fake_quantize.FakeQuantize",
     )
     weight: str = setting(
         "qatkit.quant.weight_fake_quantize.WeightFakeQuantize",
-        "dotted path of a qatkit.quant.weight_fake_quantize.WeightFakeQuantize",
+        "dotted path of the fake quantize class of weights, a "
+        "qatkit.quant.weight_fake_quantize.WeightFakeQuantize",
     )
 
 
@@ -224,14 +229,14 @@ class CalibrationConfig:
 
     observer: str = setting(
         "qatkit.quant.observers.MovingAverageMinMaxObserver",
-        "dotted path of a qatkit.quant.observers.Observer",
+        "dotted path of the class that finds the range of an activation, a qatkit.quant.observers.Observer",
     )
     images: int = setting(512, "number of calibration images from the train split", COUNT)
     batch_size: int = setting(64, "images per batch", COUNT)
     percentile: float | None = setting(
         None,
-        "share of values inside the range in percent, for observers that use it; null: the observer's"
-        " default",
+        "percentage of the values that lie inside the range, for observers that use it; null: the "
+        "observer's default",
         Range(50, 100, above=True),
     )
     deviations: float | None = setting(
@@ -243,18 +248,22 @@ class CalibrationConfig:
     weights: str = setting(
         "auto",
         "how weight ranges are found. max: up to the largest value; mse: with the least squared "
-        "error; auto: mse below 8 bits",
+        "error (up to 8 bits); auto: mse for weights of 4 bits or fewer, else max",
         Choices(("auto", "max", "mse")),
     )
     search: str = setting(
         "none",
-        "choose between calibration methods by their effect on the outputs",
+        "choice between calibration methods. none: the observer's own method; layerwise: for each "
+        "tensor, the percentile with the least error at the outputs of the operators that read it; "
+        "tournament: one method for all tensors, or the best for each, whichever makes the best file "
+        "in ONNX Runtime on held-out calibration images",
         Choices(("none", "layerwise", "tournament")),
     )
     mean_shifts: str = setting(
         "correct",
-        "what to do about operators whose rounded weights shift the means of their outputs (inputs "
-        "far from zero). correct: subtract the shifts from the biases; report: only report them",
+        "what to do about operators whose rounded weights shift the means of their outputs (because "
+        "their inputs are far from zero). correct: subtract the shifts from the biases; report: only "
+        "report them",
         Choices(("correct", "report")),
     )
     mixed_scales: str = setting(
@@ -265,12 +274,19 @@ class CalibrationConfig:
         Choices(("float", "report")),
     )
     cache: str | None = setting(
-        None, "file that is written after calibration, and read instead of calibrating if it exists", PLACE
+        None,
+        "file that is written after calibration, and read instead of calibrating if it exists; null: no file",
+        PLACE,
     )
     encodings: str | None = setting(
         None,
-        "file with scales and zero points by tensor name, which are fixed while the others are "
-        "calibrated: encodings.json (mode=encodings), AIMET's format, or a quantized ONNX file itself",
+        "file with scales and zero points by tensor name, which are fixed while the other tensors "
+        "are calibrated: encodings.json (mode=encodings), a file in AIMET's format, or a quantized "
+        "ONNX file; null: none",
         PLACE,
     )
-    random: bool = setting(False, "calibrate on noise instead of images, if you have none")
+    random: bool = setting(
+        False,
+        "calibrate on noise instead of the calibration images, if you have none; the ranges fit no "
+        "real image",
+    )

@@ -14,11 +14,11 @@ class ScheduleConfig:
     epochs: int = setting(1, "epochs of fine-tuning; 0: only calibrate", Range(0))
     max_steps: int | None = setting(
         None,
-        "maximum number of optimizer steps; training ends at epochs or at this, whichever comes first",
+        "maximum number of optimizer steps, if fewer than those of epochs; null: no limit",
         COUNT,
     )
     optimizer: str = setting(
-        "sgd", "optimizer of fine-tuning and of the float model", Choices(("sgd", "adamw"))
+        "sgd", "optimizer of fine-tuning and of float training", Choices(("sgd", "adamw"))
     )
     lr: float = setting(1e-3, "learning rate of fine-tuning", POSITIVE)
     relative_lr: bool = setting(
@@ -33,26 +33,34 @@ class ScheduleConfig:
         Range(0, 0.1, above=True),
     )
     momentum: float = setting(0.9, "momentum of sgd", Range(0, 1))
-    weight_decay: float = setting(1e-4, "weight decay coefficient, multiplied by the learning rate", Range(0))
+    weight_decay: float = setting(
+        1e-4,
+        "weight decay coefficient, multiplied by the learning rate; not applied to biases and other vectors",
+        Range(0),
+    )
     warmup: float = setting(
         0.05, "fraction of all steps during which the learning rate rises linearly", FRACTION
     )
     decay: str = setting(
-        "cosine", "shape of the learning rate after the warmup", Choices(("cosine", "linear", "constant"))
+        "cosine",
+        "learning rate after the warmup. cosine, linear: falls to 0 along this curve; constant: does "
+        "not change",
+        Choices(("cosine", "linear", "constant")),
     )
     label_smoothing: float = setting(0.0, "share of the target that is spread over all classes", FRACTION)
     batch_norm: str = setting(
         "fold",
-        "what happens to BatchNorms. fold: merge them into the weights before training; freeze, "
-        "train: keep them until convert, with fixed or updated statistics",
+        "what happens to BatchNorms. fold: they are merged into the weights before training; freeze, "
+        "train: they are kept until the conversion to integers, with fixed (freeze) or updated "
+        "(train) statistics",
         Choices(("fold", "freeze", "train")),
     )
     enable_fake_quant: float = setting(0.0, "milestone from which fake quantization is on", FRACTION)
     freeze_observers: float = setting(0.5, "milestone from which ranges are fixed", FRACTION)
     branches: str = setting(
         "train",
-        "how to train re-parameterized blocks, which are one convolution in the file. train: all "
-        "branches, with the merged weights quantized; merged: only the merged convolution",
+        "how to train re-parameterized blocks, which become one convolution in the file. train: all "
+        "branches, with their merged weights quantized; merged: only the merged convolution",
         Choices(("train", "merged")),
     )
     freeze_batch_norm: float = setting(
@@ -73,17 +81,17 @@ class ScheduleConfig:
     )
     oscillation: str = setting(
         "ignore",
-        "what to do about weights that oscillate between two integers. count: report their number; "
-        "dampen: add a term to the loss; freeze: fix those that oscillate most",
+        "what to do about weights that oscillate between two integers. ignore: nothing; count: "
+        "report their number; dampen: add a term to the loss; freeze: fix those that oscillate most",
         Choices(("ignore", "count", "dampen", "freeze")),
     )
     dampening: float = setting(
-        0.1, "final weight of the dampening term, reached from 0 along a cosine", POSITIVE
+        0.1, "final weight of the loss term of oscillation=dampen, reached from 0 along a cosine", POSITIVE
     )
     freeze_above: float = setting(
         0.01,
-        "share of steps with a jump above which a weight is frozen; the final value, reached from 0.1"
-        " along a cosine",
+        "weights whose integers jump back in more than this share of the steps are frozen "
+        "(oscillation=freeze); the share starts at 0.1 and reaches this value along a cosine",
         FRACTION,
     )
     distill: float = setting(0.0, "weight of the teacher's soft targets in the loss", FRACTION)
@@ -109,9 +117,9 @@ class ScheduleConfig:
         1.0, "weight of the relative squared error of these features in the loss", POSITIVE
     )
     float_epochs: int = setting(
-        0, "epochs that train the float model first, if there is no checkpoint", Range(0)
+        0, "epochs in which the float model is trained first; 0: it is used as it was loaded", Range(0)
     )
-    float_lr: float = setting(0.05, "learning rate of the float model", POSITIVE)
+    float_lr: float = setting(0.05, "learning rate of float training", POSITIVE)
 
 
 @dataclass
@@ -120,14 +128,17 @@ class TrainerConfig:
 
     accelerator: str = setting(
         "auto",
-        "device type to train on; auto: CUDA if available",
+        "device type to train on. auto: CUDA if available, else the CPU; gpu, cuda: CUDA; cpu: the CPU",
         Choices(("auto", "cpu", "gpu", "cuda")),
     )
-    devices: int = setting(1, "devices per node; -1: all", Range(1, all_of_them=True))
+    devices: int = setting(
+        1, "devices per node (processes, on a CPU); -1: all GPUs", Range(1, all_of_them=True)
+    )
     num_nodes: int = setting(1, "number of machines", COUNT)
     strategy: str = setting(
         "auto",
-        "how several processes train together",
+        "how several processes train together. auto, ddp: data-parallel training; "
+        "ddp_find_unused_parameters_true: the same for models with parameters that get no gradient",
         Choices(("auto", "ddp", "ddp_find_unused_parameters_true")),
     )
     compile: bool = setting(
@@ -137,8 +148,8 @@ class TrainerConfig:
     )
     channels_last: bool = setting(
         False,
-        "channels-last memory format for images and activations: faster for convolutions on GPUs, and"
-        " on CPUs for depthwise ones and with trainer.compile",
+        "channels-last memory format for images and activations: faster for convolutions on GPUs; on "
+        "CPUs, for depthwise convolutions and with trainer.compile",
     )
     accumulate: int = setting(1, "batches of each process per optimizer step", COUNT)
     sync_batch_norm: bool = setting(
@@ -152,13 +163,13 @@ class TrainerConfig:
     deterministic: bool = setting(
         True, "use only deterministic kernels: slower on a GPU, and missing for some operators"
     )
-    gradient_clip: float | None = setting(None, "maximum norm of the gradient", POSITIVE)
+    gradient_clip: float | None = setting(None, "maximum norm of the gradient; null: not limited", POSITIVE)
     checkpoint_every: int = setting(200, "optimizer steps between checkpoints", COUNT)
     progress: bool = setting(True, "show progress bars on stderr")
     debug: bool = setting(False, "print the traceback of every error before its one-line message")
     mlflow: str | None = setting(
         None,
-        "tracking URI of an MLflow server (http://host:5000; an extra), which receives parameters, "
-        "metrics, report and bundle, in the experiment NAME",
+        "tracking URI of MLflow (http://host:5000 or another of its stores; an extra), which "
+        "receives parameters, metrics, report and bundle, in the experiment NAME; null: not used",
         PLACE,
     )

@@ -1,4 +1,4 @@
-"""Fixes sizes of open axes in a file's inputs, which are chosen by the name of a size or the number of an axis."""
+"""Fixes sizes of dynamic axes in a file's inputs, which are chosen by the name of a size or the number of an axis."""
 
 from __future__ import annotations
 

@@ -58,11 +58,8 @@ def _check(teacher: nn.Module, data: DataModule, key: str, shown: str | None) ->
         with inference(teacher):
             output = output_leaves(call(teacher, batch))[1][0]
     except Exception as error:  # a forward pass may raise any error
-        raise ConfigError(
-            key,
-            shown,
-            f"a model that accepts {data.inputs.text}, as {data.inputs.said_by} ({described(error)})",
-        ) from error
+        reason = f"the teacher failed on {data.inputs.text}, as {data.inputs.said_by} ({described(error)})"
+        raise ConfigError(key, shown, reason=reason) from error
     width = data.task.width_of(output.shape) if isinstance(output, Tensor) else None
     if width is None:
         wanted = f"a model that returns {data.task.names.outputs} {data.task.shape_text(None)}"

@@ -1,4 +1,4 @@
-"""Open axes get sizes, by name or by input."""
+"""Dynamic axes get sizes, by name or by input."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def rank(value: ir.Value | None) -> int | None:
 
 
 def size(value: ir.Value | None, axis: int) -> int | None:
-    """Returns the size of an axis; None if it is open or unknown."""
+    """Returns the size of an axis; None if it is dynamic or unknown."""
     if value is None or value.shape is None:
         return None
     found = value.shape[axis]
