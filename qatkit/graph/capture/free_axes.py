@@ -5,8 +5,9 @@
     (`qatkit.graph.capture.traced_sizes`)
     → a comparison                         between the graph and the model, at sizes that no run had
 
-An axis stays fixed if its size decides what is computed, or if it fits only a fixed number of weights; a note then
-names the line. If a model needs multiples (of 8 rows, say), the axis accepts only multiples.
+An axis stays fixed if its size decides what is computed, if the model fails at other sizes, or if a layer has weights
+for one size only. A note gives the reason, except for weights. If the configuration names the axis, it is an error.
+If a model needs multiples (of 8 rows, say), the axis accepts only multiples.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from qatkit_verify.foreign import described
 Wanted = str | Mapping[str, Mapping[int, str]]  # "auto", "none", or names of axes by input
 Place = tuple[int, int]  # an input and its axis
 _DECIDES = "the size decides what is computed"
-_STRIDES = {4: 128, 5: 32}  # by rank: largest strides of pyramids, of pictures and of clips or volumes
+_STRIDES = {4: 128, 5: 32}  # by rank: the largest stride in pyramids for images, and for clips or volumes
 _STEPS = (1, 2, 4, 8, 16, 32, 64)
 _NAMES = {4: {2: "height", 3: "width"}, 5: {2: "depth", 3: "height", 4: "width"}}
 _CLOSE = 1e-3  # relative to the largest output; a larger difference is not rounding
@@ -64,7 +65,7 @@ class FreeAxes:
     """The search for the free axes of one model.
 
     Args:
-        wanted: "auto", or names of axes by input, which have to be free.
+        wanted: "auto", or names for axes that have to be free, by input and number of the axis.
         runs: the runs of the model.
         opened: paths of attention modules that are not recorded as leaves.
         batches: batch sizes of the two runs; empty for a model that accepts only the example's batch size.
@@ -89,7 +90,7 @@ class FreeAxes:
         """Returns the graph for all free axes (None if there are none) and the free axes.
 
         Raises:
-            ConfigError: an axis that `wanted` names is not free.
+            ConfigError: an axis in `wanted` is not free or does not exist, or is the batch axis.
         """
         self._check_wanted()
         found = self._each(self._run)
@@ -271,13 +272,16 @@ class FreeAxes:
         return one
 
     def _compare(self, one: Recording, axes: Sequence[FreeAxis], batch: int | None) -> None:
-        """Raises an error if the graph and the model differ at sizes that no run had and that the model accepts."""
+        """Raises an error if the graph and the model differ at sizes that no run had.
+
+        If the model accepts none of these, the sizes of the last run are compared. If it fails there too, nothing is.
+        """
         between = [{axis: _between(axis, i + more) for i, axis in enumerate(axes)} for more in range(3)]
         for sizes in (*between, {axis: axis.others[-1] for axis in axes}):
             tensors = self._inputs(sizes, batch)
             try:
                 expected = self.runs.answers(tensors)
-            except Exception:  # noqa: S112  whatever a forward raises: the model does not take one of the sizes
+            except Exception:  # noqa: S112  whatever a forward raises: the model does not accept one of the sizes
                 continue
             found = ", ".join(f"{axis.size} → {size}" for axis, size in sizes.items())
             try:
@@ -341,11 +345,11 @@ def _in_words(error: Exception) -> str:
 
 
 class _NotFreeError(Exception):
-    """An error for an axis with whose other sizes the model fails or computes something else."""
+    """Raised if the model fails at other sizes of an axis, or if the graph computes something else there."""
 
 
 class _HasWeightsError(_NotFreeError):
-    """An error for an axis of features: a layer has a fixed number of weights for it, so it needs no note."""
+    """Raised for an axis of features, for which a layer has a fixed number of weights; no note is needed."""
 
     def __str__(self) -> str:
         return "a layer has weights only for this size"
@@ -375,7 +379,7 @@ def _far(size: int, number: int, rank: int) -> list[int]:
     """Returns sizes to try: first distant ones, then nearer and smaller ones, for models with a table of positions.
 
     A distant size still differs from `size` after every stride of a pyramid, where nearer sizes may become
-    equal. Each axis differs by another amount. For a clip the amounts are smaller, since a run with distant
+    equal. The amounts differ between axes. For a clip they are smaller, since a run with distant
     sizes on three axes takes many times as long.
     """
     each = 8 if rank > 4 else 32

@@ -67,5 +67,5 @@ def notes_of_opaque(graph_module: fx.GraphModule) -> list[tuple[str, str]]:
 
 
 def code_at(place: tuple[str, int]) -> str:
-    """Returns the line of code at a place (file, line number)."""
+    """Returns the line of code at a place (file, line number); "a line" if it can't be read."""
     return linecache.getline(*place).strip() or "a line"

@@ -99,8 +99,9 @@ def training_paths(model: nn.Module, example: Example, missing: Mapping[str, nn.
 
 
 def follow_paths(model: nn.Module, blocks: Collection[str]) -> None:
-    """Puts the modules at `blocks`, except norms, into training mode, and all modules inside them into
-    inference mode.
+    """Puts the modules at `blocks` into training mode, and all modules inside them into inference mode.
+
+    Norms stay in inference mode.
     """
     for path in sorted(blocks, key=len):  # outer modules before the modules that they contain
         block = model.get_submodule(path).train()
