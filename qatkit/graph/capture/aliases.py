@@ -224,7 +224,7 @@ class Aliases:
         """
         steps = _axes(index, len(shape))
         if steps is None:
-            raise self.refuse(f"an assignment to {index} can't be followed")
+            raise self.refuse("an assignment to an index with None, a boolean or a tensor can't be followed")
         return self._assign(whole, list(shape), steps, part, axis=0)
 
     def _assign(self, whole: fx.Node, shape: list[int], steps: list[Any], part: Any, axis: int) -> fx.Node:

@@ -113,7 +113,7 @@ def _by_slices(
 def _by_tensors(recorder: Recorder, old: fx.Node, whole: Tensor, parts: list[Any], value: Any) -> fx.Node:
     """Assigns by slices and index tensors: the slices are applied first, so that the tensors index full axes."""
     if None in [part for part in parts if not isinstance(part, Tensor)]:
-        raise recorder.not_followed("an assignment to new axes and tensors of indices can't be followed")
+        raise recorder.not_followed("an assignment to an index with both None and a tensor can't be followed")
     slices: list[Any] = []
     for part in parts:
         mask = isinstance(part, Tensor) and part.dtype in _MASKS

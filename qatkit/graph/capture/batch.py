@@ -133,11 +133,11 @@ class _Merge:
             theirs = other.constants.get(str(node.target))
             if mine is None or theirs is None or mine.shape != theirs.shape or mine.dtype != theirs.dtype:
                 raise self._refused(
-                    node, "a tensor made outside of torch's functions depends on the size of the batch"
+                    node, "a tensor made outside of torch's functions depends on the size of the inputs"
                 )
             if not torch.equal(mine.nan_to_num(), theirs.nan_to_num()):
                 raise self._refused(
-                    node, "a tensor made outside of torch depends on the inputs or on the batch"
+                    node, "a tensor made outside of torch's functions depends on the inputs or on their size"
                 )
 
     def _reshape(self, node: fx.Node, others: Sequence[fx.Node]) -> None:

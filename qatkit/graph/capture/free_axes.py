@@ -140,14 +140,15 @@ class FreeAxes:
         """
         for name, axes in self.wanted.items() if not isinstance(self.wanted, str) else ():
             if name not in self.names:
-                raise ConfigError("export.dynamic_axes", name, f"one of the inputs {', '.join(self.names)}")
+                allowed = f"an input of the model ({', '.join(self.names)})"
+                raise ConfigError("export.dynamic_axes", name, allowed)
             rank = self.tensors[self.names.index(name)].ndim
             batch = self.batch_axes[self.names.index(name)] if self.batches else None
             for axis in axes:
                 if not 0 <= axis < rank or axis == batch:
-                    numbers = "0" if rank == 1 else f"0 to {rank - 1}"
-                    besides = "" if batch is None else f", except the batch axis {batch}"
-                    allowed = f"an axis of the input ({numbers}{besides})"
+                    others = ", ".join(str(one) for one in range(rank) if one != batch)
+                    besides = "" if batch is None else " other than the batch axis"
+                    allowed = f"an axis of the input{besides} ({others or 'it has none'})"
                     raise ConfigError(f"export.dynamic_axes.{name}", axis, allowed)
 
     def _candidates(self) -> Iterator[list[tuple[Place, ...]]]:
@@ -249,7 +250,9 @@ class FreeAxes:
                         break  # the size on the other side proves nothing
                     continue
                 return found
-        raise _NotFreeError(f"the model accepts sizes {axis.size} and {far}, but none close to {axis.size}")
+        raise _NotFreeError(
+            f"the model accepts sizes {axis.size} and {far}, but no size close to {axis.size}"
+        )
 
     def _merged(self, axes: Sequence[FreeAxis], *, compare: bool) -> Recording:
         """Returns the graph for the sizes of all runs: the example's, all distant ones and all near ones.
@@ -272,10 +275,7 @@ class FreeAxes:
         return one
 
     def _compare(self, one: Recording, axes: Sequence[FreeAxis], batch: int | None) -> None:
-        """Raises an error if the graph and the model differ at sizes that no run had.
-
-        If the model accepts none of these, the sizes of the last run are compared. If it fails there too, nothing is.
-        """
+        """Raises an error if graph and model differ at sizes that no run had, or else at those of the last run."""
         between = [{axis: _between(axis, i + more) for i, axis in enumerate(axes)} for more in range(3)]
         for sizes in (*between, {axis: axis.others[-1] for axis in axes}):
             tensors = self._inputs(sizes, batch)
@@ -293,7 +293,7 @@ class FreeAxes:
                 ) from error
             if largest > _CLOSE:
                 raise _NotFreeError(
-                    f"graph and model differ by {100 * largest:.2g} % of the output at another size ({found})"
+                    f"the graph and the model differ by {100 * largest:.2g} % of the output at another size ({found})"
                 )
             return
 
@@ -329,9 +329,9 @@ class FreeAxes:
         reason, where = _in_words(error), self._of(axis)
         if not isinstance(self.wanted, str):
             i, along = axis.places[0]
-            raise ConfigError(
-                f"export.dynamic_axes.{self.names[i]}.{along}", self._size((i, along)), reason=reason
-            )
+            key, name = f"export.dynamic_axes.{self.names[i]}.{along}", self.wanted[self.names[i]][along]
+            advice = "remove this axis from export.dynamic_axes"
+            raise ConfigError(key, name, reason=f"its size is fixed at {axis.size}: {reason}; {advice}")
         if not isinstance(error, _HasWeightsError):
             self.notes.append((where, f"its size is fixed at {axis.size}: {reason}"))
 
@@ -340,8 +340,9 @@ def _in_words(error: Exception) -> str:
     if not isinstance(error, UntraceableError):
         return str(error)
     file, line = error.place
-    inside = f"in module '{error.module}' " if error.module else ""
-    return f"{error.reason} ({inside}at {file.rpartition('/')[2]}:{line})"
+    inside = f"in module '{error.module}'" if error.module else ""
+    where = " ".join(one for one in (inside, f"at {file.rpartition('/')[2]}:{line}" if file else "") if one)
+    return f"{error.reason} ({where})" if where else error.reason
 
 
 class _NotFreeError(Exception):

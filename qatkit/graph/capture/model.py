@@ -189,6 +189,6 @@ def _refuse_random(graph_module: fx.GraphModule, one: Recording) -> None:
 
 def _line(error: UntraceableError) -> str:
     file, number = error.place
-    inside = f"in module '{error.module}' " if error.module else ""
-    line = f"{file}:{number} `{code_at(error.place)}`"
-    return f"the model cannot be captured {inside}at {line}: {error.reason}; {error.hint}, {_PARTS}"
+    inside = f" in module '{error.module}'" if error.module else ""
+    line = f" at {file}:{number} `{code_at(error.place)}`" if file else ""
+    return f"the model cannot be captured{inside}{line}: {error.reason}; {error.hint}, {_PARTS}"

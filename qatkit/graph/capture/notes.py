@@ -36,8 +36,8 @@ def notes_of(
         )
     multiple = sizes[1] - sizes[0] if sizes else 1
     if multiple > 1:
-        told = f"the model accepts only batches of a multiple of {multiple}, and so does the file"
-        notes.append(("input", told))
+        text = f"the model accepts only batch sizes that are multiples of {multiple}, and so does the file"
+        notes.append(("input", text))
     if not sizes:
         notes.append(("input", "the model accepts only the example's batch size, and so does the file"))
     return notes

@@ -245,7 +245,8 @@ class Recorder(TorchFunctionMode):
             return self.passed(result, node)
         for tensor in changed:
             if tensor is not result:
-                raise self.not_followed(f"{call[1]} changes a tensor in place, which can't be followed")
+                name = getattr(call[1], "__name__", call[1])
+                raise self.not_followed(f"{name} changes a tensor in place, which can't be followed")
             self.aliases.changed(tensor, node)
         if not changed:
             self.bind(result, node, sources)

@@ -34,9 +34,7 @@ _NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm
 _WITHOUT_GRADIENT = ("detach", "detach_", "data")
 _ROUNDING = 1e-4  # largest difference between two paths of a block in float32, relative to the largest output
 _NAMED = 4  # number of modules that a note names
-_ALONE = (
-    "is used only in the model's training mode, which the graph leaves out; fine-tuning does not change it"
-)
+_ALONE = "used only in the model's training mode, which the graph and fine-tuning leave out"
 
 
 @dataclass(frozen=True)
