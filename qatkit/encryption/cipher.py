@@ -43,7 +43,7 @@ def new_key(path: Path) -> None:
     """Writes a random key as one line of 64 hexadecimal digits, to a file that only its owner can read.
 
     Raises:
-        FileExistsError: the file exists. Without an old key, the files that it encrypts could not be read any more.
+        FileExistsError: the file exists. If a key were overwritten, its encrypted files could no longer be read.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as stream:
@@ -54,7 +54,7 @@ def read_key(path: str) -> bytes:
     """Returns the 32 bytes of the key in a file, which contains 64 hexadecimal digits or the bytes themselves.
 
     Raises:
-        ConfigError: the file contains no key, or `cryptography` is not installed.
+        ConfigError: the file contains no key or cannot be read, or `cryptography` is not installed.
     """
     allowed = (
         "a key file with 64 hexadecimal digits or 32 bytes, as written by python -m qatkit.encryption.command key"
@@ -80,7 +80,7 @@ def read_key(path: str) -> bytes:
 
 
 def is_encrypted(path: Path) -> bool:
-    """Returns whether a file begins like an encrypted file of this format."""
+    """Returns whether a file begins like an encrypted file of this format; False if it cannot be read."""
     try:
         with path.open("rb") as stream:
             return stream.read(len(_MAGIC)) == _MAGIC

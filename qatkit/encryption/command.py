@@ -13,7 +13,7 @@ from qatkit_verify.files import whole
 
 
 def main(typed: Sequence[str] | None = None) -> int:
-    """Makes a new key or decrypts a file; returns the exit status: 0, or 2 for an error of the user."""
+    """Makes a new key or decrypts a file; returns the exit status: 0, or 2 for an error."""
     parser = argparse.ArgumentParser("python -m qatkit.encryption.command")
     commands = parser.add_subparsers(dest="command", required=True)
     key = commands.add_parser("key", help="write a new random key")

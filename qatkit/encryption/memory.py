@@ -36,7 +36,7 @@ def temporary_files_in_memory(key_file: str) -> Iterator[Path]:
         key_file: the key file, for the error message if there is no such folder.
 
     Raises:
-        ConfigError: this machine has no known folder in memory.
+        ConfigError: this machine has no known folder in memory that this process may write to.
     """
     place = _folder_in_memory(key_file)
     import fcntl  # exists on every system with such folders
@@ -73,7 +73,7 @@ def temporary_files_in_memory(key_file: str) -> Iterator[Path]:
 
 
 def _folder_in_memory(key_file: str) -> Path:
-    """Returns the folder of temporary files if it is in memory, else /dev/shm."""
+    """Returns the folder for temporary files if it is in memory, else /dev/shm."""
     for place in (Path(tempfile.gettempdir()), Path("/dev/shm")):  # noqa: S108 - our folder in it is private
         if _file_system(place) in _IN_MEMORY and os.access(place, os.W_OK | os.X_OK):
             return place

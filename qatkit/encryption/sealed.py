@@ -1,4 +1,4 @@
-"""Stores a checksum inside a checkpoint, so that a checkpoint with damage from a disk or a transfer is never resumed.
+"""Stores a checksum in a checkpoint, so that one that was damaged by a disk or a transfer is never resumed.
 
     zip archive of torch.save ... end of central directory ─ length of the comment ─ "sha256:" + 64 digits
 

@@ -60,7 +60,11 @@ from qatkit.quant.spec import WHOLE, WIDE, QuantSpec
 def convert(graph_module: fx.GraphModule) -> PassResult:
     """Returns a converted copy of a prepared graph, on the CPU in inference mode.
 
-    `skipped` in the result lists the scales and biases that had to be adjusted, each with its site.
+    `skipped` in the result lists, by site, adjusted scales and biases, and scales that float16 represents with fewer
+    bits.
+
+    Raises:
+        ValueError: the input of an operator with a quantized weight has no FakeQuantize.
     """
     converted = copy.deepcopy(graph_module, _packed_here(graph_module)).cpu().eval()
     result = PassResult(converted)
@@ -152,7 +156,7 @@ def _convert_operator(node: fx.Node, result: PassResult) -> None:
 
 
 def _tell_few_bits(node: fx.Node, scale: Tensor, spec: QuantSpec, result: PassResult) -> None:
-    """Reports scales that are so small that their type represents them with fewer bits."""
+    """Reports scales that are so small that float16 represents them with fewer bits."""
     if count := subnormal_scales(scale, spec):
         reason = f"{count} of {scale.numel()} scales are below 2^-14, where float16 has fewer than 11 bits"
         result.skipped.append((site(node), reason))
@@ -320,7 +324,7 @@ def _repeat_pairs(graph_module: fx.GraphModule) -> None:
         others = [u for u in node.users if u not in inside]
         if quantizer is None or not any(_is_int8_reader(user) for user in others):
             continue
-        if isinstance(module_of(quantizer), FormatFakeQuantize):  # its values are moved as floats
+        if isinstance(module_of(quantizer), FormatFakeQuantize):  # its values are moved in float
             continue
         with graph_module.graph.inserting_after(node):
             again = graph_module.graph.call_module(str(quantizer.target), (node,))

@@ -134,6 +134,9 @@ class WeightOnly(_Packed):
 
     Args:
         operator: the prepared operator, without a FakeQuantize before it.
+
+    Attributes:
+        multiplies_packed: whether the file multiplies by the packed weight (MatMulNBits).
     """
 
     bias: Tensor | None
