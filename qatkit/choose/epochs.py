@@ -121,7 +121,11 @@ class Choosing(Judging):
             row["kept"] = outcomes[str(row["step"])].kept
 
     def row(self, trainer: lightning.Trainer) -> dict[str, float]:
-        """Judges the current weights, and keeps them if no earlier ones are better."""
+        """Judges the current weights, and keeps them if no earlier ones are better.
+
+        Raises:
+            ConfigError: the outputs have NaNs or infinities, since the training diverged.
+        """
         start, module = time.monotonic(), self.module
         make_ready(self.run, module, self.data)
         try:

@@ -64,6 +64,7 @@ class Files:
     Args:
         example: the example input, as in `export_onnx`.
         folder: a folder for temporary files.
+        export: the settings of the export.
     """
 
     def __init__(self, example: Example, folder: Path, export: ExportConfig) -> None:
@@ -176,7 +177,7 @@ class Judge:
 
 
 def _mostly(same: NDArray[Any]) -> NDArray[np.bool_]:
-    """Returns whether most places of each image agree [N], for decisions with further axes."""
+    """Returns whether more than half of each image's decisions agree, [N]."""
     return np.asarray(same.reshape(len(same), -1).mean(1) > 0.5)
 
 

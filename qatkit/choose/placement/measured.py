@@ -62,7 +62,7 @@ def placed_before(run: Run, model: Captured, inputs: Inputs, module_type: type[Q
         module_type: the class of the run's modules.
 
     Raises:
-        ConfigError: the file belongs to another model or another graph.
+        ConfigError: the file is damaged, or belongs to another model or another graph.
     """
     config, there = run.config, run.folder / PLACEMENT_FILE
     if config.placement == FIXED:
@@ -116,7 +116,7 @@ def _placed(run: Run, placed: Placed) -> Run:
 
 
 def about_placement(run: Run) -> dict[str, object]:
-    """Returns the checkpoint's entry for the placement."""
+    """Returns the checkpoint's entry for the placement; empty if the run has none."""
     if run.placed is None:
         return {}
     return {"placement": run.placed.sites.as_dict()}

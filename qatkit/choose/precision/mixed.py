@@ -42,7 +42,7 @@ def check_precision(module: QATModule, config: Config) -> None:
     """Checks, before the long stages, that there are operators to choose from and that ONNX Runtime runs the file.
 
     Raises:
-        ConfigError: the backend is for another runtime, or the model has only one operator.
+        ConfigError: the backend is for another runtime, or fewer than two Convs and Linears are int8.
     """
     if config.precision.search == "none":
         return
@@ -59,7 +59,7 @@ def check_precision(module: QATModule, config: Config) -> None:
 def mix(
     run: Run, model: Captured, data: DataModule, module: QATModule, calibrated: Calibrated
 ) -> tuple[QATModule, Precision]:
-    """Returns the module that meets the target, and the front from which it was chosen.
+    """Returns the module of the chosen point, and the front from which it was chosen.
 
     Args:
         run: the run.
