@@ -126,7 +126,7 @@ def calibrate_module(
         statistics.restore(path, module.graph, key)
         for name, shift in found.shifts.items():
             take_back(cast(QATOperator, module.graph.get_submodule(name)), torch.tensor(shift))
-        say(f"ranges from {path}")
+        say(f"calibration: using the ranges from {path}")
         return found
     found = _observe(module, data, config, example, method, folder)
     found = replace(found, notes=(*notes, *found.notes))
@@ -228,7 +228,7 @@ def _about_scales(module: QATModule) -> list[str]:
     lines = []
     for one in module.mixed:
         floats = [name for name in one.floats if name in module.floats]
-        done = f"in float for it: {', '.join(floats)}" if floats else "unchanged"
+        done = f"now in float: {', '.join(floats)}" if floats else "it was left unchanged"
         lines.append(f"calibration: one 8-bit scale cannot represent {one} ({done})")
     return lines
 
@@ -238,7 +238,7 @@ def _about_shifts(module: QATModule) -> list[str]:
     if not module.shifted:
         return []
     worst = min(module.shifted, key=lambda one: one.before_db)
-    done = "their biases were corrected" if module.mean_shifts == "correct" else "not corrected"
+    done = "the biases were " + ("corrected" if module.mean_shifts == "correct" else "not corrected")
     operators = counted(len(module.shifted), "operator")
     return [
         f"calibration: rounded weights shift the output means of {operators} (worst: {worst.site}, SQNR"

@@ -27,12 +27,17 @@ def main(typed: Sequence[str] | None = None) -> int:
             new_key(given.file)
         else:
             with whole(given.output) as temporary:
-                decrypt(given.file, temporary, read_key(str(given.key)))
+                decrypt(given.file, temporary, read_key(str(given.key), "key"))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except (OSError, ValueError) as error:
-        print(f"error: {given.file}: {first_line(error)}", file=sys.stderr)
+    except OSError as error:
+        print(
+            f"error: {error.filename or given.file}: {error.strerror or first_line(error)}", file=sys.stderr
+        )
+        return 2
+    except ValueError as error:
+        print(f"error: {given.file}: the file is {first_line(error)}", file=sys.stderr)
         return 2
     return 0
 

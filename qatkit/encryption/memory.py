@@ -77,8 +77,8 @@ def _folder_in_memory(key_file: str) -> Path:
     for place in (Path(tempfile.gettempdir()), Path("/dev/shm")):  # noqa: S108 - our folder in it is private
         if _file_system(place) in _IN_MEMORY and os.access(place, os.W_OK | os.X_OK):
             return place
-    allowed = "null on a machine without a writable folder in memory (tmpfs), such as /dev/shm or TMPDIR"
-    raise ConfigError(KEY_SETTING, key_file, allowed)
+    reason = "neither TMPDIR nor /dev/shm is a writable folder in memory (tmpfs); set TMPDIR to one"
+    raise ConfigError(KEY_SETTING, key_file, reason=reason)
 
 
 def _file_system(place: Path) -> str:

@@ -98,6 +98,6 @@ def readable(path: str | Path) -> Iterator[Path]:
             allowed = f"the key that {path} was encrypted with; this is another key"
             raise ConfigError(KEY_SETTING, _Held.file, allowed) from error
         except ValueError as error:
-            allowed = f"undamaged encrypted files; {path} is {error}"
-            raise ConfigError(KEY_SETTING, _Held.file, allowed) from error
+            reason = f"the encrypted file {path} is {error}; copy or create it again"
+            raise ConfigError(KEY_SETTING, _Held.file, reason=reason) from error
         yield plain

@@ -19,7 +19,7 @@ from qatkit.run.backend import backend_of
 from qatkit.run.build import qat_module
 from qatkit.run.folder import Run, main_process, say
 from qatkit.train.module import QATModule
-from qatkit_verify.errors import ConfigError
+from qatkit_verify.errors import ConfigError, as_typed
 from qatkit_verify.placement.machine import this_machine
 from qatkit_verify.placement.record import Placed, check_fits, check_graph, read_placement, write_placement
 from qatkit_verify.placement.sites import FIXED, MEASURED, Sites
@@ -41,7 +41,7 @@ def check_placement(config: Config) -> None:
     }
     for key, (value, needed) in refused.items():
         if value != needed:
-            raise ConfigError(key, value, f"{needed} with placement={config.placement}")
+            raise ConfigError(key, value, f"{as_typed(needed)} with placement={config.placement}")
     if config.rescue.climb and config.placement == MEASURED:
         allowed = "fixed or a placement.json with rescue=ladder, whose rungs would each measure again"
         raise ConfigError("placement", MEASURED, allowed)

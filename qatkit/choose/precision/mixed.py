@@ -53,7 +53,8 @@ def check_precision(module: QATModule, config: Config) -> None:
         m for m in module.graph.modules() if isinstance(m, QATOperator) and m.weight_fake_quant is not None
     ]
     if len(weighted) < 2:
-        raise ConfigError("precision.search", "auto", "none for a model with a single Conv or Linear in int8")
+        allowed = "none for a model with fewer than two Convs and Linears in int8"
+        raise ConfigError("precision.search", "auto", allowed)
 
 
 def mix(

@@ -158,7 +158,9 @@ def _convert_operator(node: fx.Node, result: PassResult) -> None:
 def _tell_few_bits(node: fx.Node, scale: Tensor, spec: QuantSpec, result: PassResult) -> None:
     """Reports scales that are so small that float16 represents them with fewer bits."""
     if count := subnormal_scales(scale, spec):
-        reason = f"{count} of {scale.numel()} scales are below 2^-14, where float16 has fewer than 11 bits"
+        some = f"{count} of {scale.numel()} scales {'is' if count == 1 else 'are'}"
+        which = "the scale is" if scale.numel() == 1 else some
+        reason = f"{which} below 2^-14, where float16 has fewer than 11 bits"
         result.skipped.append((site(node), reason))
 
 
