@@ -157,7 +157,7 @@ class _Competition:
         return self._judged({*early, name}, f"{name}, with ranges only")
 
     def _early(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Returns those of the algorithms that run before calibration."""
+        """Returns the algorithms in `names` that run before calibration."""
         return tuple(name for name in names if self.algorithms[name].stage != CALIBRATED)
 
     def _needless(self, name: str) -> str:

@@ -72,7 +72,7 @@ class Files:
         self.first: dict[str, Tensor] = {}
 
     def write(self, graph_module: fx.GraphModule) -> Path:
-        """Writes a prepared graph with its current values and returns the file, which the next call overwrites."""
+        """Writes a prepared graph with its current values and returns the file, which later calls may overwrite."""
         converted = convert(graph_module).graph
         path = self.template.with_name("candidate.onnx") if self.template.exists() else self.template
         if path != self.template:

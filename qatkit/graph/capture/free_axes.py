@@ -43,7 +43,7 @@ class FreeAxis:
 
     Attributes:
         name: the name of its size in the file.
-        places: the inputs, each with its axis, that always have this size together.
+        places: the axes (input, axis) that always have this size together.
         size: the size in the example.
         others: sizes other than the example's that the model was run with.
         step: the number that the size must be a multiple of.

@@ -268,7 +268,7 @@ class Recorder(TorchFunctionMode):
     def _changed(
         self, func: Any, args: Any, kwargs: Any, nodes: tuple[Any, Any], changed: Sequence[Tensor]
     ) -> None:
-        """Records a call that changed tensors in place as the out-of-place form of this call."""
+        """Records a call that changed tensors in place as a node that computes the new values out of place."""
         name, target = func.__name__, kwargs.get("out", args[0] if args else next(iter(changed), None))
         if name in ("set_", "resize_"):
             raise self.not_followed(f"{name} changes a tensor in place, which can't be followed")

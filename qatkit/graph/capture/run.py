@@ -33,7 +33,7 @@ class Recording:
         random: nodes that draw random numbers.
         outputs: names of the outputs.
         tensors: the output tensors.
-        dropped: places of outputs that are not tensors.
+        dropped: the paths of outputs other than tensors and None, each joined by "_".
         only_training: paths of modules that returned their input.
         contexts: names of contexts that the model enters and the graph leaves out.
         changed: names of buffers that the run changed; they are restored.

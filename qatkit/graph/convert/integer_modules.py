@@ -1,6 +1,6 @@
 """The modules of a converted graph.
 
-Each module has two forms of the same computation. When it is called, it computes in float32 and float64 exactly what
+Each module does the same computation in two ways. When it is called, it computes in float32 and float64 exactly what
 ONNX Runtime's 8-bit kernel computes, so that the file can be compared with it bit by bit. When it is exported
 (`torch.compiler.is_exporting`), it is written as dequantize → operator, which is QDQ.
 
