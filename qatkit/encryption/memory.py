@@ -77,7 +77,7 @@ def _folder_in_memory(key_file: str) -> Path:
     for place in (Path(tempfile.gettempdir()), Path("/dev/shm")):  # noqa: S108 - our folder in it is private
         if _file_system(place) in _IN_MEMORY and os.access(place, os.W_OK | os.X_OK):
             return place
-    reason = "neither TMPDIR nor /dev/shm is a writable folder in memory (tmpfs); set TMPDIR to one"
+    reason = f"neither {tempfile.gettempdir()} nor /dev/shm is a writable folder in memory (tmpfs); set TMPDIR to one"
     raise ConfigError(KEY_SETTING, key_file, reason=reason)
 
 

@@ -29,7 +29,9 @@ def notes_of(
         for place in random
     ]
     if one.dropped:
-        notes.append(("output", f"the graph leaves out what is not a tensor: {', '.join(one.dropped)}"))
+        notes.append(
+            ("output", f"the graph leaves out outputs that are not tensors: {', '.join(one.dropped)}")
+        )
     if "autocast" in one.contexts:
         notes.append(
             ("model", "uses torch.autocast, which the graph ignores: it is float32 before quantization")
