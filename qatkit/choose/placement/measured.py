@@ -108,7 +108,7 @@ def _placed(run: Run, placed: Placed) -> Run:
     if config.placement == MEASURED and config.verify.min_speedup is None:
         config = replace(config, verify=replace(config.verify, min_speedup=1.0))
     differs = placed.machine.differs(this_machine(config.verify.threads, config.verify.latency_batch))
-    notes = [f"placement measured on {', '.join(differs)}"] if differs else []
+    notes = [f"placement: the measurement had {', '.join(differs)}"] if differs else []
     if placed.unrest():
         notes.append(f"placement: {placed.unrest()}; {_AGAIN}")
         say(notes[-1])
