@@ -185,7 +185,7 @@ class QuantizedHardSigmoid(nn.Module):
 
 
 class Quantized(nn.Module):
-    """A Conv or Linear with an int8 weight and an int32, int16 or int8 bias; the bias may be float in the file.
+    """A Conv or Linear with an integer weight and an int32, int16 or int8 bias; the bias may be float in the file.
 
     When called, it sums integers and multiplies the sum once by s_x·s_w (/ s_y). The sums are exact: they are float32
     up to 2²⁴, and float64 where they may be larger, as with 16-bit integers.
