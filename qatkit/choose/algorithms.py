@@ -1,15 +1,15 @@
 """The contest of the listed algorithms (algorithm_choice=auto), which keeps only those that improve the result.
 
-    calibrated model ─┬─ + the cheapest ──> judged on images that neither ranges nor algorithms have seen ── keep?
+    calibrated model ─┬─ + the first ──> judged on images that neither ranges nor algorithms have seen ── keep?
                       ├─ the kept ones + the next ──> ...
                       └─ those that train weights, only while the target is missed beyond noise
 
-Algorithms are tried in the order of the list, and run in the order of their stages. An algorithm is kept if
-it reduces the error of the outputs beyond noise (two standard errors of the mean difference per image) and
-does not worsen the metric beyond noise. Among equals the simpler model is kept. A correction that a later one
-makes redundant is dropped. The contest ends when the target is met beyond noise (`target.max_drop`; without
-labels `target.min_agreement`). The choice is part of the checkpoint: a resumed run and export.py build the
-module with it.
+Algorithms are tried in the order of the list, those that train weights last. They run in the order of their
+stages. An algorithm is kept if it reduces the error of the outputs beyond noise (two standard errors of the mean
+difference per image) and does not worsen the metric beyond noise. Among equals the simpler model is kept. A
+correction that a later one makes redundant is dropped. The contest ends when the target is met beyond noise
+(`target.max_drop`; without labels `target.min_agreement`). The choice is part of the checkpoint: a resumed run and
+export.py build the module with it.
 """
 
 from __future__ import annotations
@@ -47,9 +47,11 @@ State = dict[str, Tensor]
 def chosen_algorithms(config: Config, stored: Mapping[str, Any] | None) -> list[str]:
     """Returns the names of the algorithms with which a module is built: the chosen ones of a run, or all listed ones.
 
+    With algorithm_choice=auto, there are none before the run has chosen.
+
     Args:
         config: the configuration of the run.
-        stored: the run's entries in its checkpoint (`qatkit.run.folder.Run.stored`).
+        stored: the run's entries in its checkpoint (`qatkit.run.folder.Run.stored`); None without a checkpoint.
     """
     if config.algorithm_choice == "all":
         return list(config.algorithm)
@@ -75,7 +77,10 @@ def compete(
 
 
 def about_algorithms(tried: Sequence[Tried]) -> dict[str, Any]:
-    """Returns the entries of a contest in the checkpoint; `tried` also says which algorithms changed nothing."""
+    """Returns the entries of a contest in the checkpoint.
+
+    The list of algorithms that changed nothing (IDLE) is empty, since `tried` says which they are.
+    """
     names = [row.name for row in tried if row.kept and row.name != NONE]
     return {"algorithms": names, "tried": [asdict(row) for row in tried], IDLE: []}
 
@@ -152,7 +157,7 @@ class _Competition:
         return self._judged({*early, name}, f"{name}, with ranges only")
 
     def _early(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Returns those of the algorithms that run before calibration."""
+        """Returns the algorithms in `names` that run before calibration."""
         return tuple(name for name in names if self.algorithms[name].stage != CALIBRATED)
 
     def _needless(self, name: str) -> str:

@@ -20,7 +20,10 @@ _DIGITS = 6  # digits of a drop in points; further digits are errors of subtract
 
 
 def meets_target(rung: RungResult, target: TargetConfig) -> bool:
-    """Returns whether a file meets the target in the main metric, or without labels in its agreement with float."""
+    """Returns whether a file meets the target in the main metric, or without labels in its agreement with float.
+
+    A minimum SQNR of the target has to be met too. A rung that was not measured meets no target.
+    """
     drop = None if rung.drop is None else round(rung.drop, _DIGITS)
     return rung.measured and keeps(target, drop, rung.agreement or 0.0, rung.sqnr_db)
 

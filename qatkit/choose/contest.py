@@ -36,7 +36,7 @@ class Entrant(Generic[M]):
 
 @dataclass(frozen=True)
 class Judged(Generic[M, V]):
-    """A candidate that was created, the verdict on it, and the seconds of both."""
+    """A candidate that was created, the verdict on it, and the seconds that creating and judging it took."""
 
     name: str
     made: M

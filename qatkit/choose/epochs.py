@@ -36,6 +36,7 @@ from qatkit.train.module import QATModule
 from qatkit.verify.accuracy import NotFiniteError, accuracy, in_parts, module_accuracy, predictor
 from qatkit.verify.module_outputs import module_outputs
 from qatkit_verify.classification import NAMES
+from qatkit_verify.errors import counted
 from qatkit_verify.records import Metric
 from qatkit_verify.session import open_session
 
@@ -121,7 +122,11 @@ class Choosing(Judging):
             row["kept"] = outcomes[str(row["step"])].kept
 
     def row(self, trainer: lightning.Trainer) -> dict[str, float]:
-        """Judges the current weights, and keeps them if no earlier ones are better."""
+        """Judges the current weights, and keeps them if no earlier ones are better.
+
+        Raises:
+            ConfigError: the outputs have NaNs or infinities, since the training diverged.
+        """
         start, module = time.monotonic(), self.module
         make_ready(self.run, module, self.data)
         try:
@@ -132,9 +137,9 @@ class Choosing(Judging):
         if decided({**_judged_before(module), step: score}, self._best)[step].kept:
             module.best = {name: value.cpu().clone() for name, value in module.state_dict().items()}
         seconds = round(time.monotonic() - start, 1)
-        images = f"{len(self.data.held_out):,} held-out training images"
-        found = self._metric.of(score).text
-        say(f"{self.title}, step {step}: {self._what()} {found} on {images}, {seconds:.1f} s")
+        images = counted(len(self.data.held_out), "held-out training image")
+        found = f"{self._metric.name} {self._metric.of(score).text}"
+        say(f"{self.title}, step {step}: {found} of {self._what()} on {images}, {seconds:.1f} s")
         return {SCORE: score, "seconds": seconds}
 
     def _best(self, judged: Mapping[str, float]) -> tuple[str, str]:

@@ -64,6 +64,7 @@ class Files:
     Args:
         example: the example input, as in `export_onnx`.
         folder: a folder for temporary files.
+        export: the settings of the export.
     """
 
     def __init__(self, example: Example, folder: Path, export: ExportConfig) -> None:
@@ -71,7 +72,7 @@ class Files:
         self.first: dict[str, Tensor] = {}
 
     def write(self, graph_module: fx.GraphModule) -> Path:
-        """Writes a prepared graph with its current values and returns the file, which the next call overwrites."""
+        """Writes a prepared graph with its current values and returns the file, which later calls may overwrite."""
         converted = convert(graph_module).graph
         path = self.template.with_name("candidate.onnx") if self.template.exists() else self.template
         if path != self.template:
@@ -176,7 +177,7 @@ class Judge:
 
 
 def _mostly(same: NDArray[Any]) -> NDArray[np.bool_]:
-    """Returns whether most places of each image agree [N], for decisions with further axes."""
+    """Returns whether more than half of each image's decisions agree, [N]."""
     return np.asarray(same.reshape(len(same), -1).mean(1) > 0.5)
 
 

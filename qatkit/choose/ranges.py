@@ -1,7 +1,8 @@
 """The calibration stage of a run: reads a cache if there is one, else observes images and chooses a method.
 
 calibration.search   none         the observer's own method
-                     layerwise    for each tensor the percentile with the least error at the following outputs
+                     layerwise    for each tensor min-max or the percentile with the least error at the following
+                                  outputs
                      tournament   every method, as whole models in ONNX Runtime (`qatkit.choose.tournament`)
 calibration.cache    statistics and ranges in a file: the next run makes no forward pass
 calibration.random   noise instead of images, with a warning
@@ -91,20 +92,21 @@ def calibrate_module(
     method: str | None = None,
     folder: Path | None = None,
 ) -> Calibrated:
-    """Sets the activation ranges of `module`.
+    """Sets the activation ranges of `module`; returns notes and choices.
 
     Args:
         module: the prepared module.
         data: the data of the run.
         config: the configuration of the run.
         example: the example input, as in `export_onnx`.
-        method: the method that an earlier tournament chose for another form of the same model; it replaces a
+        method: the method that an earlier tournament chose for a variant of the same model; it replaces a
             tournament.
-        folder: the folder in which a tournament leaves its template for another judge of the model; None
-            means nowhere.
+        folder: the folder in which a tournament leaves its template for another judge of the model; None: it is
+            not kept.
 
     Raises:
-        ConfigError: the cache belongs to other data, there are no images, or activations are not finite.
+        ConfigError: the cache is damaged or belongs to another model, other data or other settings, there are no
+            images, activations are not finite, or given encodings do not fit.
     """
     path = None if config.calibration.cache is None else Path(config.calibration.cache)
     graph = module.graph
@@ -124,7 +126,7 @@ def calibrate_module(
         statistics.restore(path, module.graph, key)
         for name, shift in found.shifts.items():
             take_back(cast(QATOperator, module.graph.get_submodule(name)), torch.tensor(shift))
-        say(f"ranges from {path}")
+        say(f"calibration: using the ranges from {path}")
         return found
     found = _observe(module, data, config, example, method, folder)
     found = replace(found, notes=(*notes, *found.notes))
@@ -165,7 +167,7 @@ def _key(data: DataModule, config: Config) -> statistics.Key:
 
 
 def splits(data: DataModule, config: Config) -> tuple[list[int], list[int]]:
-    """Returns the indices of the images to observe, and of the images held out to compare candidates."""
+    """Returns the indices of the images to observe, and of those held out (none if no candidates are compared)."""
     indices = data.calibration_indices(config.calibration.images)
     if not holds_out(config):
         return indices, []
@@ -226,7 +228,7 @@ def _about_scales(module: QATModule) -> list[str]:
     lines = []
     for one in module.mixed:
         floats = [name for name in one.floats if name in module.floats]
-        done = f"in float for it: {', '.join(floats)}" if floats else "unchanged"
+        done = f"now in float: {', '.join(floats)}" if floats else "it was left unchanged"
         lines.append(f"calibration: one 8-bit scale cannot represent {one} ({done})")
     return lines
 
@@ -236,7 +238,7 @@ def _about_shifts(module: QATModule) -> list[str]:
     if not module.shifted:
         return []
     worst = min(module.shifted, key=lambda one: one.before_db)
-    done = "their biases were corrected" if module.mean_shifts == "correct" else "not corrected"
+    done = "the biases were " + ("corrected" if module.mean_shifts == "correct" else "not corrected")
     operators = counted(len(module.shifted), "operator")
     return [
         f"calibration: rounded weights shift the output means of {operators} (worst: {worst.site}, SQNR"
@@ -245,7 +247,7 @@ def _about_shifts(module: QATModule) -> list[str]:
 
 
 def _layerwise(graph: fx.GraphModule, batches: ImageLoader, progress: bool) -> None:
-    """Sets the range of each tensor to the percentile with the least error at the following outputs."""
+    """Sets the range of each tensor to min-max or the percentile with the least error at the following outputs."""
     offered = candidates(graph, {k: m for k, m in METHODS.items() if k == "min-max" or "percentile" in k})
     apply(graph, best_of_each(offered, output_errors(graph, offered, scoring_images(batches, progress))))
 

@@ -44,7 +44,7 @@ class Verdict:
 
     @property
     def score(self) -> float | None:
-        """The main metric."""
+        """The main metric; None without labels."""
         return None if self.values is None else self.task.mean(self.values)
 
     @property

@@ -1,8 +1,8 @@
 """Encrypts files with weights or data on disk: `export.encrypt=KEYFILE`.
 
-    cipher     encrypts one file by AES-256-GCM in chunks, and reads key files
+    cipher     encrypts and decrypts one file with AES-256-GCM in chunks, and reads and writes key files
     memory     keeps temporary files in memory, in a folder that is removed when its process ends for any reason
-    guard      is the process that removes the folder if this process cannot
+    guard      is a process that removes the folder if the other process was killed
     sealed     detects damaged checkpoints
     vault      is the interface: `protected` around a job, `secret` to write a file, `readable` to read one
     command    makes a key, or decrypts a file

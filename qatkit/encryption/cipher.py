@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from qatkit_verify.errors import ConfigError, first_line
+from qatkit_verify.errors import ConfigError, counted, first_line
 from qatkit_verify.installed import install_extra
 
 KEY_SETTING = "export.encrypt"
@@ -43,26 +43,30 @@ def new_key(path: Path) -> None:
     """Writes a random key as one line of 64 hexadecimal digits, to a file that only its owner can read.
 
     Raises:
-        FileExistsError: the file exists. Without an old key, the files that it encrypts could not be read any more.
+        FileExistsError: the file exists. If a key were overwritten, its encrypted files could no longer be read.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as stream:
         stream.write(secrets.token_hex(KEY_BYTES) + "\n")
 
 
-def read_key(path: str) -> bytes:
+def read_key(path: str, setting: str = KEY_SETTING) -> bytes:
     """Returns the 32 bytes of the key in a file, which contains 64 hexadecimal digits or the bytes themselves.
 
+    Args:
+        path: the path of the file.
+        setting: the key of the configuration, or the argument, for which the path was typed.
+
     Raises:
-        ConfigError: the file contains no key, or `cryptography` is not installed.
+        ConfigError: the file contains no key or cannot be read, or `cryptography` is not installed.
     """
     allowed = (
         "a key file with 64 hexadecimal digits or 32 bytes, as written by python -m qatkit.encryption.command key"
         " FILE"
     )
     if importlib.util.find_spec("cryptography") is None:
-        without = f"null without the extra sign (install it with {install_extra('sign')})"
-        raise ConfigError(KEY_SETTING, path, without)
+        reason = f"encryption needs the extra sign; install it with {install_extra('sign')}"
+        raise ConfigError(setting, path, reason=reason)
     try:
         if not Path(path).is_file():
             raise ValueError("not a file")
@@ -71,16 +75,16 @@ def read_key(path: str) -> bytes:
         content = Path(path).read_bytes()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
-        raise ConfigError(KEY_SETTING, path, f"{allowed} ({reason})") from error
+        raise ConfigError(setting, path, f"{allowed} ({reason})") from error
     if re.fullmatch(rb"\s*[0-9a-fA-F]{64}\s*", content):
         content = bytes.fromhex(content.decode())
     if len(content) != KEY_BYTES:
-        raise ConfigError(KEY_SETTING, path, f"{allowed} ({len(content)} bytes)")
+        raise ConfigError(setting, path, f"{allowed} ({counted(len(content), 'byte')})")
     return content
 
 
 def is_encrypted(path: Path) -> bool:
-    """Returns whether a file begins like an encrypted file of this format."""
+    """Returns whether a file begins like an encrypted file of this format; False if it cannot be read."""
     try:
         with path.open("rb") as stream:
             return stream.read(len(_MAGIC)) == _MAGIC
@@ -111,7 +115,7 @@ def decrypt(source: Path, target: Path, key: bytes) -> None:
     with source.open("rb") as stream, target.open("wb") as plain:
         header = stream.read(_HEADER)
         if len(header) != _HEADER or not header.startswith(_MAGIC):
-            raise ValueError("not a file that qatkit encrypted")
+            raise ValueError("not encrypted by qatkit")
         if header[len(_MAGIC) : -_SALT] != _derived(key, b"", b"check", _CHECK):
             raise WrongKeyError("encrypted with another key")
         cipher = _cipher(key, header[-_SALT:])

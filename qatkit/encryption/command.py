@@ -13,7 +13,7 @@ from qatkit_verify.files import whole
 
 
 def main(typed: Sequence[str] | None = None) -> int:
-    """Makes a new key or decrypts a file; returns the exit status: 0, or 2 for an error of the user."""
+    """Makes a new key or decrypts a file; returns the exit status: 0, or 2 for an error."""
     parser = argparse.ArgumentParser("python -m qatkit.encryption.command")
     commands = parser.add_subparsers(dest="command", required=True)
     key = commands.add_parser("key", help="write a new random key")
@@ -27,12 +27,17 @@ def main(typed: Sequence[str] | None = None) -> int:
             new_key(given.file)
         else:
             with whole(given.output) as temporary:
-                decrypt(given.file, temporary, read_key(str(given.key)))
+                decrypt(given.file, temporary, read_key(str(given.key), "key"))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except (OSError, ValueError) as error:
-        print(f"error: {given.file}: {first_line(error)}", file=sys.stderr)
+    except OSError as error:
+        print(
+            f"error: {error.filename or given.file}: {error.strerror or first_line(error)}", file=sys.stderr
+        )
+        return 2
+    except ValueError as error:
+        print(f"error: {given.file}: the file is {first_line(error)}", file=sys.stderr)
         return 2
     return 0
 

@@ -36,7 +36,7 @@ def temporary_files_in_memory(key_file: str) -> Iterator[Path]:
         key_file: the key file, for the error message if there is no such folder.
 
     Raises:
-        ConfigError: this machine has no known folder in memory.
+        ConfigError: this machine has no known folder in memory that this process may write to.
     """
     place = _folder_in_memory(key_file)
     import fcntl  # exists on every system with such folders
@@ -73,12 +73,12 @@ def temporary_files_in_memory(key_file: str) -> Iterator[Path]:
 
 
 def _folder_in_memory(key_file: str) -> Path:
-    """Returns the folder of temporary files if it is in memory, else /dev/shm."""
+    """Returns the folder for temporary files if it is in memory, else /dev/shm."""
     for place in (Path(tempfile.gettempdir()), Path("/dev/shm")):  # noqa: S108 - our folder in it is private
         if _file_system(place) in _IN_MEMORY and os.access(place, os.W_OK | os.X_OK):
             return place
-    allowed = "null on a machine without a writable folder in memory (tmpfs), such as /dev/shm or TMPDIR"
-    raise ConfigError(KEY_SETTING, key_file, allowed)
+    reason = f"neither {tempfile.gettempdir()} nor /dev/shm is a writable folder in memory (tmpfs); set TMPDIR to one"
+    raise ConfigError(KEY_SETTING, key_file, reason=reason)
 
 
 def _file_system(place: Path) -> str:

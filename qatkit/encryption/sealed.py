@@ -1,4 +1,4 @@
-"""Stores a checksum inside a checkpoint, so that a checkpoint with damage from a disk or a transfer is never resumed.
+"""Stores a checksum in a checkpoint, so that one that was damaged by a disk or a transfer is never resumed.
 
     zip archive of torch.save ... end of central directory ─ length of the comment ─ "sha256:" + 64 digits
 
@@ -30,7 +30,7 @@ def seal(path: Path) -> None:
     with path.open("r+b") as stream:
         content = stream.read()
         if content[-_END_BYTES:-18] != _END or content[-2:] != b"\0\0":
-            raise ValueError(f"{path}: a zip archive without a comment")
+            raise ValueError(f"{path} is not a zip archive without a comment")
         stream.seek(len(content) - 2)
         stream.write(struct.pack("<H", _COMMENT) + _MARK + _digest(content[:-2]))
 

@@ -37,10 +37,12 @@ def key_file_held() -> str | None:
 
 @contextmanager
 def protected(key_file: str | None) -> Iterator[None]:
-    """Within the block, makes `secret` encrypt and puts temporary files in memory; does nothing without a key file.
+    """Within the block, makes `secret` encrypt and puts temporary files in memory.
+
+    Does nothing without a key file, and in a block that already has this key file.
 
     Raises:
-        ConfigError: the file contains no key, or this machine has no folder in memory.
+        ConfigError: the file contains no key, `cryptography` is not installed, or this machine has no folder in memory.
     """
     if key_file is None or (_Held.key is not None and _Held.file == key_file):  # for a run within a run
         yield
@@ -69,7 +71,7 @@ def secret(path: str | Path) -> Iterator[Path]:
 
 
 def encrypted_copy(plain: Path, path: Path) -> None:
-    """Writes `path` atomically as an encrypted copy of an unencrypted file in memory."""
+    """Writes `path` atomically as an encrypted copy of `plain`; only for jobs with a key."""
     assert _Held.key is not None
     with whole(path) as temporary:
         encrypt(plain, temporary, _Held.key)
@@ -80,7 +82,7 @@ def readable(path: str | Path) -> Iterator[Path]:
     """Yields a path with the unencrypted content of a file: `path` itself, or a decrypted copy in memory.
 
     Raises:
-        ConfigError: the encrypted file is damaged, or this job does not have its key.
+        ConfigError: the encrypted file is damaged, or this job has no key or another one.
     """
     path = Path(path)
     if not is_encrypted(path):
@@ -96,6 +98,6 @@ def readable(path: str | Path) -> Iterator[Path]:
             allowed = f"the key that {path} was encrypted with; this is another key"
             raise ConfigError(KEY_SETTING, _Held.file, allowed) from error
         except ValueError as error:
-            allowed = f"undamaged encrypted files; {path} is {error}"
-            raise ConfigError(KEY_SETTING, _Held.file, allowed) from error
+            reason = f"the encrypted file {path} is {error}; copy or create it again"
+            raise ConfigError(KEY_SETTING, _Held.file, reason=reason) from error
         yield plain

@@ -131,7 +131,11 @@ def test_an_encrypted_file_is_opened_by_hand(tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "out").unlink()
     new_key(tmp_path / "other")
     assert command.main(["open", str(file), str(tmp_path / "other"), str(tmp_path / "out")]) == 2
-    assert capsys.readouterr().err == f"error: {file}: encrypted with another key\n"
+    assert capsys.readouterr().err == f"error: {file}: the file is encrypted with another key\n"
+    assert command.main(["open", str(file), str(tmp_path / "none"), str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err.startswith(f"error: key={tmp_path / 'none'}: expected a key file with 64 ")
+    assert command.main(["open", str(tmp_path / "none"), str(tmp_path / "key"), str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path / 'none'}: No such file or directory\n"
     assert {path.name for path in tmp_path.iterdir()} == {"key", "other", "plain", "secret"}
 
 

@@ -31,14 +31,14 @@ class Choices:
     """The operators of one graph that can be int8 or float; finds the cheapest placement.
 
     Args:
-        graph: the graph after `qatkit.graph.prepare.ready_to_place`, with whole SiLUs and no quantizers yet.
+        graph: the graph after `qatkit.graph.prepare.ready_to_place`, without quantizers; a SiLU is one operator.
         backend: the backend, which has the placement rules.
         layouts: the layouts of the same graph.
         forced: the sites that are always float.
 
     Attributes:
         computing: the sites of the operators that can be int8 or float, in graph order.
-        islands: the sites of the operators without an 8-bit kernel.
+        islands: the sites of the operators without an 8-bit kernel that the table puts between two Q/DQ pairs.
     """
 
     def __init__(self, graph: fx.Graph, backend: Backend, layouts: Layouts, forced: Collection[str]) -> None:
@@ -107,7 +107,7 @@ class Choices:
         return not kind.keeps_range and kind.activation is None
 
     def _is_read_by_int8(self, node: fx.Node, labelled: frozenset[str]) -> bool:
-        """Returns whether the node has a reader that is int8 only if its input is."""
+        """Returns whether the node has an int8 reader that needs an int8 input."""
         chosen = [user for user in node.users if user in self._chosen and not self._chosen[user].weighted]
         return any(site(user) not in labelled for user in chosen)
 
@@ -124,8 +124,8 @@ class Choices:
 def refined(start: Sites, sites: Sequence[str], time: Callable[[Sites], float]) -> Sites:
     """Returns a placement that no change of a single operator makes faster by more than a thousandth.
 
-    The search stops after a few rounds over all operators. It improves a cut, which only considers borders
-    between two operators, by a predictor for whole files.
+    After a few rounds over all operators, the search stops even if there is still such a change. A cut considers
+    only borders between two operators; `time` predicts the whole file.
 
     Args:
         start: the initial placement.

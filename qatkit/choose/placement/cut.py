@@ -1,4 +1,4 @@
-"""Finds the cheapest placement by a minimum cut, from the times of each operator in int8 and float and of each border.
+"""Finds the cheapest placement by a minimum cut, from the times of operators (in int8 and in float) and of borders.
 
     minimize   Σ time of operator i in its type  +  Σ time of each tensor's Quantize or Dequantize, where one is needed
 

@@ -20,7 +20,7 @@ from qatkit_verify.placement.sites import Sites
 
 
 def families(graph: fx.Graph, layouts: Layouts, choices: Choices) -> dict[str, Sites]:
-    """Returns the families that a graph has, by name."""
+    """Returns the families of a graph by name: those that change the layout and leave some operators in int8."""
     known = set(choices.computing)
     nodes = [node for node in graph.nodes if site(node) in known]
     floats = {

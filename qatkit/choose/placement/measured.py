@@ -19,7 +19,7 @@ from qatkit.run.backend import backend_of
 from qatkit.run.build import qat_module
 from qatkit.run.folder import Run, main_process, say
 from qatkit.train.module import QATModule
-from qatkit_verify.errors import ConfigError
+from qatkit_verify.errors import ConfigError, as_typed
 from qatkit_verify.placement.machine import this_machine
 from qatkit_verify.placement.record import Placed, check_fits, check_graph, read_placement, write_placement
 from qatkit_verify.placement.sites import FIXED, MEASURED, Sites
@@ -41,7 +41,7 @@ def check_placement(config: Config) -> None:
     }
     for key, (value, needed) in refused.items():
         if value != needed:
-            raise ConfigError(key, value, f"{needed} with placement={config.placement}")
+            raise ConfigError(key, value, f"{as_typed(needed)} with placement={config.placement}")
     if config.rescue.climb and config.placement == MEASURED:
         allowed = "fixed or a placement.json with rescue=ladder, whose rungs would each measure again"
         raise ConfigError("placement", MEASURED, allowed)
@@ -62,7 +62,7 @@ def placed_before(run: Run, model: Captured, inputs: Inputs, module_type: type[Q
         module_type: the class of the run's modules.
 
     Raises:
-        ConfigError: the file belongs to another model or another graph.
+        ConfigError: the file is damaged, or belongs to another model or another graph.
     """
     config, there = run.config, run.folder / PLACEMENT_FILE
     if config.placement == FIXED:
@@ -108,7 +108,7 @@ def _placed(run: Run, placed: Placed) -> Run:
     if config.placement == MEASURED and config.verify.min_speedup is None:
         config = replace(config, verify=replace(config.verify, min_speedup=1.0))
     differs = placed.machine.differs(this_machine(config.verify.threads, config.verify.latency_batch))
-    notes = [f"placement measured on {', '.join(differs)}"] if differs else []
+    notes = [f"placement: the measurement had {', '.join(differs)}"] if differs else []
     if placed.unrest():
         notes.append(f"placement: {placed.unrest()}; {_AGAIN}")
         say(notes[-1])
@@ -116,7 +116,7 @@ def _placed(run: Run, placed: Placed) -> Run:
 
 
 def about_placement(run: Run) -> dict[str, object]:
-    """Returns the checkpoint's entry for the placement."""
+    """Returns the checkpoint's entry for the placement; empty if the run has none."""
     if run.placed is None:
         return {}
     return {"placement": run.placed.sites.as_dict()}

@@ -43,8 +43,8 @@ from qatkit_verify.placement.quiet import Timed, most_sessions, summed_up, until
 from qatkit_verify.placement.record import FLOAT, TABLE, Placed
 from qatkit_verify.placement.sites import Sites
 
-_FILES = 8  # limits
-_GAIN = 0.995  # files predicted to be slower than this factor of the fastest choosable one are not made
+_FILES = 8  # maximum number of files, not counting those with weights for AMX
+_GAIN = 0.995  # a file is made only if its predicted time is below this share of the fastest file that may be chosen
 _BORDERS = (1.0, 1.5, 0.67)  # factors for the time of borders, which lead to different placements
 _SESSIONS, _RUNS = 3, 40  # sessions of each file at the end; weights are elsewhere in memory in each
 _LOOK = 25  # runs of each file during the search

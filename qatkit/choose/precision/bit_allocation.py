@@ -42,7 +42,7 @@ class SharedWeight:
 
 
 def shared_weights(graph_module: fx.GraphModule) -> tuple[list[SharedWeight], list[tuple[str, str]]]:
-    """Returns the weights whose bits may be chosen, in graph order, and (site, reason) for each other operator."""
+    """Returns the weights whose bits may be chosen, in graph order, and (site, reason) for operators with overrides."""
     overridden = graph_module.meta.get(OVERRIDDEN, ())
     tables = tied_tables(graph_module)
     by_weight, skipped = dict[int, list[Switch]](), list[tuple[str, str]]()
@@ -64,7 +64,13 @@ def shared_weights(graph_module: fx.GraphModule) -> tuple[list[SharedWeight], li
 
 
 def allocate(settings: MixedBits, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:
-    """Chooses the bits of every weight of a prepared graph (`qatkit.choose.precision.mixed_bits`)."""
+    """Chooses the bits of the weights of a prepared graph that no override sets, and applies them.
+
+    Args:
+        settings: the settings (`qatkit.choose.precision.mixed_bits`).
+        graph_module: the prepared graph.
+        inputs: batches of calibration images.
+    """
     weights, skipped = shared_weights(graph_module)
     before = [one.fakes[0].spec.dtype for one in weights]
     batches = list(first_images(graph_module, inputs, settings.images))

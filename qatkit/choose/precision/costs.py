@@ -29,7 +29,7 @@ from qatkit.verify.site_kernels import DEQUANTIZE, LAYOUT, QUANTIZE, SiteKernel
 _MOST, _LEAST = 4.0, 0.25  # limits of the factor that makes the time of borders agree with the clock
 _LENGTH = 0.3  # length scale: share of the operators' time in which similar sets may differ
 _FASTEST = 0.25  # lower limit of predictions, as a share of the shortest measured time
-_NOISE = 0.02  # share of noise of the clock in the variance of prediction errors
+_NOISE = 0.02  # share of the clock's noise in the variance of prediction errors
 
 
 @dataclass(frozen=True)

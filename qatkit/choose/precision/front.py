@@ -74,7 +74,7 @@ def not_beaten_but_by(floats: Floats, choices: Sequence[Choice]) -> list[Choice]
 
 
 def runs(operators: Sequence[str]) -> list[Floats]:
-    """Returns the steps: runs of neighbouring operators, and the operators of each module."""
+    """Returns the sets of operators that one step may change: runs of neighbours, and all operators of a module."""
     count = len(operators)
     found = {frozenset(operators[i : i + n]) for n in _LENGTHS for i in range(count - n + 1)}
     for one in operators:
@@ -87,12 +87,12 @@ def runs(operators: Sequence[str]) -> list[Floats]:
 
 
 def grow(operators: Sequence[str], steps: Sequence[Floats], cost: Cost) -> list[Floats]:
-    """Returns the sets on the way from no operator to all."""
+    """Returns the sets on the way from no float operator to all."""
     return _walk(operators, steps, frozenset(), lambda floats, step: floats | step, cost, _by_time)
 
 
 def shrink(operators: Sequence[str], steps: Sequence[Floats], cost: Cost) -> list[Floats]:
-    """Returns the sets on the way from all operators to none."""
+    """Returns the sets on the way from all operators in float to none."""
     return _walk(operators, steps, frozenset(operators), lambda floats, step: floats - step, cost, _by_loss)
 
 
@@ -159,7 +159,7 @@ def not_beaten(found: Iterable[_T], price: Callable[[_T], Price]) -> list[_T]:
 def thinned(
     front: Sequence[Choice], ends: tuple[Choice, Choice], count: int, taken: Sequence[Choice] = ()
 ) -> list[Choice]:
-    """Returns `count` sets of a front with the largest distances in time and dB of the loss.
+    """Returns at most `count` sets of a front that are far apart in time and in dB of the loss, fastest first.
 
     Args:
         front: the sets to choose from.

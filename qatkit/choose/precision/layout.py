@@ -33,7 +33,7 @@ class Layout:
         floats: the Convs and Linears that are float, whether requested or implied.
         int8: the sites of all nodes that compute in 8 bits.
         weights: the sites whose weight is quantized.
-        readers: the nodes that read each quantized tensor in quantized form; other nodes read it in float.
+        readers: by quantized tensor, the nodes that read its quantized values; other nodes read its float values.
         quantized, dequantized: the numbers of values of the tensors that are quantized or dequantized at a
             border.
         moved: the numbers of values of the tensors that are converted for operators that may also require

@@ -42,7 +42,7 @@ def check_precision(module: QATModule, config: Config) -> None:
     """Checks, before the long stages, that there are operators to choose from and that ONNX Runtime runs the file.
 
     Raises:
-        ConfigError: the backend is for another runtime, or the model has only one operator.
+        ConfigError: the backend is for another runtime, or fewer than two Convs and Linears are int8.
     """
     if config.precision.search == "none":
         return
@@ -53,13 +53,14 @@ def check_precision(module: QATModule, config: Config) -> None:
         m for m in module.graph.modules() if isinstance(m, QATOperator) and m.weight_fake_quant is not None
     ]
     if len(weighted) < 2:
-        raise ConfigError("precision.search", "auto", "none for a model with a single Conv or Linear in int8")
+        allowed = "none for a model with fewer than two Convs and Linears in int8"
+        raise ConfigError("precision.search", "auto", allowed)
 
 
 def mix(
     run: Run, model: Captured, data: DataModule, module: QATModule, calibrated: Calibrated
 ) -> tuple[QATModule, Precision]:
-    """Returns the module that meets the target, and the front from which it was chosen.
+    """Returns the module of the chosen point, and the front from which it was chosen.
 
     Args:
         run: the run.

@@ -33,7 +33,9 @@ class MixedBits(Algorithm):
     weights_alone: ClassVar[bool] = True
     changes_weights: ClassVar[bool] = False
     bits: float = setting(
-        4.5, "average number of bits per weight of Conv and Linear, not counting scales", Range(2, 8)
+        4.5,
+        "largest average number of bits per value in the weights of Convs and Linears, without scales",
+        Range(2, 8),
     )
     images: int = setting(16, "number of calibration images on which losses are estimated", COUNT)
 

@@ -63,7 +63,7 @@ class Builder:
         return module
 
     def write(self, floats: Sequence[str], path: Path, *, calibrate: bool = True) -> Path:
-        """Writes the module of `module` as an ONNX file; returns the path."""
+        """Writes the module with these sites in float as an ONNX file, and returns its path."""
         graph = self.module(floats, calibrate=calibrate).convert().graph
         write_file(graph, self.config, self.data.inputs, path)
         return path

@@ -213,7 +213,7 @@ class Search:
         return [floats for floats in sets if 0 < len(self.layouts(floats).floats) < count]
 
     def _simulated(self, choices: Sequence[Choice], images: int) -> list[Choice]:
-        """Returns the choices with losses simulated on so many calibration images; equal layouts are simulated once."""
+        """Returns the choices with losses simulated on `images` images; equal layouts are simulated once."""
         layouts = {choice.floats: self.layouts(choice.floats) for choice in choices}
         known = self._losses.setdefault(images, {})
         new = list({one.floats: one for one in layouts.values() if one.floats not in known}.values())
@@ -238,7 +238,7 @@ class Search:
 
     @cached_property
     def losses(self) -> Losses:
-        """The contribution of each weight and tensor to the squared error of the outputs; it also judges the files."""
+        """The contributions of weights and tensors to the squared error of the outputs, by which files are judged."""
         config, graph = self.config, self.builder.int8.graph
         batches = self._images(config.precision.images)
         rows = estimate(graph, batches, of_outputs=True, seed=config.seed, progress=config.trainer.progress)

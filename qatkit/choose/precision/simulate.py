@@ -1,4 +1,4 @@
-"""Simulates the loss of a set of float operators: the int8 module runs with all other quantizers turned off.
+"""Simulates the loss of a set of float operators: the int8 module runs without the quantizers of these operators.
 
 Sums of estimates (`qatkit.choose.precision.layout.Losses`) have errors of a dB or more, mostly if few
 operators are quantized. Simulating a set takes one run with a few images, and no capture, export or
@@ -93,7 +93,7 @@ class _Mixture(PreparedInterpreter):
         return self.outputs(batch)
 
     def _placed(self, layout: Layout) -> Iterator[tuple[fx.Node, _Place]]:
-        """Yields each node whose value is quantized, with its place.
+        """Yields each node whose value is quantized, with its `_Place`.
 
         A tensor that only the mixture quantizes (after a float pool, or a ReLU with other readers) gets the
         range of the tensor before it, since it has the same values. An absorbed ReLU is not a node of the

@@ -1,7 +1,6 @@
 """Computes nn.MultiheadAttention by separate operators, for the calls that `self_attention` does not support.
 
-These are calls with cross attention, with masks, with keys and values of other widths, or whose attention weights are
-used.
+These are calls with cross attention, masks, keys and values of other widths, or attention weights that are used.
 
     q, k, v = Linear(query), Linear(key), Linear(value)   each with its rows of the joint weight
     w = softmax(q·kᵀ / sqrt(E/heads) + mask)              [N, heads, T, S]
@@ -78,10 +77,10 @@ def _projections(
 
 
 def _mask(mask: Tensor | None, like: Tensor, extra: int) -> Tensor | None:
-    """Returns a mask as floats to add to the scores, [T, S] or [N, heads, T, S].
+    """Returns a mask to add to the scores, [T, S + extra] or [N, heads, T, S + extra]; None without a mask.
 
     Args:
-        mask: [T, S] or [N·heads, T, S], booleans or floats, or None.
+        mask: [T, S] or [N·heads, T, S], boolean (true where a query may not attend to a key) or float, or None.
         like: a tensor with the type of the scores and the heads as its second axis.
         extra: number of keys that are appended; they are never masked.
     """
@@ -93,7 +92,7 @@ def _mask(mask: Tensor | None, like: Tensor, extra: int) -> Tensor | None:
 
 
 def _padding(mask: Tensor | None, like: Tensor, extra: int) -> Tensor | None:
-    """Returns a padding mask [N, S] as floats to add to the scores, [N, 1, 1, S + extra]."""
+    """Returns a padding mask [N, S] as one to add to the scores, [N, 1, 1, S + extra]; None without a mask."""
     if mask is None:
         return None
     mask = _as_float(mask, like)

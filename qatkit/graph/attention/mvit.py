@@ -2,7 +2,7 @@
 
     score[q, k] += q·R_t[t_q, t_k] + q·R_h[h_q, h_k] + q·R_w[w_q, w_k]
 
-This applies to the patches q and k of a clip at (t, h, w), but not to the class token. torchvision's `_add_rel_pos`
+Here q and k are patches of a clip, at (t, h, w); the class token has no such terms. torchvision's `_add_rel_pos`
 writes the sum into a slice of the scores, which in ONNX is a ScatterND over all scores. Here the terms are padded with
 zeros and added to the scores. The tables R depend only on parameters, so `convert` computes them once.
 
@@ -19,10 +19,10 @@ Size = tuple[int, int, int]
 
 
 class RelativePositions(nn.Module):
-    """A twin of `_add_rel_pos` for one size of clip; equal to it to 1e-5.
+    """Computes `_add_rel_pos` for one clip size; its outputs agree to 1e-5.
 
     Args:
-        queries, keys: the numbers of frames, rows and columns of the patches.
+        queries, keys: the numbers of frames, rows and columns of patches, for the queries and for the keys.
     """
 
     def __init__(self, queries: Size, keys: Size) -> None:
@@ -60,7 +60,7 @@ class RelativePositions(nn.Module):
 def distances(queries: int, keys: int) -> Tensor:
     """Returns the distances between queries and keys along one axis, [queries, keys].
 
-    They are in steps of the finer side, and the smallest is 0.
+    They are in steps of the finer of the two grids, and the smallest is 0.
     """
     q_step, k_step = max(keys / queries, 1.0), max(queries / keys, 1.0)
     return (torch.arange(queries)[:, None] * q_step - (torch.arange(keys) + (1.0 - keys)) * k_step).long()

@@ -22,9 +22,9 @@ _SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale"
 
 
 def open_attention(node: fx.Node) -> str | None:
-    """Replaces self-attention by nn.MultiheadAttention with `self_attention.SelfAttention`.
+    """Replaces an nn.MultiheadAttention that computes self-attention with `self_attention.SelfAttention`.
 
-    Other calls are written out when the graph is recorded (`qatkit.graph.capture`).
+    Other calls are replaced by separate operators when the graph is recorded (`qatkit.graph.capture`).
     """
     module = cast(nn.MultiheadAttention, module_of(node))
     for user in list(node.users):
@@ -38,7 +38,8 @@ def open_attention(node: fx.Node) -> str | None:
 def open_dot_product(node: fx.Node) -> str | None:
     """Rewrites softmax(q·kᵀ·scale + mask)·v for q, k, v [..., tokens, width].
 
-    Heads may share keys and values, and the mask may be causal.
+    Heads may share keys and values, and the mask may be causal. Returns the reason if the attention stays float, else
+    None.
     """
     given = dict(zip(_SDPA, node.args, strict=False)) | node.kwargs
     shape, keys = shape_of(given["query"]), shape_of(given["key"])
@@ -83,8 +84,8 @@ def open_dot_product(node: fx.Node) -> str | None:
 def _mask(node: fx.Node, given: Mapping[str, Any], size: tuple[int, int]) -> tuple[Any, fx.Node | None]:
     """Returns (mask, hidden), of which at most one is not None.
 
-    `mask` is floats to add to the scores. `hidden` is true where a query may not attend to a key; it is returned
-    if the given mask is boolean.
+    `mask` is added to the scores. `hidden` is returned for a boolean mask; it is true where a query may not attend to
+    a key.
     """
     graph, mask = node.graph, given.get("attn_mask")
     if given.get("is_causal"):
@@ -125,7 +126,7 @@ def _for_every_head(node: fx.Node, query: tuple[int, ...]) -> fx.Node:
 def open_window_attention(node: fx.Node) -> str | None:
     """Replaces torchvision's function for Swin's attention by a module of `qatkit.graph.attention.swin`.
 
-    It supports V1 and V2 on images, and Swin on clips.
+    Swin V1 and V2 on images and Video Swin are supported. Returns the reason if the attention stays float, else None.
     """
     given = {"logit_scale": None} | arguments(node, cast(Callable[..., Any], node.target))
     shape = shape_of(given["input"])
@@ -156,7 +157,10 @@ def open_window_attention(node: fx.Node) -> str | None:
 
 
 def open_relative_positions(node: fx.Node) -> str | None:
-    """Replaces MViT's relative positions by `qatkit.graph.attention.mvit.RelativePositions`."""
+    """Replaces MViT's relative positions by `qatkit.graph.attention.mvit.RelativePositions`.
+
+    Returns which operators stay float, and if it did not replace them, also why.
+    """
     given = {k: known(v) for k, v in arguments(node, cast(Callable[..., Any], node.target)).items()}
     sizes = [tuple(known(size) for size in given[key]) for key in ("q_thw", "k_thw")]
     tables = [given[f"rel_pos_{axis}"] for axis in "thw"]
@@ -218,7 +222,7 @@ def _inline(node: fx.Node, module: nn.Module, path: str = "", inputs: Sequence[A
     assert owner is not None
     path, inputs = path or str(node.target), inputs or node.args
     tracer = _Tracer()
-    tracer.proxy_buffer_attributes = True  # computations on buffers of a twin are part of the graph
+    tracer.proxy_buffer_attributes = True  # computations on the module's buffers are part of the graph
     body = tracer.trace(module)
     name_sites(body, f"{path}.")
     placeholders = [n for n in body.nodes if n.op == "placeholder"]

@@ -1,4 +1,4 @@
-"""A twin of nn.MultiheadAttention for self-attention, built of operators that can be quantized.
+"""Computes the self-attention of nn.MultiheadAttention by operators that can be quantized.
 
     qkv = Linear(x)                       [N, T, 3·E]
     q, k, v                               [N, heads, T, E/heads] each
@@ -6,7 +6,7 @@
     out = Linear(y)                       [N, T, E]
 
 `nn.MultiheadAttention` is a leaf in torch.fx, so its two Linears and two MatMuls would all stay in floating point.
-`qatkit.graph.attention.swin` has the twins for Swin's windows.
+`qatkit.graph.attention.swin` does the same for Swin's windows.
 Source: Vaswani et al., "Attention is all you need", 2017, section 3.2.
 """
 
@@ -23,7 +23,7 @@ _ATTENTION_ARGUMENTS = (
 
 
 class SelfAttention(nn.Module):
-    """A twin of `nn.MultiheadAttention` for self-attention, with the same parameters; equal to it to 1e-5."""
+    """Self-attention with the parameters of an `nn.MultiheadAttention`; its outputs agree to 1e-5."""
 
     def __init__(self, original: nn.MultiheadAttention) -> None:
         super().__init__()

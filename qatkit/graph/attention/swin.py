@@ -1,12 +1,12 @@
-"""Twins of Swin's window attention, for feature maps and clips, built of operators that can be quantized.
+"""Computes Swin's window attention, for feature maps and clips, by operators that can be quantized.
 
-    order     [N, *map, C] → [N·windows, tokens, C]       pad, and one Gather for the shift and the cut
+    order     [N, *map, C] → [N·windows, tokens, C]       pad, and one Gather for the shift and the partition
     attend    q·kᵀ / sqrt(C/heads) + bias (+ mask)        [N·windows, heads, tokens, tokens]
     back      [N·windows, tokens, C] → [N, *map, C]       one Gather
 
 torchvision's `shifted_window_attention` and `shifted_window_attention_3d` are functions that are one node in torch.fx,
-so their two Linears and two MatMuls would all stay in floating point. A twin is built for one size of the map, since
-mask and padding depend on it, and supports any number of axes.
+so their two Linears and two MatMuls would all stay in floating point. A module is built for one size of the
+map, on which its mask and padding depend. The map may have any number of axes.
 Sources: Liu et al., "Swin Transformer", 2021; "Swin Transformer V2", 2022 (cosine attention); "Video Swin
 Transformer", 2022.
 """
@@ -70,7 +70,7 @@ class Windows:
         return apart.reshape(self.count, self.tokens)
 
     def order(self) -> Tensor:
-        """Returns the token for each place in the windows, as row-major indices into the padded map.
+        """Returns the token at each position in the windows, as row-major indices into the padded map.
 
         The shape is [windows · tokens].
         """
@@ -78,12 +78,12 @@ class Windows:
         return self.cut(grid.roll([-s for s in self.shift], tuple(range(grid.ndim)))).reshape(-1)
 
     def back(self) -> Tensor:
-        """Returns the place in the windows of each token of the map, in row-major order, [prod(size)]."""
+        """Returns each map token's position in the windows; tokens are in row-major order, [prod(size)]."""
         places = torch.argsort(self.order()).reshape(self.padded)
         return places[tuple(slice(n) for n in self.size)].reshape(-1)
 
     def regions(self) -> Tensor:
-        """Returns the number of each token's region, [windows, tokens].
+        """Returns the index of each token's region, [windows, tokens].
 
         Tokens of one window are in different regions if only the shift has brought them together.
         """
@@ -98,12 +98,14 @@ class Windows:
 
 
 class WindowAttention(nn.Module):
-    """A twin of `shifted_window_attention` (Swin), 2-D or 3-D, for one size of the map; equal to it to 1e-5.
+    """The attention of `shifted_window_attention` (Swin), 2-D or 3-D, for one feature map size.
+
+    Its outputs agree to 1e-5.
 
     Args:
         qkv, proj: the two Linears of the attention.
         heads: the number of attention heads.
-        windows: the partition of the map.
+        windows: the windows that the feature map is divided into.
         attention_dropout, dropout: dropout rates of the attention weights and of the output.
     """
 
@@ -186,7 +188,10 @@ class CosineWindowAttention(WindowAttention):
             qkv.bias.register_hook(lambda grad: grad * keep.to(grad.device))
 
     def scores(self, q: Tensor, k: Tensor, *extra: Tensor) -> Tensor:
-        """Returns the scores of q and k, as the base class; `extra` is the logarithm of the scale [heads, 1, 1]."""
+        """Returns the scores of q and k, in the shapes of the base class.
+
+        `extra` is the logarithm of the scale, [heads, 1, 1]. The scale is at most 100.
+        """
         cosine = per_image(similarity(F.normalize(q, dim=-1), F.normalize(k, dim=-1)), self.heads)
         return cosine * torch.clamp(extra[0], max=math.log(100.0)).exp()
 

@@ -59,7 +59,11 @@ class Aliases:
         self.values = WeakTensorKeyDictionary()
 
     def node_of(self, tensor: Tensor) -> fx.Node:
-        """Returns the node that holds the current values of `tensor`."""
+        """Returns the node that holds the current values of `tensor`.
+
+        Raises:
+            UntraceableError: the tensor was changed in place in a way that can't be followed.
+        """
         value: Value | None = self.values.get(tensor)
         if value is None:
             value = self.values[tensor] = Value(self.first(tensor), tensor._version)
@@ -83,7 +87,8 @@ class Aliases:
     def bind(self, tensor: Tensor, chain: tuple[fx.Node, ...], sources: Sequence[Tensor]) -> None:
         """Binds a new tensor to the last node of `chain`.
 
-        If it shares memory with a tensor in `sources`, it is a view of that tensor.
+        The tensor is a view of the first tensor in `sources` that shares its memory, if `chain` starts from that
+        tensor's node.
         """
         parent = next((s for s in sources if s is not tensor and shares_memory(s, tensor)), None)
         if parent is None or self.values[parent].node is not chain[0].args[0]:
@@ -93,7 +98,13 @@ class Aliases:
             self.values[tensor] = Value(chain[-1], tensor._version, parent, chain)
 
     def changed(self, tensor: Tensor, node: fx.Node) -> None:
-        """Records that `tensor` was changed in place and holds the output of `node`."""
+        """Records that `tensor` was changed in place and holds the output of `node`.
+
+        The tensors that it is a view of change too.
+
+        Raises:
+            UntraceableError: it is a view of a kind that can't be followed.
+        """
         value: Value = self.values[tensor]
         value.node, value.version = node, tensor._version
         if value.parent is not None:
@@ -148,7 +159,8 @@ class Aliases:
     def _on_diagonal(self, whole: fx.Node, parent: Tensor, view: fx.Node, part: fx.Node) -> fx.Node:
         """Returns `whole` with `part` on a diagonal of its matrices.
 
-        Where an identity matrix is true, row i gets value i of the part.
+        A mask marks the diagonal. The values of the part are aligned with the rows, so that `torch.where` can put
+        them there.
         """
         given: dict[str, Any] = dict(zip(("offset", "dim1", "dim2"), view.args[1:], strict=False))
         given |= view.kwargs
@@ -198,17 +210,21 @@ class Aliases:
     def assign(self, whole: fx.Node, shape: Sequence[int], index: Any, part: Any) -> fx.Node:
         """Returns the node of `whole` [shape] after `whole[index] = part`.
 
-        Slices and integers become a Cat of the values before, the part and the values after, axis by axis.
+        Slices and integers become a Cat of the values before, the part and the values after, axis by axis. A slice
+        with a step becomes a slice_scatter.
 
         Args:
             whole: the node of the tensor before the assignment.
             shape: the shape of `whole`.
-            index: the index; slices and integers are supported.
+            index: the index; slices, integers and an ellipsis are supported.
             part: a node with the shape of the indexed part, or a number.
+
+        Raises:
+            UntraceableError: the index has other parts.
         """
         steps = _axes(index, len(shape))
         if steps is None:
-            raise self.refuse(f"an assignment to {index} can't be followed")
+            raise self.refuse("an assignment to an index with None, a boolean or a tensor can't be followed")
         return self._assign(whole, list(shape), steps, part, axis=0)
 
     def _assign(self, whole: fx.Node, shape: list[int], steps: list[Any], part: Any, axis: int) -> fx.Node:
@@ -239,7 +255,7 @@ class Aliases:
         return middle if len(pieces) == 1 else self.emit("call_function", torch.cat, (pieces, axis), {})
 
     def _strided(self, whole: fx.Node, shape: list[int], steps: list[Any], part: Any, axis: int) -> fx.Node:
-        """Assigns to every n-th element; only the last index that selects less than a whole axis may do this."""
+        """Assigns to every n-th element along `axis`."""
         start, stop, stride = steps[axis].indices(shape[axis])
         index = (*[slice(None)] * axis, steps[axis])
         inner = self.emit("call_function", operator.getitem, (whole, index), {})
@@ -257,7 +273,7 @@ class Aliases:
 
 
 def shares_memory(a: Tensor, b: Tensor) -> bool:
-    """Returns whether two tensors share one storage."""
+    """Returns whether two tensors share one storage; False if one of them has none."""
     try:
         return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # a tensor without storage

@@ -20,7 +20,12 @@ _MASKS = (torch.bool, torch.uint8)
 
 
 def assign(recorder: Recorder, whole: Tensor, index: Any, value: Any) -> None:
-    """Runs `whole[index] = value` and records it."""
+    """Runs `whole[index] = value` and records it.
+
+    Raises:
+        UntraceableError: the assignment can't be written as nodes, or a mask depends on the inputs in a way that
+            can't be followed.
+    """
     parts = tuple(_part(recorder, part) for part in (index if isinstance(index, tuple) else (index,)))
     old = recorder.aliases.node_of(whole)
     if any(True for _ in tensors_in(parts)):
@@ -71,7 +76,7 @@ def spread(recorder: Recorder, node: Any, value: Any, over: Tensor) -> Any:
 
 
 def _part(recorder: Recorder, part: Any) -> Any:
-    """Returns a part of an index: an integer, a slice, None, Ellipsis or a tensor."""
+    """Returns a part of an index, with lists and arrays as tensors, and scalar tensors that are known as integers."""
     if isinstance(part, (list, np.ndarray)):
         part = torch.as_tensor(part)
     if isinstance(part, np.integer):
@@ -106,9 +111,9 @@ def _by_slices(
 
 
 def _by_tensors(recorder: Recorder, old: fx.Node, whole: Tensor, parts: list[Any], value: Any) -> fx.Node:
-    """Assigns by slices and index tensors: the slices are taken first, then the tensors index whole axes."""
+    """Assigns by slices and index tensors: the slices are applied first, so that the tensors index full axes."""
     if None in [part for part in parts if not isinstance(part, Tensor)]:
-        raise recorder.not_followed("an assignment to new axes and tensors of indices can't be followed")
+        raise recorder.not_followed("an assignment to an index with both None and a tensor can't be followed")
     slices: list[Any] = []
     for part in parts:
         mask = isinstance(part, Tensor) and part.dtype in _MASKS
@@ -152,7 +157,7 @@ def _where(
             if value.dtype == whole.dtype
             else recorder.emit("call_method", "to", (picked, whole.dtype), {})
         )
-    elif isinstance(value, Tensor) and value.numel() > 1:  # one row for all places, which `where` broadcasts
+    elif isinstance(value, Tensor) and value.numel() > 1:  # one row, which `where` broadcasts
         new = recorder.node_of(value)
         new = (
             new if value.dtype == whole.dtype else recorder.emit("call_method", "to", (new, whole.dtype), {})

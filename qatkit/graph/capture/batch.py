@@ -38,7 +38,7 @@ def merge(
         factor: a number that the batch sizes of both runs are multiples of.
 
     Raises:
-        UntraceableError: a number can't be written as a function of the size.
+        UntraceableError: the runs make different calls, or a number can't be written as a function of the size.
     """
     numbers = _OfTheBatch(one.graph, sizes, axis, factor)
     merging = _Merge(one, [other], numbers, _HOW_MANY)
@@ -110,7 +110,7 @@ class _Merge:
             piece.args = (node.args[0], (*[slice(None)] * axis, slice(start, stop)))
 
     def _turn(self, node: fx.Node, axis: int, first: tuple[int, int]) -> None:
-        """Replaces a `roll` by a fraction of the batch by a Cat of two slices."""
+        """Writes a `roll` by a fraction of the batch as a Cat of two slices."""
         place, whole = self._number(node, *first), (slice(None),) * axis
         with self.one.graph.inserting_before(node):
             ends = [slice(place, None), slice(None, place)]
@@ -133,11 +133,11 @@ class _Merge:
             theirs = other.constants.get(str(node.target))
             if mine is None or theirs is None or mine.shape != theirs.shape or mine.dtype != theirs.dtype:
                 raise self._refused(
-                    node, "a tensor made outside of torch's functions depends on the size of the batch"
+                    node, "a tensor made outside of torch's functions depends on the size of the inputs"
                 )
             if not torch.equal(mine.nan_to_num(), theirs.nan_to_num()):
                 raise self._refused(
-                    node, "a tensor made outside of torch depends on the inputs or on the batch"
+                    node, "a tensor made outside of torch's functions depends on the inputs or on their size"
                 )
 
     def _reshape(self, node: fx.Node, others: Sequence[fx.Node]) -> None:

@@ -26,9 +26,10 @@ def independent_axes(
 ) -> Axes | None:
     """Returns the axis of each input along which samples are independent.
 
-    Returns None if these are the usual axes, or if there are none. Later axes of the first input are tried only if a
-    layer of the model has `batch_first=False`. Otherwise a model that mixes the samples of a batch might be
-    mistaken: it may well treat the values along another axis independently.
+    Returns None if these are the usual axes, if none are found, and for a model whose only input has four or more
+    axes. Later axes of the first input are tried only if a layer of the model has `batch_first=False`. Otherwise a
+    wrong axis might be found for a model that mixes the samples of a batch, since it may treat the values along
+    another axis independently.
 
     Args:
         model: the model, whose layers are searched for `batch_first=False`.
@@ -87,7 +88,7 @@ def _with_another_last(tensor: Tensor, axis: int) -> Tensor:
 
 
 def _last_alone(before: Tensor, after: Tensor, count: int) -> bool:
-    """Returns whether only the last of `count` equal parts of an output changed, along any of its axes."""
+    """Returns whether an output has an axis along which at most the last of `count` equal parts changed."""
     if before.shape != after.shape:
         return False
     if before.is_floating_point():

@@ -17,7 +17,7 @@ VALUE_READS = frozenset(
     ("item", "__bool__", "__int__", "__float__", "__index__", "__complex__", "tolist", "numpy", "__array__",
      "is_nonzero", "equal", "allclose", "__contains__")
 )  # fmt: skip
-# Functions whose result's shape depends on values.
+# Functions that return a shape which depends on values.
 VALUE_SHAPES = frozenset(("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount"))
 # Functions that use only shape, type and device of their inputs, not their values.
 SHAPE_ONLY = frozenset(
@@ -97,7 +97,11 @@ def _bounds_of_one_type(
 
 
 def out_of_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-    """Returns the out-of-place call that computes the result of an in-place call; None if there is none."""
+    """Returns the out-of-place call that computes the result of an in-place call.
+
+    Returns None if there is none, and for calls that are recorded in other ways: `copy_`, `fill_`, `zero_`, `set_`,
+    `resize_` and random numbers.
+    """
     name = func.__name__
     if name in ("copy_", "fill_", "zero_", "set_", "resize_") or name in RANDOM:
         return None
@@ -142,7 +146,7 @@ def _named(method: str) -> Callable[..., Any]:
 
 
 def where() -> tuple[str, int]:
-    """Returns the file and the line number of the model's code that is running."""
+    """Returns the file and the line number of the model's code that is running; ("", 0) if there is none."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         file = frame.f_code.co_filename
@@ -153,7 +157,7 @@ def where() -> tuple[str, int]:
 
 
 def dropout_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of a functional dropout by name."""
+    """Returns the arguments of a functional dropout by name, including the defaults of `p` and `training`."""
     named = {"training" if name == "train" else name: value for name, value in kwargs.items()}
     by_place = dict(zip(("input", "p", "training", "inplace"), args, strict=False))
     return {"p": 0.5, "training": True} | by_place | named
@@ -182,7 +186,14 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 class UntraceableError(Exception):
-    """An error for a line of the model that can't be part of a graph, with the line, the reason and advice."""
+    """Raised for a line of the model that can't be part of a graph.
+
+    Attributes:
+        reason: why it can't.
+        place: the file and the number of the line; ("", 0) if they are unknown.
+        module: the path of the module that runs the line; "" for the model itself, or if it is unknown.
+        hint: how to rewrite the line; "" without advice.
+    """
 
     def __init__(self, reason: str, place: tuple[str, int], module: str, hint: str) -> None:
         super().__init__(reason)

@@ -1,4 +1,7 @@
-"""Rules that rewrite complex arithmetic on real and imaginary parts: sums, products, powers and polar forms."""
+"""Rules that rewrite complex arithmetic as arithmetic on real and imaginary parts.
+
+They cover sums, products, quotients, powers and functions such as exp.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,14 @@ from torch import fx
 
 from qatkit.graph.capture.complex_writer import Pair, PairWriter
 
-Found = Pair | fx.Node | None  # None: the rule does not support this form of the call
+Found = Pair | fx.Node | None  # None: the rule does not support this call
 Rule = Callable[[PairWriter, fx.Node], Found]
 
 _POWERS = 8  # the largest exponent for which a power is written as products
 
 
 def operands(node: fx.Node, count: int) -> list[Any] | None:
-    """Returns the arguments of a call with `count` arguments; None for a call of another form."""
+    """Returns the arguments of a call; None if it has keywords or not exactly `count` arguments."""
     return list(node.args) if len(node.args) == count and not node.kwargs else None
 
 
@@ -83,7 +86,13 @@ def sum_of(function: Any) -> Rule:
 
 
 def _product(w: PairWriter, given: Sequence[Any], call: Callable[[list[Any]], Any]) -> Pair:
-    """Returns a function that is linear in each operand, as a sum over the operands' parts with i·i = -1."""
+    """Returns the result of a function that is linear in each operand: a sum over the operands' parts with i·i = -1.
+
+    Args:
+        w: the writer of the new nodes.
+        given: the operands.
+        call: the function for real operands.
+    """
     turning = [place for place, one in enumerate(given) if w.is_complex(one)]
     sums: list[Any] = [0.0, 0.0]
     for choice in itertools.product((0, 1), repeat=len(turning)):
@@ -178,8 +187,8 @@ def logarithm(w: PairWriter, node: fx.Node) -> Found:
 def power(w: PairWriter, node: fx.Node) -> Found:
     """Returns the power.
 
-    For small whole exponents it is a product. Otherwise the absolute value is raised to the exponent, and the angle
-    is multiplied by it.
+    It is a product for integer exponents from 1 to 8. Otherwise the absolute value is raised to the exponent, and
+    the angle is multiplied by the exponent. Returns None for an exponent that is a tensor or complex.
     """
     given = operands(node, 2)
     if given is None or not isinstance(given[1], (int, float)):

@@ -3,7 +3,7 @@
     view_as_complex(x)      →  x[..., 0], x[..., 1]
     z · w                   →  re(z)·re(w) - im(z)·im(w), re(z)·im(w) + im(z)·re(w)
     z.reshape(..), z.sum()  →  the same of both parts
-    z.abs()                 →  the norm of the parts, side by side
+    z.abs()                 →  the norm of the stacked parts
 
 A parameter or buffer of complex numbers becomes two, NAME_real and NAME_imag. An operator without a rule
 (`qatkit.graph.capture.complex_rules`), such as a Fourier transform, stays, and reads torch.complex(re, im).
@@ -39,7 +39,10 @@ def open_complex(graph_module: fx.GraphModule) -> None:
 
 
 def _open(writer: PairWriter, node: fx.Node) -> None:
-    """Replaces a complex node by a pair of nodes; a node that only reads complex numbers gets their parts."""
+    """Replaces a complex node by a pair of nodes, and a real node with complex arguments by one that reads parts.
+
+    A node without a rule stays.
+    """
     rule = rule_of(node)
     with node.graph.inserting_before(node):
         found = None if rule is None else rule(writer, node)
@@ -52,10 +55,7 @@ def _open(writer: PairWriter, node: fx.Node) -> None:
 
 
 def _leave(writer: PairWriter, node: fx.Node) -> None:
-    """Leaves a node as it is, and composes its complex arguments from their parts.
-
-    If its result is complex, the two parts are read from it.
-    """
+    """Composes the complex arguments of a node from their parts; reads both parts of its result if it is complex."""
 
     def joined(one: fx.Node) -> fx.Node:
         return writer.call(torch.complex, *writer.nodes(one)) if one in writer.pairs else one

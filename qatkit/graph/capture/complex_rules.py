@@ -80,7 +80,7 @@ def _typed(w: PairWriter, node: fx.Node) -> Found:
 
 
 def _made(w: PairWriter, node: fx.Node) -> Found:
-    """Rewrites calls that make complex tensors of zeros, of ones or of a given number."""
+    """Rewrites calls that make complex tensors of zeros or ones."""
     return Pair(w.by_part(node).re, 0.0) if node.meta.get("complex") else None
 
 

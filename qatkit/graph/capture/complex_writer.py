@@ -26,6 +26,7 @@ class PairWriter:
     """A writer that inserts nodes of real numbers.
 
     Attributes:
+        graph: the graph that gets the nodes.
         pairs: the pair of each complex node; for a node that yields several pieces, two nodes that yield their parts.
         place: the node that is being rewritten; new nodes get its module and line.
     """
@@ -36,7 +37,7 @@ class PairWriter:
         self.place: fx.Node | None = None
 
     def marked(self, new: fx.Node) -> fx.Node:
-        """Marks `new` as a part of the module that is being rewritten; returns it."""
+        """Marks `new` with the module and the line of the node that is being rewritten; returns it."""
         assert self.place is not None
         known = self.place.meta
         new.meta |= {key: known[key] for key in ("nn_module_stack", "where") if key in known}

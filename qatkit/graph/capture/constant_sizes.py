@@ -1,4 +1,4 @@
-"""Replaces sizes that a model computes as one-element tensors, from buffers and numbers only, by numbers.
+"""Replaces sizes with numbers where a model computes them as scalar tensors from buffers and numbers only.
 
 Examples are the padding of a convolution in an audio codec and the end of a slice. They are the same in every run, so
 the graph holds the numbers. torch's exporter would treat a size that comes from a tensor as unknown, and reject

@@ -1,4 +1,4 @@
-"""Measures the difference between two outputs, for captures and for their proof."""
+"""Measures the difference between two outputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def relative_difference(expected: Tensor, found: Tensor) -> float:
     """Returns the largest difference relative to the largest expected value.
 
     It is infinite if the shapes differ, or if one tensor has a NaN or an infinity where the other has a number. For
-    whole numbers it is 1 if any of them differs, else 0.
+    integers, booleans and complex numbers it is 1 if any of them differs, else 0.
     """
     if expected.shape != found.shape:
         return float("inf")

@@ -5,8 +5,9 @@
     (`qatkit.graph.capture.traced_sizes`)
     → a comparison                         between the graph and the model, at sizes that no run had
 
-An axis stays fixed if its size decides what is computed, or if it fits only a fixed number of weights; a note then
-names the line. If a model needs multiples (of 8 rows, say), the axis accepts only multiples.
+An axis stays fixed if its size decides what is computed, if the model fails at other sizes, or if a layer has weights
+for one size only. A note gives the reason, except for weights. If the configuration names the axis, it is an error.
+If a model needs multiples (of 8 rows, say), the axis accepts only multiples.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from qatkit_verify.foreign import described
 Wanted = str | Mapping[str, Mapping[int, str]]  # "auto", "none", or names of axes by input
 Place = tuple[int, int]  # an input and its axis
 _DECIDES = "the size decides what is computed"
-_STRIDES = {4: 128, 5: 32}  # by rank: largest strides of pyramids, of pictures and of clips or volumes
+_STRIDES = {4: 128, 5: 32}  # by rank: the largest stride in pyramids for images, and for clips or volumes
 _STEPS = (1, 2, 4, 8, 16, 32, 64)
 _NAMES = {4: {2: "height", 3: "width"}, 5: {2: "depth", 3: "height", 4: "width"}}
 _CLOSE = 1e-3  # relative to the largest output; a larger difference is not rounding
@@ -42,7 +43,7 @@ class FreeAxis:
 
     Attributes:
         name: the name of its size in the file.
-        places: the inputs, each with its axis, that always have this size together.
+        places: the axes (input, axis) that always have this size together.
         size: the size in the example.
         others: sizes other than the example's that the model was run with.
         step: the number that the size must be a multiple of.
@@ -64,7 +65,7 @@ class FreeAxes:
     """The search for the free axes of one model.
 
     Args:
-        wanted: "auto", or names of axes by input, which have to be free.
+        wanted: "auto", or names for axes that have to be free, by input and number of the axis.
         runs: the runs of the model.
         opened: paths of attention modules that are not recorded as leaves.
         batches: batch sizes of the two runs; empty for a model that accepts only the example's batch size.
@@ -89,7 +90,7 @@ class FreeAxes:
         """Returns the graph for all free axes (None if there are none) and the free axes.
 
         Raises:
-            ConfigError: an axis that `wanted` names is not free.
+            ConfigError: an axis in `wanted` is not free or does not exist, or is the batch axis.
         """
         self._check_wanted()
         found = self._each(self._run)
@@ -139,14 +140,15 @@ class FreeAxes:
         """
         for name, axes in self.wanted.items() if not isinstance(self.wanted, str) else ():
             if name not in self.names:
-                raise ConfigError("export.dynamic_axes", name, f"one of the inputs {', '.join(self.names)}")
+                allowed = f"an input of the model ({', '.join(self.names)})"
+                raise ConfigError("export.dynamic_axes", name, allowed)
             rank = self.tensors[self.names.index(name)].ndim
             batch = self.batch_axes[self.names.index(name)] if self.batches else None
             for axis in axes:
                 if not 0 <= axis < rank or axis == batch:
-                    numbers = "0" if rank == 1 else f"0 to {rank - 1}"
-                    besides = "" if batch is None else f", except the batch axis {batch}"
-                    allowed = f"an axis of the input ({numbers}{besides})"
+                    others = ", ".join(str(one) for one in range(rank) if one != batch)
+                    besides = "" if batch is None else " other than the batch axis"
+                    allowed = f"an axis of the input{besides} ({others or 'it has none'})"
                     raise ConfigError(f"export.dynamic_axes.{name}", axis, allowed)
 
     def _candidates(self) -> Iterator[list[tuple[Place, ...]]]:
@@ -248,7 +250,9 @@ class FreeAxes:
                         break  # the size on the other side proves nothing
                     continue
                 return found
-        raise _NotFreeError(f"the model accepts sizes {axis.size} and {far}, but none close to {axis.size}")
+        raise _NotFreeError(
+            f"the model accepts sizes {axis.size} and {far}, but no size close to {axis.size}"
+        )
 
     def _merged(self, axes: Sequence[FreeAxis], *, compare: bool) -> Recording:
         """Returns the graph for the sizes of all runs: the example's, all distant ones and all near ones.
@@ -271,13 +275,13 @@ class FreeAxes:
         return one
 
     def _compare(self, one: Recording, axes: Sequence[FreeAxis], batch: int | None) -> None:
-        """Raises an error if the graph and the model differ at sizes that no run had and that the model accepts."""
+        """Raises an error if graph and model differ at sizes that no run had, or else at those of the last run."""
         between = [{axis: _between(axis, i + more) for i, axis in enumerate(axes)} for more in range(3)]
         for sizes in (*between, {axis: axis.others[-1] for axis in axes}):
             tensors = self._inputs(sizes, batch)
             try:
                 expected = self.runs.answers(tensors)
-            except Exception:  # noqa: S112  whatever a forward raises: the model does not take one of the sizes
+            except Exception:  # noqa: S112  whatever a forward raises: the model does not accept one of the sizes
                 continue
             found = ", ".join(f"{axis.size} → {size}" for axis, size in sizes.items())
             try:
@@ -289,7 +293,7 @@ class FreeAxes:
                 ) from error
             if largest > _CLOSE:
                 raise _NotFreeError(
-                    f"graph and model differ by {100 * largest:.2g} % of the output at another size ({found})"
+                    f"the graph and the model differ by {100 * largest:.2g} % of the output at another size ({found})"
                 )
             return
 
@@ -325,9 +329,9 @@ class FreeAxes:
         reason, where = _in_words(error), self._of(axis)
         if not isinstance(self.wanted, str):
             i, along = axis.places[0]
-            raise ConfigError(
-                f"export.dynamic_axes.{self.names[i]}.{along}", self._size((i, along)), reason=reason
-            )
+            key, name = f"export.dynamic_axes.{self.names[i]}.{along}", self.wanted[self.names[i]][along]
+            advice = "remove this axis from export.dynamic_axes"
+            raise ConfigError(key, name, reason=f"its size is fixed at {axis.size}: {reason}; {advice}")
         if not isinstance(error, _HasWeightsError):
             self.notes.append((where, f"its size is fixed at {axis.size}: {reason}"))
 
@@ -336,16 +340,17 @@ def _in_words(error: Exception) -> str:
     if not isinstance(error, UntraceableError):
         return str(error)
     file, line = error.place
-    inside = f"in module '{error.module}' " if error.module else ""
-    return f"{error.reason} ({inside}at {file.rpartition('/')[2]}:{line})"
+    inside = f"in module '{error.module}'" if error.module else ""
+    where = " ".join(one for one in (inside, f"at {file.rpartition('/')[2]}:{line}" if file else "") if one)
+    return f"{error.reason} ({where})" if where else error.reason
 
 
 class _NotFreeError(Exception):
-    """An error for an axis with whose other sizes the model fails or computes something else."""
+    """Raised if the model fails at other sizes of an axis, or if the graph computes something else there."""
 
 
 class _HasWeightsError(_NotFreeError):
-    """An error for an axis of features: a layer has a fixed number of weights for it, so it needs no note."""
+    """Raised for an axis of features, for which a layer has a fixed number of weights; no note is needed."""
 
     def __str__(self) -> str:
         return "a layer has weights only for this size"
@@ -375,7 +380,7 @@ def _far(size: int, number: int, rank: int) -> list[int]:
     """Returns sizes to try: first distant ones, then nearer and smaller ones, for models with a table of positions.
 
     A distant size still differs from `size` after every stride of a pyramid, where nearer sizes may become
-    equal. Each axis differs by another amount. For a clip the amounts are smaller, since a run with distant
+    equal. The amounts differ between axes. For a clip they are smaller, since a run with distant
     sizes on three axes takes many times as long.
     """
     each = 8 if rank > 4 else 32

@@ -71,7 +71,7 @@ class Shapes:
 
 
 def _factor(values: Sequence[int], sizes: Sequence[int]) -> int:
-    """Returns the positive integer by which each size is multiplied to give its value; 0 if the runs differ in it."""
+    """Returns the positive integer that gives each value when multiplied by its size; 0 if none fits all runs."""
     factors = {divmod(value, size) if size else (0, 1) for value, size in zip(values, sizes, strict=True)}
     factor, rest = next(iter(factors))
     return factor if len(factors) == 1 and rest == 0 and factor > 0 else 0
@@ -80,9 +80,9 @@ def _factor(values: Sequence[int], sizes: Sequence[int]) -> int:
 def fold_fixed(graph: fx.Graph, values: Sequence[Mapping[fx.Node, int]]) -> None:
     """Turns sizes that are the same in all runs into numbers, and reads the others as late as possible.
 
-    A difference between two sizes that is 0 in all runs stays, since it may be different at other sizes. A size is
-    read at the end of a chain of nodes with equal shapes: a convolution whose size is read would have a second reader,
-    and no BatchNorm could be fused into it.
+    A number that is computed from other sizes stays even if it is the same in all runs, such as a difference of 0,
+    since it may be different at other sizes. A size is read at the end of a chain of nodes with equal shapes: a
+    convolution whose size is read would have a second reader, and no BatchNorm could be fused into it.
 
     Args:
         graph: the merged graph.
@@ -111,7 +111,7 @@ def fold_fixed(graph: fx.Graph, values: Sequence[Mapping[fx.Node, int]]) -> None
 
 
 def _is_size(node: fx.Node) -> bool:
-    """Returns whether a node computes a whole number from sizes."""
+    """Returns whether a node reads a size or computes an integer from sizes."""
     if node.op == "call_method" and node.target == "size":
         return len(node.args) == 2
     arithmetic = (operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.neg)
@@ -124,7 +124,9 @@ def _is_size(node: fx.Node) -> bool:
 
 
 def check_forms(one: fx.Graph, others: Sequence[fx.Graph]) -> None:
-    """Rejects operators that are rewritten for the sizes of the example only: adaptive pools, Swin's windows.
+    """Rejects operators that are rewritten for the sizes of the example only.
+
+    These are Swin's windows, MViT's relative positions, and adaptive pools to a fixed size other than 1.
 
     Raises:
         UntraceableError: the shape of such an operator's input differs between the runs.

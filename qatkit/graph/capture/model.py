@@ -35,11 +35,13 @@ _PARTS = "or quantize the parts around it (qatkit.Parts)"
 
 
 def capture(model: nn.Module, example: Example, dynamic_axes: Wanted = "none") -> fx.GraphModule:
-    """Returns the graph of `model`, which is changed: pass a copy.
+    """Returns the graph of a model. The model is changed: pass a copy.
 
-    Its meta has `inputs` and `outputs` (names), `batch_axes` (one per input; all None for a model that accepts
-    only the example's batch size), `free_axes` (the axes of `dynamic_axes` that are free), `notes` for the report,
-    and `read_values`, whether the graph depends on values that the model's tensors had.
+    The meta of the graph has `inputs` and `outputs` (names), `batch_axes` (one per input; all None for a model that
+    accepts only the example's batch size), `batch_multiple` (the number that the batch size must be a multiple of),
+    `free_axes` (the axes of `dynamic_axes` that are free), `notes` for the report, `training_paths` (the paths of
+    blocks that are recorded as they train), and `read_values`, whether the graph depends on values that the model's
+    tensors had.
 
     Args:
         model: the model.
@@ -48,8 +50,8 @@ def capture(model: nn.Module, example: Example, dynamic_axes: Wanted = "none") -
             model leaves free, "none", or names of axes by input and number of the axis.
 
     Raises:
-        ConfigError: a line of the model depends on values of its inputs (the error names the module and the line),
-            the model fails on the example, or an axis that `dynamic_axes` names is not free.
+        ConfigError: a line of the model can't be part of a graph (the error names the module and the line), the
+            model contains TorchScript, it fails on the example, or an axis that `dynamic_axes` names is not free.
     """
     _check(model)
     names, tensors = input_names(model, example), flatten(example)
@@ -187,6 +189,6 @@ def _refuse_random(graph_module: fx.GraphModule, one: Recording) -> None:
 
 def _line(error: UntraceableError) -> str:
     file, number = error.place
-    inside = f"in module '{error.module}' " if error.module else ""
-    line = f"{file}:{number} `{code_at(error.place)}`"
-    return f"the model cannot be captured {inside}at {line}: {error.reason}; {error.hint}, {_PARTS}"
+    inside = f" in module '{error.module}'" if error.module else ""
+    line = f" at {file}:{number} `{code_at(error.place)}`" if file else ""
+    return f"the model cannot be captured{inside}{line}: {error.reason}; {error.hint}, {_PARTS}"

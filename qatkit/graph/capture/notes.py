@@ -29,15 +29,17 @@ def notes_of(
         for place in random
     ]
     if one.dropped:
-        notes.append(("output", f"the graph leaves out what is not a tensor: {', '.join(one.dropped)}"))
+        notes.append(
+            ("output", f"the graph leaves out outputs that are not tensors: {', '.join(one.dropped)}")
+        )
     if "autocast" in one.contexts:
         notes.append(
             ("model", "uses torch.autocast, which the graph ignores: it is float32 before quantization")
         )
     multiple = sizes[1] - sizes[0] if sizes else 1
     if multiple > 1:
-        told = f"the model accepts only batches of a multiple of {multiple}, and so does the file"
-        notes.append(("input", told))
+        text = f"the model accepts only batch sizes that are multiples of {multiple}, and so does the file"
+        notes.append(("input", text))
     if not sizes:
         notes.append(("input", "the model accepts only the example's batch size, and so does the file"))
     return notes
@@ -67,5 +69,5 @@ def notes_of_opaque(graph_module: fx.GraphModule) -> list[tuple[str, str]]:
 
 
 def code_at(place: tuple[str, int]) -> str:
-    """Returns the line of code at a place (file, line number)."""
+    """Returns the line of code at a place (file, line number); "a line" if it can't be read."""
     return linecache.getline(*place).strip() or "a line"

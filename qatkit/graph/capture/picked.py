@@ -66,7 +66,7 @@ class PickedValues:
         return any(tensor in self.found for tensor in tensors_in((args, kwargs)))
 
     def _mask(self, source: Tensor, index: Any) -> Tensor | None:
-        """Returns the mask of `source[index]`, if it depends on the inputs."""
+        """Returns the mask of `source[index]` if it depends on the inputs, else None."""
         mask = index[0] if isinstance(index, tuple) and len(index) == 1 else index
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool or source in self.found or not mask.ndim:
             return None
@@ -92,7 +92,8 @@ class PickedValues:
         """Returns the node of the whole tensor that `tensor` was picked from; None if it was not picked.
 
         Raises:
-            UntraceableError: it was picked by another mask than `mask`, or has another number of axes after it.
+            UntraceableError: `tensor` was picked by a mask other than `mask`, or the number of axes after its mask is
+                not `behind`.
         """
         if not isinstance(tensor, Tensor) or tensor not in self.found:
             return None
@@ -102,7 +103,11 @@ class PickedValues:
         return one.whole
 
     def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Records a call that picks values; a call on picked tensors is recorded as a call on the whole tensors."""
+        """Records a call that picks values; a call on picked tensors is recorded as a call on the whole tensors.
+
+        Raises:
+            UntraceableError: the call on picked tensors is not elementwise, or reads tensors picked by other masks.
+        """
         if func.__name__ == "__getitem__" and (mask := self._mask(*args)) is not None:
             return self._pick(args[0], mask)
         given = list(tensors_in((args, kwargs)))

@@ -46,9 +46,9 @@ def _grows(size: Sequence[int], whole: Sequence[int]) -> bool:
 
 
 def turns(node: fx.Node, other: fx.Node) -> tuple[int, tuple[int, int]] | None:
-    """Returns the axis along which a `roll` shifts the batch by a fraction of its size; None for any other call.
+    """Returns the axis of a `roll` of the batch, and the index of the image that it puts first in each run.
 
-    It is followed by the number of the image that comes first afterwards, in each run.
+    Returns None for any other call, and for a `roll` with the same arguments in both runs.
     """
     axis = _batch_axis(node, other)
     given, theirs = (
@@ -130,7 +130,7 @@ def _index(node: fx.Node, axis: int) -> Any:
 
 
 def _is_place(index: Any) -> bool:
-    """Returns whether an index cuts within the batch: not at its beginning or end, and not all of it."""
+    """Returns whether an index may cut within the batch: a slice with an end other than 0, or a later image."""
     if isinstance(index, slice):
         return any(isinstance(end, int) and end for end in (index.start, index.stop))
     return isinstance(index, int) and index > 0

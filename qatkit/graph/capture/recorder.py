@@ -44,7 +44,7 @@ from qatkit.graph.capture.traced_sizes import Expression, Quotient, TracedSize, 
 from qatkit.graph.capture.written_out import written_out
 from qatkit.graph.nodes import classifies_in_training
 
-# Functions that make tensors of Python numbers; their values are known now and the same in every run.
+# Functions that make tensors from Python numbers; their values are known now and the same in every run.
 _CONSTANTS = ("tensor", "as_tensor", "asarray", "frombuffer", "from_numpy")
 _NO_CHANGE = ("requires_grad_", "share_memory_", "retain_grad")
 
@@ -92,7 +92,7 @@ class Recorder(TorchFunctionMode):
         self.aliases.bind(tensor, (node,), ())
 
     def emit(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-        """Adds a node, with the module that is running and its line in the node's meta."""
+        """Adds a node, with the module that is running and its line in the node's meta, and returns it."""
         node = self.graph.create_node(op, target, args, kwargs)
         node.meta["nn_module_stack"] = OrderedDict((path, (path, kind)) for path, kind in self.stack)
         node.meta["where"] = where()
@@ -114,7 +114,11 @@ class Recorder(TorchFunctionMode):
         return self.refuse(reason, OUT_OF_PLACE)
 
     def node_of(self, value: Any) -> Any:
-        """Returns an argument of a call as the argument of a node: nodes in place of tensors."""
+        """Returns an argument of a call as the argument of a node: nodes in place of tensors and traced sizes.
+
+        Raises:
+            UntraceableError: the argument has a type that a graph can't contain, or a tensor can't be followed.
+        """
         if isinstance(value, Tensor):
             return self.aliases.node_of(value)
         if isinstance(value, (list, tuple)):
@@ -189,7 +193,11 @@ class Recorder(TorchFunctionMode):
         return self.record(func, args, kwargs)
 
     def record(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs a call and returns its result; if it returns or changes tensors, it becomes a node."""
+        """Runs a call and returns its result; if it returns or changes tensors, it becomes a node.
+
+        Raises:
+            UntraceableError: an argument or an in-place change can't be part of a graph.
+        """
         sources = list(tensors_in((args, kwargs)))
         for tensor in sources:
             self.aliases.node_of(tensor)  # before the call, which may change it
@@ -217,7 +225,16 @@ class Recorder(TorchFunctionMode):
     def record_leaf(
         self, run: Callable[..., Any], call: tuple[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Runs a module or function that becomes one node, including all calls inside it."""
+        """Runs a module or function that becomes one node, including all calls inside it.
+
+        Args:
+            run: the function to run.
+            call: op and target of the node.
+            args, kwargs: the arguments of the call.
+
+        Raises:
+            UntraceableError: it changes a tensor in place that it does not return.
+        """
         sources = list(tensors_in((args, kwargs)))
         nodes = self.node_of(args), self.node_of(kwargs)
         versions = [tensor._version for tensor in sources]
@@ -228,7 +245,8 @@ class Recorder(TorchFunctionMode):
             return self.passed(result, node)
         for tensor in changed:
             if tensor is not result:
-                raise self.not_followed(f"{call[1]} changes a tensor in place, which can't be followed")
+                name = getattr(call[1], "__name__", call[1])
+                raise self.not_followed(f"{name} changes a tensor in place, which can't be followed")
             self.aliases.changed(tensor, node)
         if not changed:
             self.bind(result, node, sources)
@@ -250,7 +268,7 @@ class Recorder(TorchFunctionMode):
     def _changed(
         self, func: Any, args: Any, kwargs: Any, nodes: tuple[Any, Any], changed: Sequence[Tensor]
     ) -> None:
-        """Records a call that changed tensors in place as the out-of-place form of this call."""
+        """Records a call that changed tensors in place as a node that computes the new values out of place."""
         name, target = func.__name__, kwargs.get("out", args[0] if args else next(iter(changed), None))
         if name in ("set_", "resize_"):
             raise self.not_followed(f"{name} changes a tensor in place, which can't be followed")
@@ -334,7 +352,11 @@ class Recorder(TorchFunctionMode):
             func(tensor, value)
 
     def check_constant(self, name: str, values: Any) -> None:
-        """Rejects reading values that depend on the inputs."""
+        """Rejects reading values that depend on the inputs.
+
+        Raises:
+            UntraceableError: a tensor in `values`, which the function `name` reads, depends on the inputs.
+        """
         for tensor in tensors_in(values):
             self.read_values = True
             if self.aliases.node_of(tensor) in self.depends:
@@ -349,7 +371,7 @@ class Recorder(TorchFunctionMode):
 
 
 def _few_numbers(args: tuple[Any, ...]) -> bool:
-    """Returns whether a tensor is made of a few numbers, one of which may be the size of the batch."""
+    """Returns whether a tensor is made of at most 8 integers, one of which may be the size of the batch."""
     given = args[0] if args else ()
     data = list(given) if isinstance(given, (list, tuple)) else [given]
     return len(data) <= 8 and all(type(number) in (int, TracedSize) for number in data)

@@ -1,4 +1,4 @@
-"""Runs a model once under the recorder, with calls of modules and of wrapped or scripted functions as nodes."""
+"""Runs a model once under the recorder, with leaf modules and wrapped functions as single nodes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Recording:
         random: nodes that draw random numbers.
         outputs: names of the outputs.
         tensors: the output tensors.
-        dropped: places of outputs that are not tensors.
+        dropped: the paths of outputs other than tensors and None, each joined by "_".
         only_training: paths of modules that returned their input.
         contexts: names of contexts that the model enters and the graph leaves out.
         changed: names of buffers that the run changed; they are restored.
@@ -68,11 +68,15 @@ def record(
     """Runs `model` on `tensors`, arranged as in `example`.
 
     Args:
+        model: the model.
+        example: the example.
+        tensors: the tensors of the inputs.
+        names: the names of the inputs.
         opened: paths of attention modules that are not recorded as leaves.
         trace_sizes: see `Recorder`.
 
     Raises:
-        UntraceableError: a line of the model depends on values of its inputs.
+        UntraceableError: a line of the model can't be part of a graph.
     """
     recorder = Recorder(model, trace_sizes=trace_sizes)
     copies = [tensor.clone() for tensor in tensors]
@@ -135,7 +139,9 @@ def _equal(buffer: Tensor, value: Tensor) -> bool:
 
 @contextlib.contextmanager
 def plain_contexts(found: set[str]) -> Iterator[None]:
-    """Disables inference_mode and autocast contexts that the model enters; `found` gets their names.
+    """Disables inference_mode and autocast contexts (on the CPU) that the model enters.
+
+    `found` gets "autocast" if there is such a context.
 
     Tensors made in inference mode do not track changes, and the types of autocast do not belong in a graph that is
     quantized.
@@ -280,6 +286,8 @@ class _Calls:
 
 def is_leaf(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Returns whether a module is a leaf: of torch.nn without children, of the operator table, or opaque.
+
+    nn.MultiheadAttention is a leaf too. A module with hooks is not, nor one whose forward was replaced on the instance.
 
     A module whose weight is computed by a parametrization or a hook is a leaf if `open_held` supports it.
     Otherwise the computation is part of the graph, like that of other hooks.

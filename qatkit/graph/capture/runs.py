@@ -111,7 +111,11 @@ class Runs:
         return found
 
     def record(self, tensors: Sequence[Tensor], opened: frozenset[str]) -> Recording:
-        """Records one run with traced sizes (`qatkit.graph.capture.traced_sizes`)."""
+        """Records one run with traced sizes (`qatkit.graph.capture.traced_sizes`).
+
+        Raises:
+            UntraceableError: a line of the model can't be recorded.
+        """
         self.set_mode()
         try:
             one = self._record(tensors, opened, trace_sizes=True)
@@ -168,7 +172,8 @@ class Runs:
     def _along_axes(self, factor: int) -> ForAnyBatch:
         """Returns the recording for batches of multiples of `factor`.
 
-        An axis may be as long as the batch only by chance (in a mask of positions). Leaving axes out finds it.
+        An axis may be as long as the batch only by chance (in a mask of positions). Therefore, combinations that
+        leave out some axes are tried too.
         """
         known = _declared_axes(self.model, self.names)
         guesses = [known] if known else _guesses(batch_axes(self.tensors))
@@ -251,7 +256,7 @@ class Runs:
     ) -> Recording | None:
         """Returns a run with other values; None if it fails.
 
-        Whole numbers keep the given values if the model accepts no others.
+        Integer inputs keep the given values if the model accepts no others.
         """
         self.set_mode()
         try:

@@ -1,6 +1,7 @@
 """Rewrites calls with traced sizes where torch's exporter accepts only constants: points of a grid, windows of a pool.
 
-The points of a grid are computed from a range of whole numbers. A pool over whole axes becomes an adaptive pool.
+The points of a grid are computed from a range of integers. A pool with a window as large as its input becomes an
+adaptive pool.
 """
 
 from __future__ import annotations

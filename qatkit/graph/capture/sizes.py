@@ -68,9 +68,9 @@ def _of_convolution(module: nn.Module, x: Tensor, axes: int) -> tuple[int, ...] 
 
 
 def _drawn(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Returns values that depend on the first size, so that code that treats them as constants differs between runs."""
+    """Returns values that depend on the first size, so that recordings that contain them as constants differ."""
     table, count = _table().to(like), math.prod(shape)
-    start = 64 * shape[0] % 4096  # aligned, as `view_as_complex` wants it
+    start = 64 * shape[0] % 4096  # aligned, as `view_as_complex` requires
     return table.repeat(1 - (-start - count) // len(table))[start : start + count].view(shape)
 
 

@@ -20,7 +20,7 @@ Expression = tuple[Any, ...]  # (function, *arguments: numbers or expressions), 
 
 
 class TracedSize(int):
-    """A whole number that is computed from sizes of tensors.
+    """An integer that is computed from sizes of tensors.
 
     Attributes:
         expression: the expression that computes it from sizes of tensors.
@@ -53,13 +53,17 @@ class TracedSize(int):
 
 
 class Quotient(float):
-    """The quotient of a size and a whole number, in either order; rounded up or down, it is a size again."""
+    """The quotient of a size and an integer, in either order; rounded up or down, it is a size again.
+
+    Attributes:
+        parts: the dividend and the divisor.
+    """
 
     parts: tuple[Any, Any]
 
     @classmethod
     def of(cls, above: Any, below: Any) -> Any:
-        """Returns above / below; it is a Quotient if both are whole numbers."""
+        """Returns above / below, which is a Quotient if both are integers."""
         value = _plain(above) / _plain(below)
         if type(value) is not float or not (_whole(above) and _whole(below)):
             return value
@@ -93,7 +97,7 @@ def _plain(value: Any) -> Any:
 
 
 def _applied(function: Callable[..., Any], *args: Any) -> Any:
-    """Returns the result of `function` on the plain numbers, as a traced size if it is a whole number."""
+    """Returns the result of `function` on the plain numbers, as a traced size if it and all numbers are integers."""
     try:
         value = function(*map(_plain, args))
     except TypeError:

@@ -63,8 +63,8 @@ def watch(
 ) -> tuple[dict[Place, list[float]], list[Place], set[str], set[str]]:
     """Runs `model` once in training mode.
 
-    The model's state is restored. If the model can't be run in this way, for example because it needs targets, the
-    results are empty.
+    The model's state is restored. If the model can't be run in this way, for example because it needs targets, all
+    results but the third are empty.
 
     Args:
         model: the model.
@@ -106,9 +106,10 @@ def watch(
 
 @contextlib.contextmanager
 def _leaves_apart(quiet: Mapping[int, str], reshaping: set[str], valueless: set[int]) -> Iterator[None]:
-    """Leaves calls of leaves, and of the modules in `quiet`, unwatched, since they stay modules.
+    """Keeps the watcher from seeing calls inside leaves and the modules in `quiet`, since they stay modules.
 
-    A module in `quiet` that returns another shape than its input's is added to `reshaping`.
+    A module in `quiet` that changes the shape of its input is added to `reshaping`. Outputs of the modules in
+    `valueless` may be drawn.
     """
     original = nn.Module.__call__
 
@@ -141,6 +142,8 @@ def drop_reshaping(graph_module: fx.GraphModule, reshaping: set[str]) -> list[tu
 
 def follow_mode(graph_module: fx.GraphModule, rates: dict[Place, list[float]]) -> list[Place]:
     """Turns functional dropouts into modules, and removes those that are off in training mode too.
+
+    The node of a scaled_dot_product_attention gets the rate of its dropout as `meta["dropout"]`.
 
     Returns the lines of dropouts that are called only in training, so that the graph lacks them.
     """

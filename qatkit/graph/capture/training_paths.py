@@ -34,9 +34,7 @@ _NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm
 _WITHOUT_GRADIENT = ("detach", "detach_", "data")
 _ROUNDING = 1e-4  # largest difference between two paths of a block in float32, relative to the largest output
 _NAMED = 4  # number of modules that a note names
-_ALONE = (
-    "is used only in the model's training mode, which the graph leaves out; fine-tuning does not change it"
-)
+_ALONE = "used only in the model's training mode, which the graph and fine-tuning leave out"
 
 
 @dataclass(frozen=True)
@@ -99,8 +97,9 @@ def training_paths(model: nn.Module, example: Example, missing: Mapping[str, nn.
 
 
 def follow_paths(model: nn.Module, blocks: Collection[str]) -> None:
-    """Puts the modules at `blocks`, except norms, into training mode, and all modules inside them into
-    inference mode.
+    """Puts the modules at `blocks` into training mode, and all modules inside them into inference mode.
+
+    Norms stay in inference mode.
     """
     for path in sorted(blocks, key=len):  # outer modules before the modules that they contain
         block = model.get_submodule(path).train()

@@ -1,6 +1,6 @@
-"""Writes functions of torch that hide products or in-place changes as the functions that they are composed of.
+"""Replaces functions of torch that hide products or in-place changes with the functions that they consist of.
 
-The composed functions run with the recorder on, so each of their parts is a node. Examples are the Linears of an
+These run with the recorder on, so each of them is a node. Examples are the Linears of an
 attention that is called as a function, the product with the weight of a bilinear form, the mask of a filled diagonal,
 and the experts' Linears in a grouped matrix product.
 """
@@ -87,12 +87,15 @@ _GROUPED = tuple(
     f for f in (getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)) if f is not None
 )
 
-# The function that experts in transformers call instead of it while they are compiled.
+# The function that transformers calls for experts instead of F.grouped_mm during a compilation.
 _GROUPED_OF_TRANSFORMERS = "transformers.grouped_mm_fallback"
 
 
 def _grouped(x: Tensor, weight: Tensor, offs: Tensor | None = None, **more: Any) -> Callable[..., Any] | None:
-    """Returns a function that computes the products of `F.grouped_mm` in the type of their inputs."""
+    """Returns a function that computes the products of `F.grouped_mm` in the type of their inputs.
+
+    Returns None for other arguments than rows or matrices, one weight per group, and the ends of the groups.
+    """
     if any(value is not None for value in more.values()):
         return None
     if x.ndim == weight.ndim == 3 and offs is None:

@@ -1,6 +1,6 @@
 """The modules of a converted graph.
 
-Each module has two forms of the same computation. When it is called, it computes in float32 and float64 exactly what
+Each module does the same computation in two ways. When it is called, it computes in float32 and float64 exactly what
 ONNX Runtime's 8-bit kernel computes, so that the file can be compared with it bit by bit. When it is exported
 (`torch.compiler.is_exporting`), it is written as dequantize → operator, which is QDQ.
 
@@ -185,27 +185,29 @@ class QuantizedHardSigmoid(nn.Module):
 
 
 class Quantized(nn.Module):
-    """A Conv or Linear with an int8 weight and an int32, int16 or int8 bias; the bias may be float in the file.
+    """A Conv or Linear with an integer weight and an int32, int16 or int8 bias; the bias may be float in the file.
 
     When called, it sums integers and multiplies the sum once by s_x·s_w (/ s_y). The sums are exact: they are float32
     up to 2²⁴, and float64 where they may be larger, as with 16-bit integers.
 
     Buffers:
-        weight: the integers in bytes.
+        weight: the integers.
         weight_scale, weight_zero_point: [] or [out].
-        bias: [out].
-        bias_scale: in the shape of weight_scale.
+        bias: the integers, [out]; None without a bias.
+        bias_scale, bias_zero_point: in the shape of weight_scale; only with a bias.
         bias_multiplier: int32, bias_scale as a multiple of the scale of the sums; None if the two are equal.
+        float_bias: the bias in the file if it is float there, [out]; else None.
+        input_scale, output_scale: as given.
 
     Args:
         operator: the prepared operator.
         input_scale: scale [] of the FakeQuantize before it.
         output_scale: scale [] of the FakeQuantize after it; None if the output stays float.
-        float_bias: whether the file has a float bias (whose values are still whole steps of bias_scale).
+        float_bias: whether the file has a float bias (whose values are still integer multiples of bias_scale).
         input_steps: the largest integer of the input, counted from its zero point.
 
     Attributes:
-        repaired: channels whose scale was raised so that the bias fits int32.
+        repaired: number of channels whose scale was raised so that the bias fits int32.
         spec: the spec of the weight.
         lost: the largest change of a result by such a raised scale, as a fraction of the bias.
         dtype: the type of the weight's integers, a name in `qatkit.quant.spec.DTYPES`.
@@ -355,7 +357,10 @@ class QuantizedEmbedding(nn.Module):
 
 
 class Settings:
-    """An operator's settings without its parameters; no Module, so that it adds no names and no state."""
+    """An operator's settings without its parameters.
+
+    This is no nn.Module, so that it adds no names and no state to the module that has it.
+    """
 
     def __init__(self, operator: QATOperator) -> None:
         self.bare = copy.copy(operator)
@@ -366,7 +371,7 @@ class Settings:
         return self.bare.run(x, weight, bias)
 
     def infer(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Computes the operator without a gradient; convolutions on the CPU are computed by oneDNN.
+        """Computes the operator without a gradient; float32 2-D convolutions on the CPU are computed by oneDNN.
 
         With one thread, a 1x1 kernel and fewer than 16 images, torch would choose an implementation that takes
         twice as long.

@@ -43,8 +43,8 @@ def recurrent(
         size: the size of the hidden state.
 
     Returns:
-        The outputs [steps, batch, directions · size], the last hidden state, and the last state of the cell (except
-        for LSTM, the hidden state again).
+        The outputs [steps, batch, directions · size], the last hidden state, and the last cell state of an LSTM (of a
+        GRU or RNN, the hidden state again).
     """
     of_inputs, of_hidden = (_dequantized(*parts) for parts in of_each(weights))
     flat = []

@@ -41,7 +41,7 @@ def simplify(graph_module: fx.GraphModule) -> None:
 
 
 def float_baseline(model: nn.Module, example: Example) -> fx.GraphModule:
-    """Returns the float model as it is fastest in ONNX Runtime: BatchNorms folded, attention as in the INT8 file."""
+    """Returns the float model, optimized for ONNX Runtime: BatchNorms folded, attention as in the INT8 file."""
     model, _ = in_single_precision(model)
     example = in_float32(example)
     graph_module = stub(fuse(model, example).graph, example).graph.eval()

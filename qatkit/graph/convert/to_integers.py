@@ -1,7 +1,8 @@
 """Converts a prepared graph from simulation to integers.
 
-Weights become int8 buffers, biases become int32 at scale s_x·s_w, and every FakeQuantize becomes an explicit pair of
-quantize and dequantize. The result runs in PyTorch and is the reference that the ONNX file is compared with.
+Weights become integer buffers, biases become int32 at scale s_x·s_w (or narrower, as `backend.bias_dtype` says), and
+every FakeQuantize becomes an explicit pair of quantize and dequantize. The result runs in PyTorch and is the reference
+that the ONNX file is compared with.
 
 Further requirements of ONNX Runtime (docs/onnxruntime-qdq.md) are implemented here as graph rules:
 
@@ -10,11 +11,11 @@ Further requirements of ONNX Runtime (docs/onnxruntime-qdq.md) are implemented h
 - A Linear gets 2-D inputs (Gemm), with reshapes around it.
 - A float operator between a dequantize and a quantize, or after a dequantize where ONNX Runtime would
   otherwise miss a fusion, is separated by a barrier (an ONNX Sum with one input).
-- Channels are padded with zeros to the multiples that its kernels need (`qatkit.graph.pad_channels`).
+- Channels are padded with zeros to the multiples that kernels need (`qatkit.graph.pad_channels`).
 
 Values in number formats stay float (`format_modules`). For a backend of another runtime (`Backend.for_onnxruntime` is
-false), biases are float and none of these rules apply. For any backend, equal values are ordered as ONNX orders them
-(`qatkit.graph.convert.orders`).
+false), biases are float unless the backend has `integer_biases`, HardSigmoid is not rewritten, and no barriers are
+added. For any backend, equal values are ordered as ONNX orders them (`qatkit.graph.convert.orders`).
 """
 
 from __future__ import annotations
@@ -60,7 +61,11 @@ from qatkit.quant.spec import WHOLE, WIDE, QuantSpec
 def convert(graph_module: fx.GraphModule) -> PassResult:
     """Returns a converted copy of a prepared graph, on the CPU in inference mode.
 
-    `skipped` in the result lists the scales and biases that had to be adjusted, each with its site.
+    `skipped` in the result lists, by site, adjusted scales and biases, and scales that float16 represents with fewer
+    bits.
+
+    Raises:
+        ValueError: the input of an operator with a quantized weight has no FakeQuantize.
     """
     converted = copy.deepcopy(graph_module, _packed_here(graph_module)).cpu().eval()
     result = PassResult(converted)
@@ -152,9 +157,11 @@ def _convert_operator(node: fx.Node, result: PassResult) -> None:
 
 
 def _tell_few_bits(node: fx.Node, scale: Tensor, spec: QuantSpec, result: PassResult) -> None:
-    """Reports scales that are so small that their type represents them with fewer bits."""
+    """Reports scales that are so small that float16 represents them with fewer bits."""
     if count := subnormal_scales(scale, spec):
-        reason = f"{count} of {scale.numel()} scales are below 2^-14, where float16 has fewer than 11 bits"
+        some = f"{count} of {scale.numel()} scales {'is' if count == 1 else 'are'}"
+        which = "the scale is" if scale.numel() == 1 else some
+        reason = f"{which} below 2^-14, where float16 has fewer than 11 bits"
         result.skipped.append((site(node), reason))
 
 
@@ -212,7 +219,7 @@ def _keep_from_shapes_and_pairs(node: fx.Node) -> None:
 
 
 def _convert_arithmetic(node: fx.Node, kind: Any) -> None:
-    """Replaces an operator whose 8-bit kernel does not compute dequantize → operator → quantize."""
+    """Replaces an operator whose 8-bit kernel does not compute exactly dequantize → operator → quantize."""
     if issubclass(kind, QuantizedPair):
         _convert_two_inputs(node, kind)
     elif (quantizer := quantizer_of(node.args[0])) is None or not _spec(quantizer).any_scale:
@@ -320,7 +327,7 @@ def _repeat_pairs(graph_module: fx.GraphModule) -> None:
         others = [u for u in node.users if u not in inside]
         if quantizer is None or not any(_is_int8_reader(user) for user in others):
             continue
-        if isinstance(module_of(quantizer), FormatFakeQuantize):  # its values are moved as floats
+        if isinstance(module_of(quantizer), FormatFakeQuantize):  # its values are moved in float
             continue
         with graph_module.graph.inserting_after(node):
             again = graph_module.graph.call_module(str(quantizer.target), (node,))
@@ -329,7 +336,7 @@ def _repeat_pairs(graph_module: fx.GraphModule) -> None:
 
 
 def _is_converted(node: fx.Node) -> bool:
-    """Returns whether a node is a Conv or a Linear with int8 weights."""
+    """Returns whether a node is a converted Conv or Linear with integer weights and a quantized input."""
     return node.op == "call_module" and isinstance(module_of(node), Quantized)
 
 

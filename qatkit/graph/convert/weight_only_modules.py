@@ -46,7 +46,7 @@ def packed(integers: Tensor, bits: int) -> Tensor:
 
 
 def unpacked(held: Tensor, bits: int) -> Tensor:
-    """Returns the integers [..., n] of bytes made by `packed`, in float32, followed by zeros up to whole bytes."""
+    """Returns the integers in bytes made by `packed`, in float32, with the zeros that filled up the last byte."""
     each = 8 // bits
     places = torch.arange(each, dtype=torch.int32) * bits
     found: Tensor = (held.to(torch.int32)[..., None] >> places) & (2**bits - 1)
@@ -134,6 +134,9 @@ class WeightOnly(_Packed):
 
     Args:
         operator: the prepared operator, without a FakeQuantize before it.
+
+    Attributes:
+        multiplies_packed: whether the file multiplies by the packed weight (MatMulNBits).
     """
 
     bias: Tensor | None

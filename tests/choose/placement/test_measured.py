@@ -223,6 +223,12 @@ def test_what_has_nothing_to_choose_is_refused(changes: dict[str, Any], key: str
     assert refused.value.key == key and not (tmp_path / "run").exists()
 
 
+def test_the_allowed_value_is_written_as_it_is_typed(tmp_path: Path) -> None:
+    config = replace(gated(tmp_path / "run"), backend=BackendConfig(every_operator=True))
+    with pytest.raises(ConfigError, match="every_operator=true: expected false with placement=measured"):
+        measured.check_placement(config)
+
+
 def test_a_run_that_goes_on_measures_nothing_anew(
     done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

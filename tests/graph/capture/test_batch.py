@@ -121,6 +121,16 @@ def test_what_the_batch_decides_is_refused(function: Callable[..., Any]) -> None
         trace(Of(function), noise_of(2, 3, 4, 6))
 
 
+def chosen(x: Any) -> Any:
+    a, b = x.sum(-1), x.mean(-1)
+    return a if x.shape[0] % 3 else b
+
+
+def test_an_output_chosen_by_the_batch_has_no_line() -> None:
+    with pytest.raises(ConfigError, match=r"the model cannot be captured: the size of the batch decides"):
+        trace(Of(chosen), noise_of(2, 3, 4, 6))
+
+
 def half(x: Any) -> Any:
     return torch.cat([x[: x.shape[0] // 2] * 2, x[x.shape[0] // 2 :]])
 

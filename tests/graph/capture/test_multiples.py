@@ -87,7 +87,7 @@ def test_graphs_take_multiples(function: Callable[[Any], Any], images: int, mult
     model, example = Of(function).eval(), noise_of(images, 3, 4, 6)
     graph = trace(model, example).eval()
     assert graph.meta["batch_axes"] == (0,) and graph.meta["batch_multiple"] == multiple
-    said = f"the model accepts only batches of a multiple of {multiple}, and so does the file"
+    said = f"the model accepts only batch sizes that are multiples of {multiple}, and so does the file"
     assert ("input", said) in graph.meta["notes"]
     prove(model, graph, example)
     for size in (multiple, 4 * multiple, 5 * multiple):
