@@ -4,8 +4,8 @@
 
 All weights of a block share one scale and lose equally by rounding, however much their inputs matter. A
 weight that is multiplied by s_j is rounded in steps that are s_j times as fine for the output. The division
-is free where x comes from an operator whose output channels have parameters of their own; pairs are found in
-the graph, as for `SmoothQuant`.
+is free where x comes from an operator (the source) whose output channels have parameters of their own. The
+sources and their readers are found in the graph, as for `SmoothQuant`.
 
 The strength α of each source is the candidate with the least error of the readers' outputs, (W -
 q(W·s)/s)·H·(W - q(W·s)/s)ᵀ with H the second moments of the inputs. One candidate is "none". The paper
@@ -40,7 +40,7 @@ class AWQ(Algorithm):
     weights_alone: ClassVar[bool] = True
     images: int = setting(64, "number of calibration images for the second moments of the inputs", COUNT)
     steps: int = setting(
-        20, "number of strengths in the search: 1/steps, 2/steps, ..., 1, and no scaling", COUNT
+        20, "number of strengths that are tried: 1/steps, 2/steps, ..., 1; no scaling is tried as well", COUNT
     )
 
     def __call__(self, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:

@@ -34,8 +34,9 @@ class Pair:
     """A pair of operators with only homogeneous operators between them.
 
     Attributes:
+        first, second: the calls of the two Convs or Linears.
         repeat: number of inputs of `second` for each channel of `first`, more than 1 after a flatten.
-        clips: the ReLU6 between the two.
+        clips: the calls of ReLU6 between the two.
     """
 
     first: fx.Node

@@ -13,7 +13,7 @@ in graph order; H is computed from inputs that have passed the operators already
 inputs is compensated first. With x the float inputs and x' the quantized ones, the row that best reproduces
 the float output is
 
-    w + share · w·E[(x - x')·x'ᵀ]·H⁻¹
+    w + past · w·E[(x - x')·x'ᵀ]·H⁻¹        past: the setting
 
 If an operator has a bias, H and E are covariances, and the bias compensates for the mean error. A weight that
 is also the table of an Embedding is rounded for the operator, and the table has the same integers. The
@@ -50,7 +50,7 @@ class GPTQ(BlockAlgorithm):
     formats: ClassVar[bool] = True
     tables: ClassVar[bool] = True
     order: bool = setting(
-        True, "round columns in descending order of their second moments; false: in their own order"
+        True, "round columns in descending order of their second moments; false: in the order of the weight"
     )
     damping: float = setting(
         0.01, "share of the mean second moment that is added to that of each input; raised if it is too small",
@@ -59,7 +59,8 @@ class GPTQ(BlockAlgorithm):
     past: float = setting(0.5, "share of the error of earlier operators that is compensated", FRACTION)
     scales: bool = setting(
         True,
-        "search scales of few bits and fit them to the integers; false: scales follow the weights' ranges",
+        "search the scales of weights with at most 4 bits and fit them to the integers; false: scales follow the "
+        "weights' ranges",
     )
 
     def __call__(self, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:

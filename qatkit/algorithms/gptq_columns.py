@@ -118,7 +118,7 @@ def _rounded(
     """Returns the rounded steps [groups, inputs, rows] of a weight; changes the weight in place.
 
     Args:
-        weight, scale: the weight and its scales, [groups, inputs, rows], columns in their order.
+        weight, scale: the weight and its scales, [groups, inputs, rows], inputs in the order of rounding.
         nearest: a function that rounds the steps [groups, rows] of one column.
         factor: the upper Cholesky factor of the inverse of the form, [groups, inputs, inputs].
     """

@@ -17,7 +17,7 @@ class BlockAlgorithm(Algorithm):
     """An algorithm that walks through the blocks of a graph one or more times.
 
     Attributes:
-        stays: the words for what stays unchanged in an operator that the algorithm cannot improve.
+        stays: the words for what stays unchanged in an operator that the algorithm cannot change.
         tables: whether it also changes weights that are tables of Embeddings.
     """
 
@@ -54,7 +54,7 @@ class LearnedRounding(BlockAlgorithm):
     lr: float = setting(0.03, "learning rate of the variables that choose the roundings", POSITIVE)
     strength: float = setting(
         10.0,
-        "weight of the term that pushes roundings to up or down, relative to the initial error",
+        "weight of the term that pushes each rounding towards up or down, relative to the initial error",
         Range(0),
     )
     warm: float = setting(0.2, "share of the steps before the term of `strength` is used", Range(0, 1))
