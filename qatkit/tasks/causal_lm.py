@@ -30,8 +30,8 @@ class CausalLM(Logits):
 
     Two models agree on a token if the likeliest next token is the same.
 
-    A target holds a window's tokens as the bytes of an int32 array, which needs a seventh of a list's memory.
-    The compared outputs have the vocabulary on axis 1, [N, V, T], like logits of classes at several places.
+    A target is a window's tokens as the bytes of an int32 array, which needs a seventh of a list's memory. The
+    compared outputs have the vocabulary on axis 1, [N, V, T], like logits of classes at several positions.
     """
 
     names = TaskNames(

@@ -100,7 +100,7 @@ class Detection(Task):
         return self.whole_loss(output, (), targets, schedule)
 
     def distillation(self, output: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-        """Returns the divergence of scores and corners from the teacher's, divided by the sum of its scores.
+        """Returns the divergence of scores and corners from the teacher's, over the sum of its best scores.
 
         Scores are treated as probabilities of binary decisions. Corners are treated as normal distributions with
         a standard deviation of 0.05 of a side, weighted by the teacher's score. Both terms are quadratic near the
@@ -166,7 +166,7 @@ class Detection(Task):
     def noise(self, first: Array, second: Array) -> float:
         """Returns the standard error of the difference between two models.
 
-        It comes from the jackknife over groups of the same pictures.
+        It comes from the jackknife over groups of the same pictures, and is 0 for fewer than two pictures.
 
         Source: Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, chapter 11.
         """
@@ -254,7 +254,7 @@ class Detection(Task):
     def target(self, value: Any) -> Any:
         """Returns labelled boxes as a tuple of (class, x1, y1, x2, y2, flag), in pixels of the picture.
 
-        The flag is 0, `IGNORED` or `CROWD`.
+        The flag is 0, `IGNORED` or `CROWD`. `NO_TARGET` is returned unchanged.
         """
         if value == NO_TARGET:
             return value
@@ -316,7 +316,7 @@ class _Meter:
     def result(self) -> Scores:
         """Returns the scores; at least one image must have been added.
 
-        For each class, they hold the number of labelled boxes, and the average precision times that number.
+        For each class, they contain the number of labelled boxes, and the average precision times this number.
         """
         import numpy as np
 

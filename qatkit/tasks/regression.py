@@ -30,8 +30,8 @@ class Regression(Task):
     Two models agree if they differ by at most 5 % of the targets' standard deviation.
 
     Args:
-        deviations: the standard deviation of each of the K targets; empty until the data are known
-            (`of_data`).
+        deviations: the standard deviation of each of the K numbers over the training targets; empty until
+            these are known (`of_data`).
     """
 
     names = TaskNames(
@@ -115,7 +115,7 @@ class Regression(Task):
         return undecided
 
     def target(self, value: Any) -> Any:
-        """Returns a number, or a tuple if there are several numbers."""
+        """Returns a number, or a tuple for a list of numbers; `NO_TARGET` is returned unchanged."""
         if isinstance(value, int) and value == NO_TARGET:
             return NO_TARGET
         numbers = value.tolist() if hasattr(value, "tolist") else value

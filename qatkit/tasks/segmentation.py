@@ -80,7 +80,7 @@ class Segmentation(ByInfluence, Logits):
     def figure(self, total: Any, images: int) -> Any:
         """Returns the mean intersection over union in percent, from sums [2, classes].
 
-        The mean is over the classes that occur.
+        The mean is over the classes that occur; it is 0 if none does.
         """
         shared, joined = total
         seen = joined > 0
@@ -105,7 +105,7 @@ class Segmentation(ByInfluence, Logits):
     def influence(self, values: Array) -> Array:
         """Returns (i - r u) / mean(u), averaged over classes, [N].
 
-        i and u are the intersection and union of an image, and r is the IoU of all images.
+        i and u are the intersection and union of a class in an image, and r is its IoU over all images.
         """
         import numpy as np
 

@@ -140,7 +140,7 @@ def undecided(output: Array) -> None:
 
 
 class MisfitError(ValueError):
-    """An error for outputs that do not fit a decision; its message is a noun phrase for accepted outputs."""
+    """Raised for outputs that do not fit a decision; the message is a noun phrase that reads on after "expected"."""
 
 
 def parsed(asked: str, known: Mapping[str, type[Request]]) -> Request | None:

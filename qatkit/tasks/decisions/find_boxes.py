@@ -1,6 +1,6 @@
 """The search for a detector's boxes in its outputs, by the user's arguments, and else by shapes and values.
 
-If anything remains ambiguous, an error asks the user for it; `sure` returns whether nothing is.
+If anything remains ambiguous, an error asks the user for it; `sure` returns whether nothing is ambiguous.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def sure(seen: Seen) -> bool:
 
     This requires the shape of a detector's outputs, scores within 0..1, and, depending on the layout:
 
-    "pair"        many rows that all hold ordered corners but are not just sorted values; or an output of positive
+    "pair"        many rows that are all ordered corners but are not just sorted values; or an output of positive
                   values that is named like boxes
     "final"       the same corners, and a class that is a whole number
     "classes"     boxes on the last axis, as many as a picture has cells, with positive sizes in pixels
@@ -120,7 +120,7 @@ def _kind(rows: Array, transposed: bool) -> str:
 
 
 def _singles(seen: Seen) -> list[int]:
-    """Returns the indices of the outputs that may hold boxes and scores together."""
+    """Returns the indices of the outputs that may contain both boxes and scores."""
     return [
         place
         for place, one in enumerate(seen.outputs)

@@ -31,7 +31,9 @@ class Mask(Request):
     call: ClassVar[str] = "mask(THRESHOLD)"
     threshold: float = setting(0.5, "value above which a pixel belongs to a mask of one channel")
     axis: int = setting(1, "axis of the classes if there are several channels: 1 or -1")
-    same: float = setting(0.9, "IoU or share of pixels from which two masks count as the same", FRACTION)
+    same: float = setting(
+        0.9, "IoU or share of equal pixels from which two masks count as the same", FRACTION
+    )
 
     @property
     def title(self) -> str:
@@ -56,7 +58,7 @@ class Mask(Request):
 
 @dataclass(frozen=True)
 class _Masks(Decision):
-    """A decision on masks: the figure is the mean `likeness`; a sample agrees if it is at least `same`."""
+    """A decision on masks: the figure is the mean `likeness`; a sample agrees if its likeness is at least `same`."""
 
     decides: ClassVar[bool] = True
     same: float
