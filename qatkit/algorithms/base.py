@@ -106,11 +106,15 @@ def _algorithm(key: str, entry: Mapping[str, Any]) -> Algorithm:
     if not (
         inspect.isclass(owner) and issubclass(owner, Algorithm) and dataclasses.is_dataclass(owner)
     ) or inspect.isabstract(owner):
-        allowed = "the dotted path of a dataclass derived from qatkit.algorithms.Algorithm"
+        allowed = (
+            "the dotted path of a dataclass derived from qatkit.algorithms.Algorithm that defines __call__"
+        )
         raise ConfigError(f"{key}.target", entry["target"], allowed)
     if getattr(owner, "stage", None) not in STAGES:
         raise ConfigError(
-            f"{key}.target", entry["target"], f"an algorithm with one of the stages {', '.join(STAGES)}"
+            f"{key}.target",
+            entry["target"],
+            f"an algorithm whose stage is {', '.join(STAGES[:-1])} or {STAGES[-1]}",
         )
     settings = {name: value for name, value in entry.items() if name != "target"}
     fields = {one.name: one for one in dataclasses.fields(owner)}
@@ -124,6 +128,9 @@ def _algorithm(key: str, entry: Mapping[str, Any]) -> Algorithm:
             raise ConfigError(f"{key}.{name}", None, "a value, because the setting has no default")
     made: Algorithm = owner(**settings)
     if made.stage in WITH_IMAGES and made.images < 1:
+        if "images" in settings:
+            allowed = f"an integer of at least 1, because the algorithm's stage is {made.stage}"
+            raise ConfigError(f"{key}.images", made.images, allowed)
         allowed = f"an algorithm whose field `images` is at least 1, because its stage is {made.stage}"
         raise ConfigError(f"{key}.target", entry["target"], allowed)
     return made

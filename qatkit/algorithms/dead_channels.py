@@ -32,14 +32,10 @@ def dead_channels(graph_module: fx.GraphModule) -> list[tuple[str, str]]:
         outputs, inputs = _dead(module.effective()[0].detach(), int(getattr(module, "groups", 1)))
         if outputs.any():
             dead = f"{int(outputs.sum())} of {len(outputs)} output channels"
-            found.append(
-                (site(node), f"dead channels: all weights of {dead} are zero, so that these are constant")
-            )
+            found.append((site(node), f"dead channels: all weights are zero in {dead} (constant outputs)"))
         if inputs.any():
             dead = f"{int(inputs.sum())} of {len(inputs)} input channels"
-            found.append(
-                (site(node), f"dead channels: all weights of {dead} are zero, so that these are not read")
-            )
+            found.append((site(node), f"dead channels: all weights are zero in {dead} (inputs not read)"))
     return found
 
 

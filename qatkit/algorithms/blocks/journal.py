@@ -125,7 +125,9 @@ class Journal:
         try:
             stored = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
             reason = (
-                "" if stored["key"] == self._key else "the file belongs to another model, data or setting"
+                ""
+                if stored["key"] == self._key
+                else "the file was written for another model, other data or other settings"
             )
             found: Found = stored["found"]
             if stored["digest"] != fingerprint(found):
@@ -133,7 +135,7 @@ class Journal:
         except Exception as error:  # any content is possible
             reason = f"the file cannot be read ({type(error).__name__})"
         if reason:
-            warnings.warn(f"{path}: {reason}; its blocks are computed again", stacklevel=3)
+            warnings.warn(f"{path}: {reason}; its block and all later ones are computed again", stacklevel=3)
             return None
         return found
 

@@ -99,8 +99,6 @@ def rounded(algorithm: object, operators: dict[str, QATOperator]) -> int:
     fakes = [operator.weight_fake_quant for operator in operators.values()]
     count = sum(fake is not None and fake.rounding is not None for fake in fakes)
     if not count:
-        name = type(algorithm).__name__
-        warnings.warn(
-            f"{name} found nothing better than rounding to nearest and changed nothing", stacklevel=3
-        )
+        found = "nothing better than rounding to nearest" if operators else "no operator that it can change"
+        warnings.warn(f"{type(algorithm).__name__} found {found} and changed nothing", stacklevel=3)
     return count

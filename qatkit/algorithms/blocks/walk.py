@@ -245,8 +245,6 @@ def _chunks(
     found: list[Tensors] = []
     have = 0
     for batch in batches:
-        if have >= images:
-            break
         tensors = inputs_of(graph_module, batch)
         axes = graph_axes(graph_module, tensors)
         count = batch_size(tensors, axes)
@@ -263,6 +261,8 @@ def _chunks(
                     )
                 )
         have += count
+        if have >= images:
+            break
     return found
 
 
