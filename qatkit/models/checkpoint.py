@@ -50,7 +50,7 @@ _COUNTER = "num_batches_tracked"  # missing in files of old versions of torch
 _DEEPEST = 2  # maximum number of names in a prefix: deeper keys belong to a part of another model
 _TRIED = 8  # number of the model's keys that are used to find the prefix
 _SCALAR: Any = importlib.import_module("numpy._core.multiarray").scalar
-# Types of plain data without code that files of torchvision, timm and other training scripts may hold.
+# Types of plain data without code that files of torchvision, timm and other training scripts may contain.
 _PLAIN = [
     argparse.Namespace,
     pathlib.PosixPath,
@@ -90,7 +90,7 @@ def read_checkpoint(path: str) -> Checkpoint:
     """Returns the contents of a file written by `torch.save` or safetensors.
 
     Raises:
-        ConfigError: the file is missing, damaged, holds code, or holds no `state_dict`.
+        ConfigError: the file is missing or damaged, or contains code or no `state_dict`.
     """
     if not pathlib.Path(path).is_file():
         raise ConfigError("model.checkpoint", path, "an existing file")

@@ -16,7 +16,7 @@ class Head:
     """A kind of head of transformers models, as a task requires it.
 
     Attributes:
-        title: the name of such a model in messages.
+        title: the name of a model with the head, in messages.
         loader: name of the class in transformers that loads models with the head.
         mapping: name of the mapping in transformers' modeling_auto that lists the architectures with the
             head.

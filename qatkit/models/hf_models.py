@@ -150,7 +150,8 @@ class HuggingFace:
         """Returns the inputs, tokenizer and class names of a text model; an empty `Declared` for an image model.
 
         Raises:
-            ConfigError: as for `builder`, or a configuration cannot be fetched.
+            ConfigError: as for `builder`; or the configuration cannot be fetched, is not that of a model with this
+            head, or does not fit `model.kwargs`.
         """
         if not self.head.text:
             return Declared()
@@ -263,7 +264,7 @@ def _unloaded(report: Mapping[str, Any]) -> list[str]:
 
 
 def parameters(config: ModelConfig) -> int | None:
-    """Returns the number of parameters in a folder's weights, from safetensors headers; None for other sources."""
+    """Returns the number of parameters in a folder's weights, from safetensors headers; None if there are none."""
     folder = Path(config.name.removeprefix(PREFIX))
     files = sorted(folder.glob("*.safetensors")) if config.name.startswith(PREFIX) else []
     if config.weights is None or not files:
@@ -294,10 +295,10 @@ def _check_names(known: Iterable[str], changes: Mapping[str, Any], what: str) ->
 def _adapted(model: nn.Module, head: Head, name: str) -> nn.Module:
     """Returns `model` with a forward that takes the head's inputs and returns a tensor, not a ModelOutput.
 
-    It becomes a subclass of its own type, so that module paths and state_dict stay the same.
+    The model's type becomes a subclass of its own type, so that module paths and state_dict stay the same.
 
     Raises:
-        ConfigError: the model's forward does not take these inputs (ImageGPT's takes colour indices).
+        ConfigError: the model's forward does not accept these inputs (ImageGPT's accepts colour indices).
     """
     theirs: Any = type(model)
     missing = [one for one in head.takes if one not in inspect.signature(theirs.forward).parameters]

@@ -134,7 +134,7 @@ def _imported(
 
 
 def pretrained(config: ModelConfig, classes: int | None) -> NoReturn:
-    """Raises an error, since the file holds its own weights.
+    """Raises an error, since the file contains its own weights.
 
     Raises:
         ConfigError: always.

@@ -36,7 +36,7 @@ _KNOWN: dict[str, Pooling] = {"mean_tokens": _mean, "cls_token": _first, "max_to
 
 
 def pooling_of(place: str) -> Pooling:
-    """Returns the pooling of a sentence-transformers folder (1_Pooling/config.json), by default the mean.
+    """Returns the pooling of a sentence-transformers folder; the mean if it has no 1_Pooling/config.json.
 
     The pooled embeddings are scaled to length 1.
 

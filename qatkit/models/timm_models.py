@@ -44,8 +44,8 @@ def pretrained(config: ModelConfig, classes: int | None) -> nn.Module:
     timm initialises a new head if `classes` differs from the number of classes of the weights.
 
     Raises:
-        ConfigError: the name or the tag is unknown, or the weights cannot be fetched (the message says where to
-            put them).
+        ConfigError: the name or the tag is unknown, the arguments are wrong, or the weights cannot be fetched (the
+            message says where to put them).
     """
     found = _pretrained_config(config)
     kwargs = dict(config.kwargs) | ({} if classes is None else {"num_classes": classes})

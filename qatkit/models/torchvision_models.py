@@ -54,7 +54,6 @@ def _segmenters() -> list[str]:
 
 
 def _detectors() -> list[str]:
-    """Returns the names of the detection models."""
     found: list[str] = torchvision.models.list_models(module=torchvision.models.detection)
     return found
 
