@@ -156,5 +156,5 @@ def _digest(tensors: Mapping[str, Tensor], stored: Mapping[str, str]) -> str:
 
 
 def table(graph_module: fx.GraphModule) -> dict[str, dict[str, float | int | str]]:
-    """Returns the range, scale and zero_point of every tensor by its site, in a form that people can read."""
+    """Returns the range, scale, zero_point and type of every tensor by its site, as plain values."""
     return {site: quantizer.range_record() for site, quantizer in fake_quantizers(graph_module).items()}

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Loss:
-    """The loss of a quantizer at one place.
+    """The loss by a quantizer at one operator or output.
 
     Attributes:
         where: the site of the operator that reads the values; "output NAME" for an output.
         axis: the axis of the channels; None if all values are measured together.
-        channels, lost: the number of channels, and of those that lose too much.
+        channels, lost: the number of channels, and the number of channels that lose too much.
         worst_db: the signal-to-error ratio of the worst channel, in dB.
     """
 
@@ -34,7 +34,7 @@ class MixedScale:
 
     Attributes:
         tensor: the site of the tensor.
-        losses: the losses at the places where too much is lost.
+        losses: the losses that are too large.
         floats: the sites of the operators to leave float, so that the tensor is not quantized there.
     """
 
