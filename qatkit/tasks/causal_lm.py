@@ -106,7 +106,7 @@ class CausalLM(Logits):
         lengths = {len(one) // 4 for one in targets}
         if len(lengths) > 1 or min(lengths) < _LEAST:
             found = ", ".join(map(str, sorted(lengths)[:5]))
-            return f"windows of {part} must all have the same length of at least {_LEAST} tokens, but have {found}"
+            return f"windows of {part} must all have the same length of at least {_LEAST} tokens; lengths: {found}"
         return ""
 
     def collate(self, targets: Sequence[Any]) -> Tensor:

@@ -74,7 +74,10 @@ class Classification(Logits):
 
     def worse(self, first: Array, second: Array, sure: float) -> str:
         lost, won = int((first & ~second).sum()), int((second & ~first).sum())
-        return f"loses {lost - won} images" if lost - won > sure * math.sqrt(lost + won) else ""
+        if lost - won <= sure * math.sqrt(lost + won):
+            return ""
+        samples = self.names.samples if lost - won > 1 else self.names.samples.removesuffix("s")
+        return f"loses {lost - won} {samples}"
 
     def labelled(self, classes: Sequence[str], targets: Sequence[Any]) -> bool:
         return bool(classes)

@@ -74,8 +74,9 @@ class Detection(Task):
         if self._criterion is not None:
             return ""
         return (
-            "a detector with `criterion` and `inference_outputs`, like those of qatkit.models.detectors, which can be "
-            "trained on boxes; schedule.distill=1 learns only from the float model"
+            "a detector that can be trained on boxes, with `criterion` and `inference_outputs` like those of "
+            "qatkit.models.detectors (with schedule.distill=1 and schedule.float_epochs=0, any detector learns from "
+            "its float model)"
         )
 
     def trained(self, outputs: Sequence[Tensor]) -> Tensor:
@@ -92,7 +93,7 @@ class Detection(Task):
             ConfigError: the model has no criterion.
         """
         if self._criterion is None or not auxiliary:
-            raise ConfigError("model.name", "detection", Detection().untrainable)
+            raise ConfigError("task", "detection", reason=f"training needs {Detection().untrainable}")
         found: Tensor = self._criterion([one.float() for one in auxiliary], targets.to(output.device))
         return found
 
@@ -261,7 +262,7 @@ class Detection(Task):
         try:
             found = tuple((int(one[0]), *map(float, one[1:5]), int(one[5])) for one in value)
         except (TypeError, ValueError, IndexError) as error:
-            wanted = "targets must be tuples of boxes (class, x1, y1, x2, y2, 0 or 1 if ignored)"
+            wanted = "targets must be tuples of boxes (class, x1, y1, x2, y2, flag); flag: 0, 1 (ignored) or 2 (crowd)"
             raise TypeError(wanted) from error
         return found
 
@@ -277,7 +278,7 @@ class Detection(Task):
                     return f"{told}; classes must be 0..{len(classes) - 1}"
                 if not (x1 < x2 and y1 < y2):
                     return f"a box of image {place} of {part} has no area ({x1:g}, {y1:g}, {x2:g}, {y2:g})"
-        return "" if any(targets) else f"images of {part} must have at least one box"
+        return "" if any(targets) else f"at least one image of {part} must have a box"
 
     def group(self, target: Any) -> Any:
         """Returns the sorted classes of a picture's boxes; 0 for a picture without a target."""

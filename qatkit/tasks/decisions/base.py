@@ -177,7 +177,8 @@ def _arguments(asked: str, kind: type[Request], inside: str) -> dict[str, Any]:
         if not given and place == 0 and hints:
             name, value = next(iter(hints)), name
         if name not in hints or not value or name in found:
-            allowed = f"{kind.call} with each of {', '.join(hints)} at most once, as NAME=VALUE"
+            names = f"each NAME once, from {', '.join(hints)}"
+            allowed = f"{kind.call} or {kind.name}(NAME=VALUE, ...) with {names}"
             raise ConfigError(KEY, asked, allowed if hints else f"{kind.name} without arguments")
         found[name] = _value(asked, name, value, hints[name])
     return found

@@ -47,7 +47,9 @@ class Mask(Request):
 
     def fitted(self, seen: Seen) -> Decision:
         if not self.takes(seen):
-            raise MisfitError("a first output [N, H, W], [N, 1, H, W] or [N, classes, H, W]")
+            raise MisfitError(
+                "a first output [N, H, W], [N, 1, H, W], [N, classes, H, W] or, for axis=-1, [N, H, W, classes]"
+            )
         shape = seen.first.shape
         if len(shape) == 3 or 1 in (shape[1], shape[3]):
             return _OneChannel(self.same, self.threshold)
