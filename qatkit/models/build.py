@@ -106,7 +106,7 @@ def states(config: ModelConfig) -> States | None:
 
 def has_weights(name: str) -> bool:
     """Returns whether `model.weights` applies to a model of that name; False for a user's builder and an ONNX file."""
-    return _source(name) is not None
+    return _source(name) not in (None, onnx_files)
 
 
 def weights_classes(config: ModelConfig) -> int | None:
