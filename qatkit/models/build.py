@@ -190,7 +190,7 @@ def _construct(config: ModelConfig, builder: Callable[..., Any], classes: int | 
         except ConfigError:
             raise  # it already names what is wrong
         except (TypeError, ValueError) as error:
-            allowed = f"arguments that {config.name} takes ({first_line(error)})"
+            allowed = f"arguments that {config.name} accepts ({first_line(error)})"
             raise ConfigError("model.kwargs", kwargs, allowed) from error
     if not isinstance(model, nn.Module):
         raise ConfigError(

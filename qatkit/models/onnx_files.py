@@ -140,7 +140,7 @@ def pretrained(config: ModelConfig, classes: int | None) -> NoReturn:
         ConfigError: always.
     """
     raise ConfigError(
-        "model.weights", config.weights, f"null with model.name={config.name}, which holds its own weights"
+        "model.weights", config.weights, f"null with model.name={config.name}, which contains its own weights"
     )
 
 
