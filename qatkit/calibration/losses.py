@@ -24,8 +24,9 @@ class Loss:
 
     def __str__(self) -> str:
         if self.axis is None:
-            return f"it reaches only {self.worst_db:.1f} dB at {self.where}"
-        return f"{self.lost} of {self.channels} channels lose it at {self.where} (the worst has {self.worst_db:.1f} dB)"
+            return f"too much is lost at {self.where} ({self.worst_db:.1f} dB remain)"
+        lost = f"too much is lost in {self.lost} of {self.channels} channels of {self.where}"
+        return f"{lost} (the worst has {self.worst_db:.1f} dB)"
 
 
 @dataclass(frozen=True)
