@@ -36,7 +36,7 @@ _LEAST = 1e-4
 
 
 def scale(settings: AWQ, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:
-    """Scales the readers of every source that gains by it: implements `AWQ.__call__`."""
+    """Scales the channels of every source whose readers gain by it: implements `AWQ.__call__`."""
     found, skipped = scalable(graph_module)
     images = list(first_images(graph_module, inputs, settings.images))
     with inference(graph_module):
@@ -55,7 +55,7 @@ def scale(settings: AWQ, graph_module: fx.GraphModule, inputs: Iterable[Example]
 
 
 def scalable(graph_module: fx.GraphModule) -> tuple[list[ScalableOperator], list[tuple[str, str]]]:
-    """Returns the sources with a reader of quantized weight, and (site, reason) of those that cannot be scaled."""
+    """Returns the sources that quantized operators read, and (site, reason) of the sources that cannot be scaled."""
     return chosen_sources(graph_module, lambda reader: weight_quantizer(reader.node) is not None, "scaled")
 
 

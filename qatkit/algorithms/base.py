@@ -69,7 +69,7 @@ class Algorithm(ABC):
 
     @abstractmethod
     def __call__(self, graph_module: fx.GraphModule, inputs: Any) -> PassResult:
-        """Changes the graph in place.
+        """Changes the graph in place, and returns what was changed and what was skipped.
 
         Args:
             graph_module: the graph, at the algorithm's stage.

@@ -62,8 +62,8 @@ class BiasCorrection(Algorithm):
 
         Args:
             graph_module: the prepared graph, with ranges.
-            inputs: batches as for `calibrate`; no more are read than needed. Batches of
-                a model with a fixed batch size are not cut, and "empirical" uses only the first of them.
+            inputs: batches as for `calibrate`; no more are read than needed. Batches of a model with a fixed batch
+                size are not cut, and "empirical" uses only the first of them.
         """
         from qatkit.algorithms.bias_errors import correct
 

@@ -67,7 +67,7 @@ def equalize(settings: Equalize, graph_module: fx.GraphModule, inputs: Example) 
 
 
 def _solve(settings: Equalize, pairs: list[Pair]) -> dict[Pair, Tensor]:
-    """Returns the s of every pair, [channels of `first`], float64."""
+    """Returns the factors s of every pair, [channels of `first`], float64."""
     largest = {node: magnitudes(module_of(node)) for pair in pairs for node in (pair.first, pair.second)}
     total = {pair: torch.ones_like(output_ranges(largest[pair.first])) for pair in pairs}
     for _ in range(settings.rounds):

@@ -17,7 +17,7 @@ _NOTHING = 1e-7
 
 
 def dead_channels(graph_module: fx.GraphModule) -> list[tuple[str, str]]:
-    """Returns (site, message with their number) for the dead outputs and the dead inputs of each Conv and Linear."""
+    """Returns (site, message) for each Conv and Linear with dead outputs, and for each with dead inputs."""
     # Imported late, since the command line imports this package to check the settings of algorithms.
     from qatkit.graph.nodes import facts, module_of, site
     from qatkit.quant.computed_weights import identity_of

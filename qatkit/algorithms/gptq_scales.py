@@ -112,6 +112,6 @@ def _cost(error: Tensor, form: Tensor) -> Tensor:
 
 
 def _slices(rows: int, values: int) -> Iterator[slice]:
-    """Returns slices of `rows` rows; a slice has one row, or at most `_VALUES` values with `values` in each row."""
+    """Splits rows of `values` values each into slices of at most `_VALUES` values, but at least one row."""
     each = max(1, _VALUES // values)
     return (slice(start, start + each) for start in range(0, rows, each))

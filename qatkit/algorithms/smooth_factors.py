@@ -45,7 +45,7 @@ _LEAST = 1e-5
 
 
 def smooth(settings: SmoothQuant, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:
-    """Divides the channels of every source that gains by it: implements `SmoothQuant.__call__`."""
+    """Divides the channels of every source whose readers gain by it: implements `SmoothQuant.__call__`."""
     found, skipped = smoothable(graph_module)
     images = list(first_images(graph_module, inputs, settings.images))
     with inference(graph_module):
@@ -215,7 +215,7 @@ def _quantized_input(fake: FakeQuantize, x: Tensor) -> Tensor:
 
 
 def _qparams(fake: FakeQuantize, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns scale and zero point for `x`: of least error if the observer has a histogram, else for extremes."""
+    """Returns scale and zero point for the range of least error if there is a histogram, else for all values of `x`."""
     low, high = torch.aminmax(x)
     if isinstance(fake.observer, HistogramObserver):
         histogram = Histogram().to(x.device)

@@ -18,7 +18,7 @@ class BlockAlgorithm(Algorithm):
 
     Attributes:
         stays: the words for what stays unchanged in an operator that the algorithm cannot change.
-        tables: whether it also changes weights that are tables of Embeddings.
+        tables: whether it also changes weights that Embeddings use as their tables.
     """
 
     stage: ClassVar[str] = CALIBRATED

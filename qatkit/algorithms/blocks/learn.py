@@ -91,7 +91,7 @@ class Rounding:
 
 
 def output_error(lesson: Lesson, chunks: Sequence[int]) -> Tensor:
-    """Returns the mean over the outputs' values of (y' - y)², weighted; rank 0."""
+    """Returns the weighted mean of (y' - y)² over all output values, rank 0."""
     outputs, targets = lesson.module(*lesson.inputs(chunks)), lesson.targets(chunks)
     pairs = [
         (y, target.to(y.dtype))
@@ -146,7 +146,7 @@ def _soft(operators: dict[str, QATOperator], *, biases: bool) -> Iterator[dict[s
 
 @contextmanager
 def _outputs_clamp(lesson: Lesson) -> Iterator[None]:
-    """Turns on the quantizers of the block; those that compute outputs not read inside the block only clamp."""
+    """Turns on the quantizers of the block; those of its outputs only clamp, unless the block also reads them."""
     set_phase(lesson.module, observe=False, quantize=True)
     inside = set(lesson.block.nodes)
     for node in lesson.block.outputs:
