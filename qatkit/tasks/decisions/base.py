@@ -2,7 +2,7 @@
 
     Request ── fitted(first outputs of the float model) ──> Decision ── joined, agree, agreement ──> figures
 
-`joined` takes all outputs of a model, so a decision may cover several of them. Later checks store, compare
+`joined` gets all outputs of a model, so a decision may cover several of them. Later checks store, compare
 and count only what it returns. Only functions that compute import NumPy, since the command line parses
 decisions.
 """
