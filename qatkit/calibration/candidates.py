@@ -49,7 +49,7 @@ Ranges = dict[str, Ends]
 
 
 def candidates(graph_module: fx.GraphModule, methods: Mapping[str, Method] = METHODS) -> dict[str, Ranges]:
-    """Returns the range of each tensor with a histogram, by method and by site, if it has seen images."""
+    """Returns the range of each tensor whose histogram has seen images, by method and by site."""
     observed = {
         name: (q, q.observer)
         for name, q in fake_quantizers(graph_module).items()

@@ -45,7 +45,7 @@ class Watch:
             yield images
 
     def notes(self) -> list[str]:
-        """Returns notes on the calibration set, one line each; it is called after the ranges were chosen."""
+        """Returns notes on the calibration set, one line each; it must be called after the ranges were chosen."""
         lines = [self._movement() if self.before else self._unwatched(), self._missing()]
         return [line for line in lines if line]
 

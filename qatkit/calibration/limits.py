@@ -91,7 +91,7 @@ def _flat(y: Tensor, most: float) -> int:
 
 
 def _step(node: fx.Node) -> float | None:
-    """Returns the scale of a quantizer; None for number formats and any other node."""
+    """Returns the scale of a quantizer; None for a quantizer to a number format, and for any other node."""
     if not is_quantizer(node):
         return None
     quantizer = cast(FakeQuantize, module_of(node))

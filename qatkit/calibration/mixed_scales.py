@@ -223,7 +223,7 @@ class _At:
 
 
 class _Measured(fx.Interpreter):
-    """An interpreter that runs the float graph and, in parallel, the effect of each quantizer's error.
+    """An interpreter that runs the float graph, and computes its values again with the error of each quantizer.
 
     Values are freed after their last reader.
     """
