@@ -129,7 +129,7 @@ class Task(ABC):
         return np.asarray(outputs[0], np.float32)
 
     def answers(self, outputs: Array) -> Array:
-        """Returns targets derived from a teacher's outputs, for data without targets; by default its decisions."""
+        """Returns targets derived from a teacher's outputs, for data without targets; by default their decisions."""
         return self.decision(outputs)
 
     def of_data(self, targets: Sequence[Any]) -> Task:
@@ -320,7 +320,7 @@ class Task(ABC):
         return len(shape) > 0 and shape[0] == images and (width is None or tuple(shape[1:]) == (width,))
 
     def shape_text(self, width: int | None) -> str:
-        """Returns a description of the shape of outputs."""
+        """Returns a description of the required shape of outputs, for messages."""
         return "[N, ...]" if width is None else f"[N, {width}]"
 
 
@@ -358,6 +358,6 @@ class MeanMeter:
         self.images, self._total = self.images + len(values), self._total + float(values.sum())
 
     def result(self) -> Scores:
-        """Returns the main metric."""
+        """Returns the main metric; at least one image must have been added."""
         main = self._task.names.main
         return Scores((main.of(float(self._task.figure(self._total, self.images))),), self.images)

@@ -29,7 +29,7 @@ _FEWEST = 3  # minimum number of pairs for a rank correlation
 class TextPairs(ByInfluence, Vectors):
     """Sentence similarity with Spearman's rank correlation times 100.
 
-    Two models agree on a text if the cosine between their embeddings is high enough.
+    Two models agree on a text if the cosine between their embeddings is at least 0.99.
     """
 
     names = TaskNames(

@@ -128,7 +128,7 @@ class Decision(ABC):
 
     @property
     def rule(self) -> Callable[[Array], Any] | None:
-        """The rule for `Task.rule`.
+        """The value of `Task.rule`.
 
         Without a decision on the first output, outputs agree if their values are less than a step apart.
         """

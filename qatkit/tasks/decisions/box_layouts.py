@@ -26,7 +26,7 @@ _LARGEST_LOG = 10.0  # maximum logarithm of a side in strides; no picture reache
 
 @dataclass(frozen=True)
 class Layout:
-    """The place and meaning of boxes in the outputs of a model.
+    """The position and the meaning of boxes in the outputs of a model.
 
     Attributes:
         kind: one of the four layouts above.

@@ -34,7 +34,7 @@ class Pattern(Limit):
     words: str
 
     def holds(self, value: Any) -> bool:
-        """Returns whether the whole of `value` matches the form."""
+        """Returns whether the form matches all of `value`."""
         return re.fullmatch(self.form, value) is not None
 
     def __str__(self) -> str:

@@ -149,7 +149,7 @@ def _named(seen: Seen, place: int, words: Sequence[str]) -> bool:
 
 
 def _oriented(output: Array) -> tuple[Array, bool]:
-    """Returns [N, boxes, values], and whether boxes were on the last axis; the longer axis holds them."""
+    """Returns [N, boxes, values], and whether the boxes were on the last axis, which is then the longer one."""
     transposed = output.shape[2] > output.shape[1] >= 5
     return (output.swapaxes(1, 2) if transposed else output), transposed
 

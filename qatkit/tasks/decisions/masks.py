@@ -25,7 +25,7 @@ _ONE = 1e-3  # tolerance of the sum of probabilities at a pixel
 
 @dataclass(frozen=True)
 class Mask(Request):
-    """A request that masks are similar."""
+    """A request that models return similar masks."""
 
     name: ClassVar[str] = "mask"
     call: ClassVar[str] = "mask(THRESHOLD)"
