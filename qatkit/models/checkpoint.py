@@ -167,8 +167,8 @@ def load(model: nn.Module, checkpoint: Checkpoint, config: ModelConfig) -> None:
     """Loads the chosen state_dict, and warns about parts of the file that were not loaded.
 
     Raises:
-        ConfigError: keys do not fit (the message names the first of each kind), or values are impossible for a
-            trained model.
+        ConfigError: the chosen state_dict does not exist, its keys or shapes do not fit (the message names the
+            first of each kind), or values are impossible for a trained model.
     """
     name, stored = checkpoint.chosen(config.checkpoint_key)
     own = model.state_dict()
@@ -231,8 +231,8 @@ def _check_values(path: str, state: State) -> None:
     """Checks for values that torch would accept silently or reject with an unhelpful message.
 
     Raises:
-        ConfigError: a tensor has no values, is not of a plain layout and number type, or has values that are not
-            finite.
+        ConfigError: a tensor has no values, is not of a plain layout and number type, has values that are not
+            finite, or has variances below 0.
     """
     for key, value in state.items():
         kind = str(value.dtype).removeprefix("torch.")

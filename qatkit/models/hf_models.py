@@ -151,7 +151,7 @@ class HuggingFace:
 
         Raises:
             ConfigError: as for `builder`; or the configuration cannot be fetched, is not that of a model with this
-            head, or does not fit `model.kwargs`.
+                head, or does not fit `model.kwargs`.
         """
         if not self.head.text:
             return Declared()
@@ -295,7 +295,7 @@ def _check_names(known: Iterable[str], changes: Mapping[str, Any], what: str) ->
 
 
 def _adapted(model: nn.Module, head: Head, name: str) -> nn.Module:
-    """Returns `model` with a forward that takes the head's inputs and returns a tensor, not a ModelOutput.
+    """Returns `model` with a forward that accepts the head's inputs and returns a tensor, not a ModelOutput.
 
     The model's type becomes a subclass of its own type, so that module paths and state_dict stay the same.
 

@@ -65,7 +65,7 @@ def declared(config: ModelConfig, layout: str | None) -> Declared:
 
 
 def _beside(path: Path, image: ImageInput) -> Preprocessing | None:
-    """Returns the preprocessing in the model.json of the file's bundle, if it fits the file's input."""
+    """Returns the preprocessing in the model.json of the file's bundle; None if there is none that fits the input."""
     values = preprocessing_beside(path)
     if values is None:
         return None

@@ -212,7 +212,7 @@ def _within(boxes: Tensor, images: Tensor) -> Tensor:
 
 
 def _logit(share: float) -> float:
-    """Returns the logit of a score, at least `DROPPED` / 2."""
+    """Returns the logit of a score; `DROPPED` / 2 for a score of 0, infinity for a score of 1."""
     return math.log(share / (1 - share)) if 0 < share < 1 else DROPPED / 2 if share <= 0 else math.inf
 
 

@@ -98,7 +98,7 @@ class Yolox(Detector):
         }
 
     def cells(self, sizes: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-        """Returns the corners of all cells in pixels, [boxes, 2], and their strides, [boxes, 1]."""
+        """Returns the top left corners of all cells in pixels, [boxes, 2], and their strides, [boxes, 1]."""
         pairs = list(zip(sizes, _STRIDES, strict=True))
         cells = torch.cat([grid(*size, stride) for size, stride in pairs])
         strides = torch.cat([torch.full((size[0] * size[1], 1), float(stride)) for size, stride in pairs])
