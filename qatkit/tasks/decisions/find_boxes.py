@@ -231,8 +231,8 @@ def _check_scores(layout: Layout, rows: Array) -> None:
 def _background(asked: BoxRequest, layout: Layout, rows: Array) -> int | None:
     """Returns the background class; None if there is none.
 
-    If the probabilities sum to 1, it is the class with the largest mean, provided that this is the first or
-    the last class.
+    Unless the user sets it, only a pair of outputs whose probabilities sum to 1 has one: the class with the largest
+    mean, provided that this is the first or the last class.
     """
     if asked.background == "none" or layout.kind == "final":
         return None
