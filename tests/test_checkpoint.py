@@ -135,21 +135,24 @@ def _changed(key: str, value: Tensor) -> dict[str, Tensor]:
     [
         (
             _changed("0.bias", torch.zeros(4, dtype=torch.complex64)),
-            "plain float tensors; 0.bias is complex64",
+            "0.bias is a complex64 tensor; only plain real numbers",
         ),
-        (_changed("0.bias", torch.zeros(4).to_sparse()), "plain float tensors; 0.bias is sparse"),
-        (_changed("0.bias", torch.zeros(4, device="meta")), "plain float tensors; 0.bias is meta"),
+        (_changed("0.bias", torch.zeros(4).to_sparse()), "0.bias is a sparse tensor"),
+        (_changed("0.bias", torch.zeros(4, device="meta")), "0.bias is a meta tensor"),
         (
             _changed("0.bias", torch.quantize_per_tensor(torch.zeros(4), 1.0, 0, torch.qint8)),
-            "0.bias is qint8",
+            "0.bias is a qint8 tensor",
         ),
-        (_changed("3.bias", torch.tensor([0.0, float("nan"), 0.0])), "finite numbers; 3.bias holds NaN"),
-        (_changed("1.running_var", -torch.ones(4)), "variances of at least 0; 1.running_var holds -1"),
-        ({"model": {}}, "this one holds model"),
-        ({"model": "resnet"}, "this one holds model"),
-        (torch.zeros(3), "this one holds Tensor"),
-        ([1, 2], "this one holds list"),
-        ({}, "this one holds dict"),
+        (_changed("3.bias", torch.tensor([0.0, float("nan"), 0.0])), "3.bias contains NaN"),
+        (
+            _changed("1.running_var", -torch.ones(4)),
+            "1.running_var contains the variance -1, which is below 0",
+        ),
+        ({"model": {}}, "this one contains model"),
+        ({"model": "resnet"}, "this one contains model"),
+        (torch.zeros(3), "this one contains Tensor"),
+        ([1, 2], "this one contains list"),
+        ({}, "this one contains dict"),
     ],
     ids=range(11),
 )
@@ -186,5 +189,5 @@ def test_a_damaged_file_is_one_line(suffix: str, tmp_path: Path) -> None:
         whole[:50] + rng.bytes(200),
     ):
         path.write_bytes(damaged)
-        with pytest.raises(ConfigError, match=r"damaged|holds pickled code|this one holds"):
+        with pytest.raises(ConfigError, match=r"damaged|contains pickled code|this one contains"):
             taken(path)

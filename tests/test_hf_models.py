@@ -174,7 +174,7 @@ def test_weights_for_another_order_of_channels_are_refused(saved: Path) -> None:
         (ModelConfig("hf/bert"), "an architecture with an image classifier"),
         (
             ModelConfig("hf/imagegpt", kwargs={"n_embd": 8, "n_layer": 1, "n_head": 2}),
-            "model.name=ImageGPTForImageClassification: expected an image model whose forward accepts pixel_values",
+            "model.name=hf/imagegpt: expected an image model whose forward accepts pixel_values; ImageGPT",
         ),
         (ModelConfig("hf//absent/folder"), "a folder with a config.json"),
         (
@@ -183,13 +183,13 @@ def test_weights_for_another_order_of_channels_are_refused(saved: Path) -> None:
         ),
         (
             ModelConfig("hf/vit", kwargs={"hiden_size": 8}),
-            "model.kwargs.hiden_size=8: expected a setting of ViTConfig (did you",
+            "model.kwargs.hiden_size=8: ViTConfig has no such setting (did you",
         ),
         (
             ModelConfig("hf/vit", kwargs={"hidden_size": "x"}),
-            "arguments that hf/vit takes (Validation error for field",
+            "arguments that hf/vit accepts (Validation error for field",
         ),
-        (ModelConfig("hf/vit", kwargs=VIT | {"patch_size": 0}), "arguments that hf/vit takes ("),
+        (ModelConfig("hf/vit", kwargs=VIT | {"patch_size": 0}), "arguments that hf/vit accepts ("),
     ],
 )
 def test_mistakes_are_one_line(config: ModelConfig, message: str) -> None:
@@ -200,7 +200,7 @@ def test_mistakes_are_one_line(config: ModelConfig, message: str) -> None:
 def test_a_folder_has_no_revisions_and_keeps_its_shapes(saved: Path) -> None:
     assert "DEFAULT or null for a folder" in refused(ModelConfig(f"hf/{saved}", weights="v1"))
     text = refused(ModelConfig(f"hf/{saved}", weights="DEFAULT", kwargs={"intermediate_size": 64}))
-    assert "weights that fit this model; missing or of another shape: vit." in text
+    assert "the weights do not fit the model; missing or of another shape: vit." in text
 
 
 @needs_transformers

@@ -57,11 +57,11 @@ def test_another_number_of_classes_gets_a_new_head() -> None:
         ),
         (
             ModelConfig(LITE0, kwargs={"widht": 2}),
-            f"expected arguments that {LITE0} takes (Got unexpected field names: ['widht'])",
+            f"expected arguments that {LITE0} accepts (Got unexpected field names: ['widht'])",
         ),
         (
             ModelConfig(LITE0, weights="DEFAULT", kwargs={"widht": 2}),
-            f"expected arguments that {LITE0} takes (",
+            f"expected arguments that {LITE0} accepts (",
         ),
     ],
 )

@@ -113,7 +113,7 @@ def test_a_dotted_path_builds_a_class_or_a_function_of_the_users() -> None:
         (ModelConfig(name=f"{__name__}.no_module"), "a callable that returns an nn.Module, not int"),
         (
             ModelConfig(kwargs={"widht": 2}),
-            "model.kwargs={'widht': 2}: expected arguments that resnet18 takes (",
+            "model.kwargs={'widht': 2}: expected arguments that resnet18 accepts (",
         ),
         (
             ModelConfig(weights="IMAGENET1K_V9"),
@@ -322,10 +322,10 @@ def test_bad_checkpoints_are_refused_in_one_line(tmp_path: Path) -> None:
 
     marker = tmp_path / "ran"
     torch.save({"1.weight": Code(marker)}, tmp_path / "code.pt")
-    assert "holds pickled code (posix.mkdir), which is never run" in message("code.pt")
+    assert "contains pickled code (posix.mkdir), which is never run" in message("code.pt")
     message("code2.pt", pickle.dumps(Code(marker)))
     torch.save(tiny(), tmp_path / "module.pt")
-    assert "holds pickled code (torch.nn.modules.container.Sequential)" in message("module.pt")
+    assert "contains pickled code (torch.nn.modules.container.Sequential)" in message("module.pt")
     assert not marker.exists()
 
     torch.save([1, 2], tmp_path / "list.pt")

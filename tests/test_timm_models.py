@@ -42,7 +42,7 @@ def test_the_classes_and_arguments_reach_timm() -> None:
             ModelConfig("timm/resnet18", weights="nothing"),
             "model.weights=nothing: expected one of DEFAULT, a1_in1k",
         ),
-        (ModelConfig("timm/resnet18", kwargs={"widht": 2}), "expected arguments that timm/resnet18 takes"),
+        (ModelConfig("timm/resnet18", kwargs={"widht": 2}), "expected arguments that timm/resnet18 accepts"),
     ],
 )
 def test_mistakes_are_one_line(config: ModelConfig, message: str) -> None:

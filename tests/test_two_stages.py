@@ -171,7 +171,11 @@ def test_models_have_the_parameters_of_torchvision(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "kwargs", "reason"),
     [
-        ("maskrcnn_resnet50_fpn", {}, "a detector that only predicts boxes"),
+        (
+            "maskrcnn_resnet50_fpn",
+            {},
+            "model.name=maskrcnn_resnet50_fpn: expected a detector that only predicts boxes",
+        ),
         ("keypointrcnn_resnet50_fpn", {}, "a detector that only predicts boxes"),
         ("fasterrcnn_resnet50_fpn", {"anchor_ratios": [0.1, 0.6]}, "anchor_ratios only for an SSD"),
     ],

@@ -8,10 +8,10 @@ Each is an `Algorithm`, a frozen dataclass whose fields are its settings.
     AWQ               before calibration: weights scaled up where their inputs are large
     BiasCorrection    after calibration: the mean error of each operator removed from its bias
     MomentRounding    after calibration: weights rounded up or down so that operators' outputs change least
-    GPTQ              after calibration: weights rounded column by column, each compensating for those before
+    GPTQ              after calibration: weights rounded by columns, each compensating for the errors of earlier ones
     SequentialMSE     after calibration: ranges of weights chosen by the error of the operators' outputs
     AdaRound          after calibration: each weight rounded up or down, by the error of its operator's output
-    BlockReconstruction   AdaRound on the error of a block's output, which also learns biases and activation scales
+    BlockReconstruction   AdaRound on the error of a block's output; it can also learn biases and activation scales
     dead_channels     a check for channels that no algorithm can restore
 """
 

@@ -4,8 +4,8 @@
 
 All weights of a block share one scale and lose equally by rounding, however much their inputs matter. A
 weight that is multiplied by s_j is rounded in steps that are s_j times as fine for the output. The division
-is free where x comes from an operator whose output channels have parameters of their own; pairs are found in
-the graph, as for `SmoothQuant`.
+is free where x comes from an operator (the source) whose output channels have parameters of their own. The
+sources and their readers are found in the graph, as for `SmoothQuant`.
 
 The strength α of each source is the candidate with the least error of the readers' outputs, (W -
 q(W·s)/s)·H·(W - q(W·s)/s)ᵀ with H the second moments of the inputs. One candidate is "none". The paper

@@ -36,7 +36,7 @@ _LEAST = 1e-4
 
 
 def scale(settings: AWQ, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:
-    """Scales the readers of every source that gains by it: implements `AWQ.__call__`."""
+    """Scales the channels of every source whose readers gain by it: implements `AWQ.__call__`."""
     found, skipped = scalable(graph_module)
     images = list(first_images(graph_module, inputs, settings.images))
     with inference(graph_module):
@@ -55,7 +55,7 @@ def scale(settings: AWQ, graph_module: fx.GraphModule, inputs: Iterable[Example]
 
 
 def scalable(graph_module: fx.GraphModule) -> tuple[list[ScalableOperator], list[tuple[str, str]]]:
-    """Returns the sources that have a reader with a quantized weight, and (site, reason) of the other sources."""
+    """Returns the sources that quantized operators read, and (site, reason) of the sources that cannot be scaled."""
     return chosen_sources(graph_module, lambda reader: weight_quantizer(reader.node) is not None, "scaled")
 
 
@@ -84,7 +84,7 @@ class _Search:
                     self.errors[source][i] += _error(operator, moments, own)
 
     def best(self, source: ScalableOperator) -> Tensor | None:
-        """Returns the factors [channels], float64, with the least error; None if no factors help."""
+        """Returns the factors [channels], float64, with the least error; None if they gain less than `_BETTER`."""
         none, *others = self.errors[source]
         least = min(others)
         if not least < none * (1 - _BETTER):
@@ -104,7 +104,7 @@ class _Search:
 
 
 def _factors(sizes: Tensor, source: ScalableOperator, strength: float) -> Tensor:
-    """Returns the factors [channels], float64, around 1; 1 for channels that are not free."""
+    """Returns the factors [channels], float64, with largest · smallest = 1; 1 for channels that are not free."""
     x = sizes.clamp(min=max(float(sizes.max()) * _LEAST, 1e-30))
     s = x**strength
     free = source.followed.free.to(s.device)

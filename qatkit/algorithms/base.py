@@ -7,7 +7,7 @@
 They run in the order of their stages, and within a stage as listed. A new algorithm needs two files: a
 subclass of `Algorithm`, and `conf/algorithm/NAME.yaml` with the entry above.
 
-`--help` and the check of a command line import the modules of algorithms. These modules therefore hold only
+`--help` and the check of a command line import the modules of algorithms. These modules therefore contain only
 settings; they import the computing code, and torch, only when they are called.
 """
 
@@ -38,11 +38,11 @@ class Algorithm(ABC):
 
     Attributes:
         stage: when it is called, and with what:
-            "fused"        after fuse and stub, before prepare_qat, with an example: an image [1, C, H, W], or the
-                           model's other inputs;
+            "fused"        after fuse and stub, before prepare_qat, with an example: an image [1, C, H, W], or a
+                           tuple of the model's inputs;
             "prepared"     after prepare_qat, before calibration, with an example as well;
-            "observed"     just before calibration, with batches of calibration images: it changes weights according
-                           to the activations and keeps the function; ranges are found afterwards;
+            "observed"     just before calibration, with batches of calibration images: it changes weights or biases
+                           according to the activations and keeps the function; ranges are found afterwards;
             "calibrated"   after calibration, with batches of calibration images: ranges are available.
             For a model with several inputs each batch is a tuple of tensors in the graph's order.
         images: the number of calibration images that it needs (observed, calibrated).
@@ -69,7 +69,7 @@ class Algorithm(ABC):
 
     @abstractmethod
     def __call__(self, graph_module: fx.GraphModule, inputs: Any) -> PassResult:
-        """Changes the graph in place.
+        """Changes the graph in place, and returns what was changed and what was skipped.
 
         Args:
             graph_module: the graph, at the algorithm's stage.
@@ -94,8 +94,8 @@ def algorithms_of(chosen: Mapping[str, Any]) -> dict[str, Algorithm]:
         chosen: `Config.algorithm`, whose structure `validate` has checked.
 
     Raises:
-        ConfigError: a target is not an algorithm, a setting is unknown, or a value has another type or is out
-            of range.
+        ConfigError: a target cannot be imported or is not a complete algorithm, a setting is unknown or has no
+            value, or a value has another type or is out of range.
     """
     made = {name: _algorithm(f"algorithm.{name}", entry) for name, entry in chosen.items()}
     return dict(sorted(made.items(), key=lambda item: _ORDER.index(item[1].stage)))
@@ -106,11 +106,15 @@ def _algorithm(key: str, entry: Mapping[str, Any]) -> Algorithm:
     if not (
         inspect.isclass(owner) and issubclass(owner, Algorithm) and dataclasses.is_dataclass(owner)
     ) or inspect.isabstract(owner):
-        allowed = "the dotted path of a dataclass derived from qatkit.algorithms.Algorithm"
+        allowed = (
+            "the dotted path of a dataclass derived from qatkit.algorithms.Algorithm that defines __call__"
+        )
         raise ConfigError(f"{key}.target", entry["target"], allowed)
     if getattr(owner, "stage", None) not in STAGES:
         raise ConfigError(
-            f"{key}.target", entry["target"], f"an algorithm with one of the stages {', '.join(STAGES)}"
+            f"{key}.target",
+            entry["target"],
+            f"an algorithm whose stage is {', '.join(STAGES[:-1])} or {STAGES[-1]}",
         )
     settings = {name: value for name, value in entry.items() if name != "target"}
     fields = {one.name: one for one in dataclasses.fields(owner)}
@@ -124,6 +128,9 @@ def _algorithm(key: str, entry: Mapping[str, Any]) -> Algorithm:
             raise ConfigError(f"{key}.{name}", None, "a value, because the setting has no default")
     made: Algorithm = owner(**settings)
     if made.stage in WITH_IMAGES and made.images < 1:
+        if "images" in settings:
+            allowed = f"an integer of at least 1, because the algorithm's stage is {made.stage}"
+            raise ConfigError(f"{key}.images", made.images, allowed)
         allowed = f"an algorithm whose field `images` is at least 1, because its stage is {made.stage}"
         raise ConfigError(f"{key}.target", entry["target"], allowed)
     return made

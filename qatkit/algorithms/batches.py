@@ -15,7 +15,8 @@ Tensors = tuple[Tensor, ...]
 def first_images(graph_module: fx.GraphModule, batches: Iterable[Example], images: int) -> Iterator[Tensors]:
     """Yields batches, on the graph's device, until there are `images` images.
 
-    The last batch is cut if the model takes any batch size.
+    The last batch is cut to the missing images, rounded up to the batch sizes that the model supports. It is not cut
+    if the batch size is fixed.
     """
     device = next(p.device for p in graph_module.parameters())
     left = images

@@ -6,11 +6,11 @@
                  operator is corrected before the next one runs, so that a shift from earlier operators
                  (rounded or clipped activations) is removed as well
 
-The empirical mean leaves out, channel by channel, the images with the largest differences. If the ranges clip
-a single image in 512, its difference may be as large as those of all others together, and would shift the
-bias for all of them (figures: docs/decisions/0015-small-measurements.md).
+The empirical mean leaves out, channel by channel, the images with the lowest and the highest differences. If
+the ranges clip a single image in 512, its difference may be as large as those of all others together, and
+would shift the bias for all of them (figures: docs/decisions/0015-small-measurements.md).
 
-W' is the weight as exported (`WeightFakeQuantize`); the corrected bias is rounded to int32 steps afterwards.
+W' is the weight as exported (`WeightFakeQuantize`); the corrected bias is rounded to the steps of its type afterwards.
 Source: Nagel et al., "Data-free quantization through weight equalization and bias correction", 2019, section
 4.2 and appendix D. The paper takes E[x] from the preceding BatchNorm; here it is observed, so that no
 BatchNorm is needed.
@@ -62,8 +62,8 @@ class BiasCorrection(Algorithm):
 
         Args:
             graph_module: the prepared graph, with ranges.
-            inputs: batches as for `calibrate`; no more are read than needed. A model with a fixed batch size
-                gets whole batches, and with "empirical" only the first.
+            inputs: batches as for `calibrate`; no more are read than needed. Batches of a model with a fixed batch
+                size are not cut, and "empirical" uses only the first of them.
         """
         from qatkit.algorithms.bias_errors import correct
 

@@ -1,4 +1,4 @@
-"""Finds the mean error of each operator's output, as described in `BiasCorrection`, and removes it from its bias."""
+"""Removes the mean error of an operator's output from the operator's bias (`qatkit.algorithms.bias_correction`)."""
 
 from __future__ import annotations
 
@@ -59,7 +59,10 @@ def _why_not(module: QATOperator, reads: Counter[int]) -> str | None:
 
 
 def channel_means(y: Tensor, operator: nn.Module) -> Tensor:
-    """Returns [N, channels] means of an operator's output over positions; float64 from PyTorch's pairwise sums."""
+    """Returns the means of an operator's output over positions, [N, channels], as float64.
+
+    PyTorch sums in pairs, so the means are accurate enough in the type of the output.
+    """
     channels = y.movedim(-1 if isinstance(operator, nn.Linear) else 1, 1)
     return (channels.flatten(2).mean(2) if y.ndim > 2 else channels).double()
 

@@ -1,4 +1,4 @@
-"""Changes of biases by corrections.
+"""Changes the biases of quantized operators, and restores them.
 
 The change belongs to the quantized operator. With quantization off it is omitted, so that the prepared graph
 then computes the float function. Each correction starts from the float bias, so a later one replaces an
@@ -15,7 +15,7 @@ from qatkit.quant.qat_layers import QATOperator
 
 @torch.no_grad()
 def change(operator: QATOperator, bias: Tensor) -> None:
-    """Sets the bias [out] of a quantized operator."""
+    """Sets the bias [out] of a quantized operator, and records the difference from the float bias."""
     fake = operator.weight_fake_quant
     assert operator.bias is not None and fake is not None
     before = operator.bias if fake.bias_shift is None else operator.bias - fake.bias_shift

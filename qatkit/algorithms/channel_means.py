@@ -90,7 +90,7 @@ def _given(node: fx.Node, reads: Mapping[int, int]) -> tuple[int, Tensor] | None
 
 
 class _Means(fx.Interpreter):
-    """Sums the readers' inputs by channel of the source."""
+    """An interpreter that sums the readers' inputs by channel of the source."""
 
     def __init__(self, graph_module: fx.GraphModule, found: Iterable[ShiftableOperator]) -> None:
         super().__init__(graph_module)

@@ -34,8 +34,9 @@ class Pair:
     """A pair of operators with only homogeneous operators between them.
 
     Attributes:
+        first, second: the calls of the two Convs or Linears.
         repeat: number of inputs of `second` for each channel of `first`, more than 1 after a flatten.
-        clips: the ReLU6 between the two.
+        clips: the calls of ReLU6 between the two.
     """
 
     first: fx.Node
@@ -66,7 +67,7 @@ def equalize(settings: Equalize, graph_module: fx.GraphModule, inputs: Example) 
 
 
 def _solve(settings: Equalize, pairs: list[Pair]) -> dict[Pair, Tensor]:
-    """Returns the s of every pair, [channels of `first`], float64."""
+    """Returns the factors s of every pair, [channels of `first`], float64."""
     largest = {node: magnitudes(module_of(node)) for pair in pairs for node in (pair.first, pair.second)}
     total = {pair: torch.ones_like(output_ranges(largest[pair.first])) for pair in pairs}
     for _ in range(settings.rounds):

@@ -17,7 +17,7 @@ _NOTHING = 1e-7
 
 
 def dead_channels(graph_module: fx.GraphModule) -> list[tuple[str, str]]:
-    """Returns (site, text with the number of dead channels) for every operator of a prepared graph that has any."""
+    """Returns (site, message) for each Conv and Linear with dead outputs, and for each with dead inputs."""
     # Imported late, since the command line imports this package to check the settings of algorithms.
     from qatkit.graph.nodes import facts, module_of, site
     from qatkit.quant.computed_weights import identity_of
@@ -32,14 +32,10 @@ def dead_channels(graph_module: fx.GraphModule) -> list[tuple[str, str]]:
         outputs, inputs = _dead(module.effective()[0].detach(), int(getattr(module, "groups", 1)))
         if outputs.any():
             dead = f"{int(outputs.sum())} of {len(outputs)} output channels"
-            found.append(
-                (site(node), f"dead channels: all weights of {dead} are zero, so that these are constant")
-            )
+            found.append((site(node), f"dead channels: all weights are zero in {dead} (constant outputs)"))
         if inputs.any():
             dead = f"{int(inputs.sum())} of {len(inputs)} input channels"
-            found.append(
-                (site(node), f"dead channels: all weights of {dead} are zero, so that these are not read")
-            )
+            found.append((site(node), f"dead channels: all weights are zero in {dead} (inputs not read)"))
     return found
 
 

@@ -1,10 +1,10 @@
 """Cross-layer equalization: the same function with channels of equal range.
 
-    second(f(first(x)))        f(s·y) = s·f(y) for s > 0: a ReLU, poolings, dropout, a flatten, nothing
+    second(f(first(x)))        f(s·y) = s·f(y) for s > 0: a ReLU, poolings, dropout, a flatten, or none
 
 Dividing channel i of `first` by s_i and multiplying input i of `second` by it changes nothing in float. With
 
-    s_i = sqrt(r1_i / r2_i)    r1_i, r2_i: largest weight of output i of `first`, of input i of `second`
+    s_i = sqrt(r1_i / r2_i)    r1_i, r2_i: largest |weight| of output i of `first` and of input i of `second`
 
 both ranges become sqrt(r1_i·r2_i), so that one scale per tensor serves all channels. An operator may be the
 second of one pair and the first of the next (conv → depthwise → conv), so the pairs are visited in turn until
@@ -41,8 +41,8 @@ class Equalize(Algorithm):
     formats: ClassVar[bool] = True
     relu6: str = setting(
         "keep",
-        "keep: a ReLU6 ends a pair, because its bound would differ by channel; relu: a ReLU6 inside a pair becomes a "
-        "ReLU, which changes the function where its input exceeds 6",
+        "keep: operators with a ReLU6 between them are not equalized, because its bound would differ by channel; relu: "
+        "the ReLU6 becomes a ReLU, which changes the function where its input exceeds 6",
         Choices(("keep", "relu")),
     )
     rounds: int = setting(200, "largest number of rounds over all pairs", COUNT)

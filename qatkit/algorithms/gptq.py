@@ -13,7 +13,7 @@ in graph order; H is computed from inputs that have passed the operators already
 inputs is compensated first. With x the float inputs and x' the quantized ones, the row that best reproduces
 the float output is
 
-    w + share · w·E[(x - x')·x'ᵀ]·H⁻¹
+    w + past · w·E[(x - x')·x'ᵀ]·H⁻¹        past: the setting
 
 If an operator has a bias, H and E are covariances, and the bias compensates for the mean error. A weight that
 is also the table of an Embedding is rounded for the operator, and the table has the same integers. The

@@ -21,7 +21,7 @@ def damped(form: Tensor, share: float) -> Tensor:
 
     Args:
         form: the form, [groups, inputs, inputs].
-        share: the share.
+        share: the share of the mean.
     """
     found = form.clone()
     diagonal = found.diagonal(dim1=1, dim2=2)
@@ -63,7 +63,7 @@ class Columns:
 
     Args:
         form: [groups, inputs, inputs], second moments or covariance of the inputs.
-        order: whether columns are rounded in order of decreasing diagonal.
+        order: whether columns are rounded in order of decreasing values on the diagonal.
         damping: the damping of `damped_factor`.
 
     Attributes:
@@ -86,7 +86,7 @@ class Columns:
 
         Args:
             weight: the weight, [groups, rows, inputs].
-            scale: the scale of each weight, in the same shape.
+            scale: the scale of each value, in the weight's shape.
             ends: the smallest and the largest integer, broadcastable to the weight.
         """
         least, most = (
@@ -118,7 +118,7 @@ def _rounded(
     """Returns the rounded steps [groups, inputs, rows] of a weight; changes the weight in place.
 
     Args:
-        weight, scale: the weight and its scales, [groups, inputs, rows], columns in their order.
+        weight, scale: the weight and its scales, [groups, inputs, rows], inputs in the order of rounding.
         nearest: a function that rounds the steps [groups, rows] of one column.
         factor: the upper Cholesky factor of the inverse of the form, [groups, inputs, inputs].
     """

@@ -82,7 +82,7 @@ def fitted(wanted: Tensor, form: Tensor, integers: Tensor, scale: Tensor, spec: 
         for part in _slices(rows, blocks * blocks * size):
             given = wanted[group, part], integers[group, part], by_row[group, part]
             found[group, part] = _fitted(*given, filled, size)
-    # Units of uint8 belong to whole rows, so the stored scales are compared, and kept or not, row by row.
+    # Scales in uint8 have a unit for each row, so the stored scales are compared, and kept or not, row by row.
     found = held(found.reshape(scale.shape), spec).reshape(by_row.shape)
     spread = [one.repeat_interleave(size, 2)[..., :inputs] for one in (found, by_row)]
     after, before = (_cost(wanted - integers * one, form) for one in spread)
@@ -112,6 +112,6 @@ def _cost(error: Tensor, form: Tensor) -> Tensor:
 
 
 def _slices(rows: int, values: int) -> Iterator[slice]:
-    """Returns slices of rows with `values` each, limited in size by `_VALUES`."""
+    """Splits rows of `values` values each into slices of at most `_VALUES` values, but at least one row."""
     each = max(1, _VALUES // values)
     return (slice(start, start + each) for start in range(0, rows, each))

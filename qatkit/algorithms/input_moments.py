@@ -1,8 +1,8 @@
 """Mean and second moments of the inputs that each Conv and Linear multiplies by its weight.
 
-For a Conv these are the patches under its kernel, group by group. A grid of at most `PLACES` positions per
-image is enough. Moments of all operators at once would not fit into memory, so they are computed in rounds,
-each with one pass over the images.
+For a Conv these are the patches under its kernel, group by group. About `PLACES` positions per image are
+enough (at most twice as many are used). Moments of all operators at once would not fit into memory, so they
+are computed in rounds, each with one pass over the images.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from qatkit.algorithms.batches import Tensors
 from qatkit.quant.qat_layers import QATOperator
 
 PLACES = 256
-# Largest number of inputs in a block of moments, and of floats in all blocks of a round (half a GiB).
+# Largest number of inputs in a block of moments, and of float32 values in a round (half a GiB).
 _WIDEST, _ROUND = 4608, 2**27
 
 
@@ -33,7 +33,7 @@ class Moments:
     count: int = 0
 
     def add(self, x: Tensor) -> None:
-        """Adds inputs [groups, inputs, places]."""
+        """Adds inputs [groups, inputs, positions]."""
         self.total += x.sum(2)
         self.second += x @ x.transpose(1, 2)
         self.count += x.shape[2]

@@ -1,4 +1,4 @@
-"""Rounds each weight by the moments of its operator's inputs, as described in `MomentRounding`."""
+"""Rounds each weight by the moments of its operator's inputs (`qatkit.algorithms.moment_rounding`)."""
 
 from __future__ import annotations
 

@@ -51,6 +51,8 @@ class ScalableOperator:
 def sources(graph_module: fx.GraphModule) -> tuple[list[ScalableOperator], list[tuple[str, str]]]:
     """Returns the operators with channels that can be scaled, in graph order, and (site, reason) of the others.
 
+    Operators whose channels only reach an output, or no Conv or Linear, are in neither list.
+
     Args:
         graph_module: the prepared graph.
     """
@@ -73,7 +75,7 @@ def sources(graph_module: fx.GraphModule) -> tuple[list[ScalableOperator], list[
 def chosen_sources(
     graph_module: fx.GraphModule, takes: Callable[[Reader], bool], verb: str
 ) -> tuple[list[ScalableOperator], list[tuple[str, str]]]:
-    """Returns the sources that are worth scaling, in graph order, and (site, "not VERB: why") of the others.
+    """Returns the sources that are worth scaling, in graph order, and (site, "not VERB: why") of those that cannot be.
 
     Args:
         graph_module: the prepared graph.
@@ -92,13 +94,13 @@ def chosen_sources(
 
 
 def weight_quantizer(node: fx.Node) -> WeightFakeQuantize | None:
-    """Returns the quantizer of the weight of a Conv or Linear; None for any other node."""
+    """Returns the quantizer of the weight of a Conv or Linear; None for float weights and other nodes."""
     module = module_of(node) if node.op == "call_module" else None
     return module.weight_fake_quant if isinstance(module, QATOperator) else None
 
 
 def _nearest(found: list[ScalableOperator]) -> list[ScalableOperator]:
-    """Removes operators followed by another one that scales the same channels, such as a Linear before a product."""
+    """Removes operators if a later one scales the same inputs of a reader, such as a Linear before a product."""
     taken: dict[fx.Node, Tensor] = {}
     kept = list[ScalableOperator]()
     for source in reversed(found):
@@ -117,7 +119,7 @@ def by_channel(s: Tensor, channels: Tensor, other: float = 1) -> Tensor:
 
 
 def input_factors(operator: nn.Module, s: Tensor) -> Tensor:
-    """Returns the factors [inputs] in the shape that multiplies the weight of a Conv or Linear, group by group."""
+    """Returns the factors `s` [inputs] in a shape that broadcasts to the weight of a Conv (also grouped) or Linear."""
     weight, groups = cast(Tensor, operator.weight), int(getattr(operator, "groups", 1))
     rows = s.view(groups, 1, -1).expand(-1, weight.shape[0] // groups, -1).reshape(weight.shape[:2])
     return rows.view(*rows.shape, *[1] * (weight.ndim - 2))
@@ -135,7 +137,7 @@ def multiply(reader: Reader, s: Tensor) -> None:
 def _given(node: fx.Node) -> tuple[int, tuple[Tensor, ...]] | None:
     """Returns the axis of the channels, counted from the end, and their parameters.
 
-    None for an operator without such parameters.
+    There are no parameters for a norm without weight and bias. Returns None for operators of other kinds.
     """
     kind = op_class(node)
     if node.op == "call_module":

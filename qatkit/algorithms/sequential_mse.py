@@ -43,7 +43,7 @@ class SequentialMSE(BlockAlgorithm):
     )
 
     def __call__(self, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:
-        """Chooses the ranges; `changed` counts the smaller ranges. Fake quantization is on afterwards.
+        """Chooses the ranges; `changed` counts the weights with a smaller range. Fake quantization is on afterwards.
 
         Args:
             graph_module: the calibrated graph.

@@ -38,7 +38,7 @@ class ShiftedMean:
 
     Attributes:
         site: the site of the operator.
-        before_db, after_db: variance of the outputs over the error in dB, with the shift and without it.
+        before_db, after_db: ratio of the outputs' variance to the squared error, in dB, with the shift and without it.
         shift: the shift of each channel, [channels].
     """
 
@@ -112,7 +112,7 @@ class _Sums:
         self.error_squared += error.square().sum(others, dtype=torch.float64)
 
     def decibels(self) -> tuple[float, float]:
-        """Returns the outputs' variance over the error, and over the error without its mean, in dB."""
+        """Returns the ratios of the outputs' variance to the squared error, with and without its mean, in dB."""
         if not self.count:
             return math.inf, math.inf
         signal = float((self.y_squared - self.y.square() / self.count).sum())

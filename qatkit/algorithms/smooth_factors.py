@@ -45,7 +45,7 @@ _LEAST = 1e-5
 
 
 def smooth(settings: SmoothQuant, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:
-    """Divides the channels of every source that gains by it: implements `SmoothQuant.__call__`."""
+    """Divides the channels of every source whose readers gain by it: implements `SmoothQuant.__call__`."""
     found, skipped = smoothable(graph_module)
     images = list(first_images(graph_module, inputs, settings.images))
     with inference(graph_module):
@@ -102,12 +102,12 @@ def factors(source: ScalableOperator, largest: Tensor, strength: float) -> Tenso
 
 
 def smoothable(graph_module: fx.GraphModule) -> tuple[list[ScalableOperator], list[tuple[str, str]]]:
-    """Returns the sources that have a reader with a quantized input, and (site, reason) of the other sources."""
+    """Returns the sources with a reader whose input is quantized, and (site, reason) of those that cannot be scaled."""
     return chosen_sources(graph_module, lambda reader: _fake(reader) is not None, "smoothed")
 
 
 def _fake(reader: Reader) -> FakeQuantize | None:
-    """Returns the quantizer of a reader's input if the reader itself is quantized; otherwise None."""
+    """Returns the quantizer of a reader's input; None if the input or the reader's weight is not quantized."""
     node = quantizer_of(reader.node.args[0])
     if node is None or weight_quantizer(reader.node) is None:
         return None
@@ -154,7 +154,7 @@ def _axis(reader: Reader) -> int:
 
 
 class _Judge(fx.Interpreter):
-    """An interpreter that runs the float graph and tries every vector of factors at every reader."""
+    """An interpreter that runs the float graph and tries every vector of factors at every quantized reader."""
 
     def __init__(self, graph_module: fx.GraphModule, offered: dict[ScalableOperator, list[Tensor]]) -> None:
         super().__init__(graph_module)
@@ -174,7 +174,7 @@ class _Judge(fx.Interpreter):
         return super().run_node(n)
 
     def best(self, source: ScalableOperator) -> Tensor | None:
-        """Returns the factors with the least error; None if no factors help."""
+        """Returns the factors with the least error; None if they gain less than `_BETTER`."""
         none, *others = self.errors[source]
         least = min(others)
         return self.offered[source][1 + others.index(least)] if least < none * (1 - _BETTER) else None
@@ -185,7 +185,7 @@ def output_error(reader: Reader, fake: FakeQuantize, x: Tensor, s: Tensor) -> fl
 
     Args:
         reader: the reader.
-        fake: the quantizer of its input; the range is found here.
+        fake: the quantizer of its input, whose range is not used: one is found for x/s.
         x: its input.
         s: the factors, [channels of the source].
     """
@@ -208,14 +208,14 @@ def output_error(reader: Reader, fake: FakeQuantize, x: Tensor, s: Tensor) -> fl
 
 
 def _quantized_input(fake: FakeQuantize, x: Tensor) -> Tensor:
-    """Returns `x` quantized with the range that calibration will find."""
+    """Returns `x` quantized with a range that is found for it."""
     if isinstance(fake, FormatFakeQuantize):
         return round_to_format(x, fake.qparams(*torch.aminmax(x))[0], fake.spec)
     return numerics.fake_quantize(x, *_qparams(fake, x), fake.spec)
 
 
 def _qparams(fake: FakeQuantize, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns scale and zero point for the range of `x`, found in the same way as by calibration."""
+    """Returns scale and zero point for the range of least error if there is a histogram, else for all values of `x`."""
     low, high = torch.aminmax(x)
     if isinstance(fake.observer, HistogramObserver):
         histogram = Histogram().to(x.device)

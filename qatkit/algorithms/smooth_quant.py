@@ -6,8 +6,8 @@ The weights that read an activation are multiplied by the factors that divide it
 
 The division is free where x comes from an operator whose output channels have parameters of their own: a
 LayerNorm, GroupNorm, RMSNorm or BatchNorm, a Conv or Linear, a product with a parameter. Pairs are found by
-following the channels through the graph (`qatkit.graph.channels`): attention's values through their heads, a
-ReLU, poolings, views; all readers are scaled alike. Channels with a reader that does not commute with a
+following the channels through the graph (`qatkit.graph.channels`): through the heads of attention, a ReLU,
+poolings and views; all readers are scaled alike. Channels with a reader that does not commute with a
 factor are not scaled.
 
 The strength α of each source is chosen from a grid and "none", by the error of the readers' outputs,

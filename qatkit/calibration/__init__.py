@@ -4,8 +4,9 @@ observe       passes the images through the graph once while every FakeQuantize 
 candidates    computes several ranges per tensor from the same pass, and chooses the best one
 cache         stores the statistics in a file, so that a second run needs no pass
 checks        reports whether there were too few images, or none of some class
-limits        limits ranges to values that the next functions can tell apart
-mixed_scales  finds tensors that need more than one scale
+limits        limits ranges to values for which the next functions give different results
+mixed_scales  finds tensors that need more than one scale; losses has its findings
+reach         finds the nodes that reach outputs and logarithms
 """
 
 from qatkit.calibration.observe import calibrate, calibrate_parts

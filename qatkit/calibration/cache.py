@@ -125,7 +125,7 @@ def check(path: Path, key: Key) -> tuple[dict[str, Any], dict[str, Tensor]]:
     stored, about, tensors = _read(path)
     differing = [part for part in key if stored.get(part) != key[part]]
     if differing:
-        shown = ", ".join(f"{part} is {stored.get(part)}, not {key[part]}" for part in differing)
+        shown = ", ".join(f"{part} is {stored.get(part, 'missing')}, not {key[part]}" for part in differing)
         reason = (
             f"the file is from another model, data or settings ({shown}); name another file, or delete it"
         )
@@ -145,9 +145,8 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Any], dict[str, Tensor]
         raise
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError(
-            "calibration.cache", path, f"an undamaged file that qatkit wrote ({reason})"
-        ) from error
+        told = f"the file is damaged or was not written by qatkit ({reason}); delete it to calibrate again"
+        raise ConfigError("calibration.cache", path, reason=told) from error
 
 
 def _digest(tensors: Mapping[str, Tensor], stored: Mapping[str, str]) -> str:
@@ -156,5 +155,5 @@ def _digest(tensors: Mapping[str, Tensor], stored: Mapping[str, str]) -> str:
 
 
 def table(graph_module: fx.GraphModule) -> dict[str, dict[str, float | int | str]]:
-    """Returns the range, scale and zero_point of every tensor by its site, in a form that people can read."""
+    """Returns the range, scale, zero_point and type of every tensor by its site, as plain values."""
     return {site: quantizer.range_record() for site, quantizer in fake_quantizers(graph_module).items()}

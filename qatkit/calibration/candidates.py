@@ -49,7 +49,7 @@ Ranges = dict[str, Ends]
 
 
 def candidates(graph_module: fx.GraphModule, methods: Mapping[str, Method] = METHODS) -> dict[str, Ranges]:
-    """Returns the range of each tensor, by method and by site; the histograms must have seen images."""
+    """Returns the range of each tensor whose histogram has seen images, by method and by site."""
     observed = {
         name: (q, q.observer)
         for name, q in fake_quantizers(graph_module).items()
@@ -80,7 +80,7 @@ def output_errors(
     Args:
         graph_module: the calibrated graph, with histograms.
         offered: the ranges from `candidates`.
-        batches: batches of inputs in the form that `calibrate` takes; a few images are enough.
+        batches: batches of inputs as for `calibrate`; a few images are enough.
     """
     scorer = _Scorer(graph_module, offered)
     with inference(graph_module):

@@ -45,7 +45,7 @@ class Watch:
             yield images
 
     def notes(self) -> list[str]:
-        """Returns notes on the calibration set, one line each; it is called after the ranges were chosen."""
+        """Returns notes on the calibration set, one line each; it must be called after the ranges were chosen."""
         lines = [self._movement() if self.before else self._unwatched(), self._missing()]
         return [line for line in lines if line]
 
@@ -66,8 +66,8 @@ class Watch:
         if not ranges(self.graph_module):  # only weights are quantized
             return ""
         return (
-            f"calibration: all {self.count:,} images were in one batch, so it is not known whether more would move the"
-            " ranges; set a smaller calibration.batch_size to find out"
+            f"calibration: all images ({self.count:,}) were in one batch, so it is not known whether more would move"
+            " the ranges; set a smaller calibration.batch_size to find out"
         )
 
     def _missing(self) -> str:
@@ -75,9 +75,10 @@ class Watch:
         if not missing:
             return ""
         named = ", ".join(missing[:_NAMED]) + (", ..." if len(missing) > _NAMED else "")
+        have = "has" if len(missing) == 1 else "have"
         return (
-            f"calibration: {len(missing)} of {len(self.classes)} classes have no image among the"
-            f" {self.count:,} ({named})"
+            f"calibration: {len(missing)} of {len(self.classes)} classes {have} no image in the calibration set"
+            f" ({named})"
         )
 
 

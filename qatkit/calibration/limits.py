@@ -3,8 +3,8 @@
     Conv ─ [-59 .. 17] ─ SiLU ─ [-0.28 .. 17]        SiLU(x) rounds to 0 for each x below -5.7
     Conv ─ [ -6 .. 17] ─ SiLU                        the same output bytes, with a third of the step size
 
-A range is cut where the 8-bit result of every function that reads the tensor stays the same. This works for ranges from
-any method. The limits also apply during fine-tuning, where observers would widen the range again.
+A range is cut where the quantized result of every function that reads the tensor stays the same. This works for
+ranges from any method. The limits also apply during fine-tuning, where observers would widen the range again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def set_limits(graph_module: fx.GraphModule) -> None:
 
 
 def _limits(node: fx.Node, quantizer: FakeQuantize) -> Tensor | None:
-    """Returns the widest limits [2] of a quantizer's readers; None if a reader needs the whole range."""
+    """Returns the widest limits [2] of a quantizer's readers; None if there is nothing to cut."""
     assert quantizer.observer is not None
     low, high = float(quantizer.observer.low), float(quantizer.observer.high)
     x = _looked_at(low, high)
@@ -91,7 +91,7 @@ def _flat(y: Tensor, most: float) -> int:
 
 
 def _step(node: fx.Node) -> float | None:
-    """Returns the scale of a quantizer; None for number formats and any other node."""
+    """Returns the scale of a quantizer; None for a quantizer to a number format, and for any other node."""
     if not is_quantizer(node):
         return None
     quantizer = cast(FakeQuantize, module_of(node))

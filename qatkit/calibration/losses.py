@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Loss:
-    """The loss of a quantizer at one place.
+    """The loss by a quantizer at one operator or output.
 
     Attributes:
         where: the site of the operator that reads the values; "output NAME" for an output.
         axis: the axis of the channels; None if all values are measured together.
-        channels, lost: the number of channels, and of those that lose too much.
+        channels, lost: the number of channels, and the number of channels that lose too much.
         worst_db: the signal-to-error ratio of the worst channel, in dB.
     """
 
@@ -24,8 +24,9 @@ class Loss:
 
     def __str__(self) -> str:
         if self.axis is None:
-            return f"it reaches only {self.worst_db:.1f} dB at {self.where}"
-        return f"{self.lost} of {self.channels} channels lose it at {self.where} (the worst has {self.worst_db:.1f} dB)"
+            return f"too much is lost at {self.where} ({self.worst_db:.1f} dB remain)"
+        lost = f"too much is lost in {self.lost} of {self.channels} channels of {self.where}"
+        return f"{lost} (the worst has {self.worst_db:.1f} dB)"
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class MixedScale:
 
     Attributes:
         tensor: the site of the tensor.
-        losses: the losses at the places where too much is lost.
+        losses: the losses that are too large.
         floats: the sites of the operators to leave float, so that the tensor is not quantized there.
     """
 

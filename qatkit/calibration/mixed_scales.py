@@ -12,13 +12,13 @@ Each quantizer is inserted into the float graph by itself, and its error is meas
                           weight selects from its inputs, and channels with little information are common inside a
                           network.
     before an ordering    TopK, Sort and non-maximum suppression are measured over all values of their input. Their
-                          outputs may have other values at each place, so selected values are followed in the order
-                          of the exact values.
+                          outputs are not followed, since an error may change the order; operators that select
+                          values by their indices use the exact order.
     before a logarithm    Small values count as much as large ones after a logarithm. If an operator with a weight
                           leads to a logarithm, the nodes after the operator are measured as well.
 
 If too much is lost, the operator that computes the tensor is left float, and so are the operators with a weight that
-read the tensor and lose too much. Types with fewer than 8 bits are not examined.
+read the tensor and lose too much. Only tensors in 8-bit integers are examined.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def mixed_scales(
 
     Args:
         graph_module: a prepared graph whose ranges are set.
-        batches: batches of inputs in the form that `calibrate` takes; a few images are enough.
+        batches: batches of inputs as for `calibrate`; a few images are enough.
         progress: whether to show a progress bar.
     """
     measured = _Measured(graph_module)
@@ -156,7 +156,14 @@ class Sums:
 
 @dataclass
 class _Sink:
-    """A place where the values of a quantizer are used."""
+    """An operator or output at which the error of a quantizer is measured.
+
+    Attributes:
+        where: the site of the operator, or "output NAME".
+        output: whether it is an output.
+        by_axis: the sums over the channels, by channel axis.
+        closed: the axes that do not count, since their sizes or the shapes of the tensors differ.
+    """
 
     where: str
     output: bool
@@ -169,7 +176,7 @@ class _Sink:
                 self.closed.add(axis)
 
     def loss(self) -> Loss | None:
-        """Returns the loss at this place; None if it is small enough."""
+        """Returns the largest loss over the channel axes; None if all are small enough."""
         known = {axis: sums for axis, sums in self.by_axis.items() if axis not in self.closed}
         found = [
             self._by_channel(axis, sums) if self.output else self._total(sums) for axis, sums in known.items()
@@ -200,13 +207,13 @@ def _decibel(signal: Tensor, error: Tensor) -> Tensor:
 
 @dataclass
 class _At:
-    """A quantizer and the places where its error is measured.
+    """A quantizer, and the operators and outputs at which its error is measured.
 
     Attributes:
         node: the quantizer.
         behind: the nodes that its values reach, in graph order.
         through: the nodes among them that have a weight and lead to a logarithm.
-        sinks: the places where the error is measured, by name.
+        sinks: the measurements, by the name of the operator or output.
     """
 
     node: fx.Node
@@ -216,7 +223,7 @@ class _At:
 
 
 class _Measured(fx.Interpreter):
-    """An interpreter that runs the float graph and, in parallel, the effect of each quantizer's error.
+    """An interpreter that runs the float graph, and computes its values again with the error of each quantizer.
 
     Values are freed after their last reader.
     """

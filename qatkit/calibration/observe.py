@@ -128,8 +128,5 @@ def _check_finite(quantizers: dict[str, FakeQuantize]) -> None:
     bad = (~ends.isfinite()).any(dim=1) & ~unseen
     if bad.any():
         name = list(observed)[int(bad.nonzero()[0])]
-        raise ConfigError(
-            "calibration",
-            f"NaN or infinity in the output of '{name}'",
-            "finite activations",
-        )
+        reason = "the tensor contains NaN or infinity; check the images and the float model"
+        raise ConfigError("calibration", name, reason=reason)

@@ -13,7 +13,7 @@ _ORDERS = ("argmax", "argmin", "argsort", "kthvalue", "median", "nms", "sort", "
 
 
 def orders(node: fx.Node) -> bool:
-    """Returns whether a node orders or selects values; a small error may change its order."""
+    """Returns whether a node orders or selects values; a small error may change the order."""
     name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
     return node.op in ("call_method", "call_function") and name in _ORDERS
 

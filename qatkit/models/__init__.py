@@ -11,7 +11,7 @@
     hub                 advice for users who cannot reach the Hugging Face hub
     checkpoint          a file with a float state_dict
 
-A dotted path names a user's builder.
+A dotted path names a user's builder, or one of the models here: ds_cnn, streaming_gru, conformer, unet and detectors.
 """
 
 from __future__ import annotations

@@ -44,7 +44,8 @@ def build(config: ModelConfig, num_classes: int | None = None, task: str = IMAGE
 
     Raises:
         ConfigError: the name or the weights are unknown, the weights cannot be fetched, the checkpoint does not
-            fit or cannot be read, or the numbers of classes differ.
+            fit or cannot be read, the numbers of classes differ, or the builder rejects `model.kwargs`, fails or
+            returns no module.
     """
     classes = _classes(config, num_classes)
     # Read before the model is built, so that a bad file fails at once.
@@ -63,10 +64,12 @@ def build(config: ModelConfig, num_classes: int | None = None, task: str = IMAGE
 
 
 def weights_preprocessing(config: ModelConfig, task: str = IMAGES) -> Preprocessing | None:
-    """Returns the preprocessing with which the pretrained weights were evaluated; None without weights.
+    """Returns the preprocessing with which the pretrained weights were evaluated.
+
+    None without weights, and for weights that describe none, such as those of text models and detectors.
 
     Raises:
-        ConfigError: the name or the weights are unknown.
+        ConfigError: the name or the weights are unknown, or the preprocessing cannot be fetched or is not supported.
     """
     if config.weights is None:
         return None
@@ -75,7 +78,11 @@ def weights_preprocessing(config: ModelConfig, task: str = IMAGES) -> Preprocess
 
 
 def declared(config: ModelConfig, layout: str | None, task: str = IMAGES) -> Declared:
-    """Returns the inputs that an ONNX file or a text model declares; an empty `Declared` for other models."""
+    """Returns the inputs that an ONNX file or a text model declares; an empty `Declared` for other models.
+
+    Raises:
+        ConfigError: the file or the configuration of the model is missing or cannot be used.
+    """
     if config.name.startswith(onnx_files.PREFIX):
         return onnx_files.declared(config, layout)
     if config.name.startswith(hf_models.PREFIX):
@@ -89,13 +96,17 @@ def parameters(config: ModelConfig) -> int | None:
 
 
 def states(config: ModelConfig) -> States | None:
-    """Returns the states of an ONNX file with `model.kwargs.states`; None for other models."""
+    """Returns the states of an ONNX file with `model.kwargs.states`; None for other models.
+
+    Raises:
+        ConfigError: the file cannot be used, or the states do not fit it.
+    """
     return onnx_files.states(config) if config.name.startswith(onnx_files.PREFIX) else None
 
 
 def has_weights(name: str) -> bool:
-    """Returns whether `model.weights` applies to a model of that name; False for a user's builder."""
-    return _source(name) is not None
+    """Returns whether `model.weights` applies to a model of that name; False for a user's builder and an ONNX file."""
+    return _source(name) not in (None, onnx_files)
 
 
 def weights_classes(config: ModelConfig) -> int | None:
@@ -179,7 +190,7 @@ def _construct(config: ModelConfig, builder: Callable[..., Any], classes: int | 
         except ConfigError:
             raise  # it already names what is wrong
         except (TypeError, ValueError) as error:
-            allowed = f"arguments that {config.name} takes ({first_line(error)})"
+            allowed = f"arguments that {config.name} accepts ({first_line(error)})"
             raise ConfigError("model.kwargs", kwargs, allowed) from error
     if not isinstance(model, nn.Module):
         raise ConfigError(

@@ -50,7 +50,7 @@ _COUNTER = "num_batches_tracked"  # missing in files of old versions of torch
 _DEEPEST = 2  # maximum number of names in a prefix: deeper keys belong to a part of another model
 _TRIED = 8  # number of the model's keys that are used to find the prefix
 _SCALAR: Any = importlib.import_module("numpy._core.multiarray").scalar
-# Types of plain data without code that files of torchvision, timm and other training scripts may hold.
+# Types of plain data without code that files of torchvision, timm and other training scripts may contain.
 _PLAIN = [
     argparse.Namespace,
     pathlib.PosixPath,
@@ -90,7 +90,7 @@ def read_checkpoint(path: str) -> Checkpoint:
     """Returns the contents of a file written by `torch.save` or safetensors.
 
     Raises:
-        ConfigError: the file is missing, damaged, holds code, or holds no `state_dict`.
+        ConfigError: the file is missing or damaged, or contains code or no `state_dict`.
     """
     if not pathlib.Path(path).is_file():
         raise ConfigError("model.checkpoint", path, "an existing file")
@@ -107,7 +107,7 @@ def read_checkpoint(path: str) -> Checkpoint:
         raise ConfigError(
             "model.checkpoint",
             path,
-            f"a file with a state_dict, plain or under {known}, ...; this one holds {holds}",
+            f"a file with a state_dict, plain or under {known}, ...; this one contains {holds}",
         )
     return Checkpoint(path, found)
 
@@ -125,8 +125,8 @@ def _safetensors(path: str, plain: pathlib.Path) -> State:
     try:
         return safetensors.torch.load_file(plain)
     except (safetensors.SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
-        allowed = f"a safetensors file; this one is damaged ({first_line(error)[:100]})"
-        raise ConfigError("model.checkpoint", path, allowed) from error
+        reason = f"the file is damaged or not a safetensors file ({first_line(error)[:100]})"
+        raise ConfigError("model.checkpoint", path, reason=reason) from error
 
 
 def _unpickle(path: str, plain: pathlib.Path) -> Any:
@@ -142,17 +142,17 @@ def _unpickle(path: str, plain: pathlib.Path) -> Any:
             return torch.load(plain, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         code = _refused_global(str(error))
-        allowed = (
-            f"a state_dict; this file holds pickled code ({code}), which is never run"
+        reason = (
+            f"the file contains pickled code ({code}), which is never run; save only the model's state_dict"
             if code
-            else "a file written by torch.save; this one is damaged"
+            else "the file is damaged or was not written by torch.save"
         )
-        raise ConfigError("model.checkpoint", path, allowed) from error
+        raise ConfigError("model.checkpoint", path, reason=reason) from error
     except ConfigError:
         raise
     except Exception as error:  # damaged bytes may raise anything in torch's reader
-        allowed = f"a file written by torch.save; this one is damaged ({first_line(error)[:100]})"
-        raise ConfigError("model.checkpoint", path, allowed) from error
+        reason = f"the file is damaged or was not written by torch.save ({first_line(error)[:100]})"
+        raise ConfigError("model.checkpoint", path, reason=reason) from error
 
 
 def _refused_global(message: str) -> str | None:
@@ -167,8 +167,8 @@ def load(model: nn.Module, checkpoint: Checkpoint, config: ModelConfig) -> None:
     """Loads the chosen state_dict, and warns about parts of the file that were not loaded.
 
     Raises:
-        ConfigError: keys do not fit (the message names the first of each kind), or values are impossible for a
-            trained model.
+        ConfigError: the chosen state_dict does not exist, its keys or shapes do not fit (the message names the
+            first of each kind), or values are impossible for a trained model.
     """
     name, stored = checkpoint.chosen(config.checkpoint_key)
     own = model.state_dict()
@@ -231,17 +231,17 @@ def _check_values(path: str, state: State) -> None:
     """Checks for values that torch would accept silently or reject with an unhelpful message.
 
     Raises:
-        ConfigError: a tensor has no values, is not of a plain layout and number type, or has values that are not
-            finite.
+        ConfigError: a tensor has no values, is not of a plain layout and number type, has values that are not
+            finite, or has variances below 0.
     """
     for key, value in state.items():
         kind = str(value.dtype).removeprefix("torch.")
         if value.is_meta or value.layout != torch.strided or value.is_quantized or value.is_complex():
             what = "meta" if value.is_meta else "sparse" if value.layout != torch.strided else kind
-            raise ConfigError("model.checkpoint", path, f"plain float tensors; {key} is {what}")
+            reason = f"{key} is a {what} tensor; only plain real numbers can be loaded"
+            raise ConfigError("model.checkpoint", path, reason=reason)
         if value.is_floating_point() and not bool(value.isfinite().all()):
-            raise ConfigError("model.checkpoint", path, f"finite numbers; {key} holds NaN or infinity")
+            raise ConfigError("model.checkpoint", path, reason=f"{key} contains NaN or infinity")
         if key.endswith("running_var") and bool((value < 0).any()):
-            raise ConfigError(
-                "model.checkpoint", path, f"variances of at least 0; {key} holds {float(value.min()):.3g}"
-            )
+            reason = f"{key} contains the variance {float(value.min()):.3g}, which is below 0"
+            raise ConfigError("model.checkpoint", path, reason=reason)

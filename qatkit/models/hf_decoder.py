@@ -4,8 +4,8 @@
         ──> logits [N, T, V], present.0.key [N, H, P + T, D], ...
 
 P is 0 at the beginning of a text. In the file, the two masks are parts of one mask
-(`qatkit.export.decoder_inputs`). Here each mask has the length of another input, so that every free axis has
-its own size.
+(`qatkit.export.decoder_inputs`). Here each mask has the length of the tokens that it covers, so that every
+dynamic axis has its own size.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Decoder:
         return found
 
     def axes(self) -> dict[str, dict[int, str]]:
-        """Returns the names of the free axes except the batch axis, by input and axis."""
+        """Returns the names of the dynamic axes except the batch axis, by input and axis."""
         lengths = {name: {1: "sequence"} for name in (TOKENS, MASK, POSITIONS)}
         return lengths | {PAST_MASK: {1: "past"}} | {name: {2: "past"} for name in past_names(self.layers)}
 
@@ -116,7 +116,7 @@ class Decoder:
         """Checks that tokens [N, T] in two parts give the same logits as all of them at once.
 
         Raises:
-            ConfigError: the logits differ because the model computes its positions or its mask by itself.
+            ConfigError: the logits differ, such as for a model that computes its positions or its mask by itself.
         """
         with torch.no_grad():
             whole: Tensor = self.model(tokens)

@@ -16,7 +16,7 @@ class Head:
     """A kind of head of transformers models, as a task requires it.
 
     Attributes:
-        title: the name of such a model in messages.
+        title: the name of a model with the head, in messages.
         loader: name of the class in transformers that loads models with the head.
         mapping: name of the mapping in transformers' modeling_auto that lists the architectures with the
             head.
@@ -78,10 +78,8 @@ def class_names(settings: Any, changes: Mapping[str, Any], name: str) -> list[st
         raise ConfigError("model.kwargs.id2label", dict(names), allowed)
     kind = getattr(settings, "problem_type", None)
     if len(names) < 2 or kind not in (None, "single_label_classification"):
-        gives = "a score" if len(names) < 2 else str(kind)
-        raise ConfigError(
-            "model.name", name, f"a model that chooses one of several classes; this one returns {gives}"
-        )
+        does = "returns a score" if len(names) < 2 else f"is for {kind}"
+        raise ConfigError("model.name", name, f"a model that chooses one of several classes; this one {does}")
     return [str(names[number]) for number in range(len(names))]
 
 

@@ -120,8 +120,8 @@ class HuggingFace:
             reason = _not_there(config.name, error)
             raise ConfigError("model.weights", config.weights, reason=reason) from error
         except (TypeError, ValueError, RuntimeError) as error:
-            allowed = f"weights that fit {config.name} ({first_line(error)})"
-            raise ConfigError("model.weights", config.weights, allowed) from error
+            reason = f"the weights cannot be loaded into {config.name} ({first_line(error)})"
+            raise ConfigError("model.weights", config.weights, reason=reason) from error
         self._check_loaded(model, report, config)
         model.fresh_head = _unloaded(report)
         return _adapted(model, self.head, config.name)
@@ -150,7 +150,8 @@ class HuggingFace:
         """Returns the inputs, tokenizer and class names of a text model; an empty `Declared` for an image model.
 
         Raises:
-            ConfigError: as for `builder`, or a configuration cannot be fetched.
+            ConfigError: as for `builder`; or the configuration cannot be fetched, is not that of a model with this
+                head, or does not fit `model.kwargs`.
         """
         if not self.head.text:
             return Declared()
@@ -184,7 +185,7 @@ class HuggingFace:
             model: nn.Module = self._loader(name).from_config(config, dtype=torch.float32)
         except (ImportError, RuntimeError, ArithmeticError, AttributeError) as error:
             # A configuration whose values do not fit together raises one of these somewhere in the model.
-            allowed = f"arguments that {name} takes ({first_line(error)})"
+            allowed = f"arguments that {name} accepts ({first_line(error)})"
             raise ConfigError("model.kwargs", changes, allowed) from error
         return _adapted(model, self.head, name)
 
@@ -210,7 +211,7 @@ class HuggingFace:
         except StrictDataclassError as error:
             reason = " ".join(str(error).split())
             raise ConfigError(
-                "model.kwargs", dict(changes), f"arguments that {name} takes ({reason})"
+                "model.kwargs", dict(changes), f"arguments that {name} accepts ({reason})"
             ) from error
 
     def _check_loaded(self, model: Any, report: Mapping[str, Any], config: ModelConfig) -> None:
@@ -224,8 +225,10 @@ class HuggingFace:
         wrong = [key for key in _unloaded(report) if key.startswith(body) and not key.startswith(of_head)]
         if wrong:
             more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-            allowed = f"weights that fit this model; missing or of another shape: {wrong[0]}{more} (see model.kwargs)"
-            raise ConfigError("model.weights", config.weights, allowed)
+            told = f"missing or of another shape: {wrong[0]}{more} (see model.kwargs)"
+            raise ConfigError(
+                "model.weights", config.weights, reason=f"the weights do not fit the model; {told}"
+            )
 
     def _revision(self, config: ModelConfig) -> str | None:
         """Returns the revision that `model.weights` requests from the hub.
@@ -263,7 +266,7 @@ def _unloaded(report: Mapping[str, Any]) -> list[str]:
 
 
 def parameters(config: ModelConfig) -> int | None:
-    """Returns the number of parameters in a folder's weights, from safetensors headers; None for other sources."""
+    """Returns the number of parameters in a folder's weights, from safetensors headers; None if there are none."""
     folder = Path(config.name.removeprefix(PREFIX))
     files = sorted(folder.glob("*.safetensors")) if config.name.startswith(PREFIX) else []
     if config.weights is None or not files:
@@ -287,24 +290,24 @@ def _check_names(known: Iterable[str], changes: Mapping[str, Any], what: str) ->
     names = {*known, *_GENERAL}
     for key, value in changes.items():
         if key not in names:
-            allowed = f"a setting of {what}{did_you_mean(key, names)}"
-            raise ConfigError(f"model.kwargs.{key}", value, allowed)
+            reason = f"{what} has no such setting{did_you_mean(key, names)}"
+            raise ConfigError(f"model.kwargs.{key}", value, reason=reason)
 
 
 def _adapted(model: nn.Module, head: Head, name: str) -> nn.Module:
-    """Returns `model` with a forward that takes the head's inputs and returns a tensor, not a ModelOutput.
+    """Returns `model` with a forward that accepts the head's inputs and returns a tensor, not a ModelOutput.
 
-    It becomes a subclass of its own type, so that module paths and state_dict stay the same.
+    The model's type becomes a subclass of its own type, so that module paths and state_dict stay the same.
 
     Raises:
-        ConfigError: the model's forward does not take these inputs (ImageGPT's takes colour indices).
+        ConfigError: the model's forward does not accept these inputs (ImageGPT's accepts colour indices).
     """
     theirs: Any = type(model)
     missing = [one for one in head.takes if one not in inspect.signature(theirs.forward).parameters]
     if missing:
         what = "a text" if head.text else "an image"
-        allowed = f"{what} model whose forward accepts {missing[0]}"
-        raise ConfigError("model.name", theirs.__name__, allowed)
+        allowed = f"{what} model whose forward accepts {missing[0]}; {theirs.__name__}.forward does not"
+        raise ConfigError("model.name", name, allowed)
 
     def of_pixels(self: nn.Module, pixel_values: Tensor) -> Tensor:
         logits: Tensor = theirs.forward(self, pixel_values=pixel_values).logits
@@ -349,7 +352,7 @@ def _not_there(name: str, error: BaseException) -> str:
     plain = name.removeprefix(PREFIX)
     if _is_path(plain):
         reason = first_line(error)[:120]
-        return f"expected a folder written by save_pretrained of both the model and its processor ({reason})"
+        return f"expected a folder written by save_pretrained of the model and of its processor or tokenizer ({reason})"
     return how_to_fetch(plain, error)
 
 

@@ -1,6 +1,6 @@
 """The conversion of a Hugging Face image processor to a `Preprocessing`.
 
-Its class and its many settings (rescaling, offsets, a second normalisation) are not read. Instead, black,
+The processor's class and many settings (rescaling, offsets, a second normalisation) are not read. Instead, black,
 white and red pictures are passed through it. The results reveal size, mean, standard deviation and channel
 order.
 """

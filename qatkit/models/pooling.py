@@ -36,7 +36,7 @@ _KNOWN: dict[str, Pooling] = {"mean_tokens": _mean, "cls_token": _first, "max_to
 
 
 def pooling_of(place: str) -> Pooling:
-    """Returns the pooling of a sentence-transformers folder (1_Pooling/config.json), by default the mean.
+    """Returns the pooling of a sentence-transformers folder; the mean if it has no 1_Pooling/config.json.
 
     The pooled embeddings are scaled to length 1.
 
@@ -54,11 +54,11 @@ def pooling_of(place: str) -> Pooling:
             if mode := found.get("pooling_mode"):  # written by newer releases
                 asked = [{"mean": "mean_tokens", "cls": "cls_token", "max": "max_tokens"}.get(mode, mode)]
         except (OSError, ValueError, AttributeError) as error:
-            raise ConfigError("model.name", place, f"a readable {file} ({first_line(error)})") from error
+            reason = f"{file} cannot be read ({first_line(error)})"
+            raise ConfigError("model.name", f"hf/{place}", reason=reason) from error
     if len(asked) != 1 or asked[0] not in _KNOWN:
         named = ", ".join(asked) or "none"
-        raise ConfigError(
-            "model.name", place, f"exactly one of {', '.join(_KNOWN)} in {file}; it has {named}"
-        )
+        reason = f"{file} must name exactly one of {', '.join(_KNOWN)}; it names {named}"
+        raise ConfigError("model.name", f"hf/{place}", reason=reason)
     pool = _KNOWN[asked[0]]
     return lambda tokens, mask: F.normalize(pool(tokens, mask), dim=1)

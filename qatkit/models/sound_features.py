@@ -52,11 +52,11 @@ class SoundFeatures(nn.Module):
 
 
 class WithFeatures(nn.Module):
-    """A model that takes samples: it computes their features and passes them to the network.
+    """A model whose inputs are samples: it computes their features and passes them to the network.
 
     Args:
         sound: the preprocessing that is computed in the graph.
-        network: the model that takes the features.
+        network: the model whose input is the features.
     """
 
     def __init__(self, sound: SoundPreprocess, network: nn.Module) -> None:

@@ -44,8 +44,8 @@ def pretrained(config: ModelConfig, classes: int | None) -> nn.Module:
     timm initialises a new head if `classes` differs from the number of classes of the weights.
 
     Raises:
-        ConfigError: the name or the tag is unknown, or the weights cannot be fetched (the message says where to
-            put them).
+        ConfigError: the name or the tag is unknown, the arguments are wrong, or the weights cannot be fetched (the
+            message says where to put them).
     """
     found = _pretrained_config(config)
     kwargs = dict(config.kwargs) | ({} if classes is None else {"num_classes": classes})
@@ -53,7 +53,7 @@ def pretrained(config: ModelConfig, classes: int | None) -> nn.Module:
         model: nn.Module = builder(config.name)(pretrained=True, pretrained_cfg=found.tag or None, **kwargs)
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            "model.kwargs", kwargs, f"arguments that {config.name} takes ({first_line(error)})"
+            "model.kwargs", kwargs, f"arguments that {config.name} accepts ({first_line(error)})"
         ) from error
     except (OSError, RuntimeError) as error:  # the hub's errors are OSErrors
         raise ConfigError("model.weights", config.weights, reason=_how_to_fetch(found, error)) from error

@@ -54,7 +54,6 @@ def _segmenters() -> list[str]:
 
 
 def _detectors() -> list[str]:
-    """Returns the names of the detection models."""
     found: list[str] = torchvision.models.list_models(module=torchvision.models.detection)
     return found
 
@@ -81,7 +80,10 @@ def detector_builder(name: str) -> Callable[..., nn.Module]:
         if anchor_ratios is not None:
             check_ratios(model, anchor_ratios)
         if isinstance(model, FasterRCNN):
-            return TwoStageDetector(model)
+            try:
+                return TwoStageDetector(model)
+            except ConfigError as error:
+                raise ConfigError("model.name", name, reason=error.problem) from error
         return TorchvisionDetector(model, anchor_ratios)
 
     return build
@@ -134,7 +136,7 @@ def pretrained(config: ModelConfig, classes: int | None) -> nn.Module:
         raise ConfigError("model.weights", config.weights, reason=reason) from error
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            "model.kwargs", kwargs, f"arguments that {config.name} takes ({first_line(error)})"
+            "model.kwargs", kwargs, f"arguments that {config.name} accepts ({first_line(error)})"
         ) from error
     trained = len(weights.meta["categories"])
     if classes is not None and classes != trained:

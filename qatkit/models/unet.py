@@ -5,7 +5,7 @@
     head      a 1x1 convolution
 
 Values are repeated to the size of the encoder's features, so odd sizes need neither padding nor cropping. ONNX
-Runtime repeats int8 values, so only the ends of the network are float in an INT8 file. A transposed convolution has
+Runtime repeats int8 values, so only the input and the output are float in an INT8 file. A transposed convolution has
 no int8 kernel there, and bilinear upsampling is float.
 
 Source: Ronneberger et al., "U-Net: convolutional networks for biomedical image segmentation", 2015; BatchNorm, padded
@@ -31,7 +31,7 @@ class UNet(nn.Module):
         channels: number of channels of the images.
 
     Raises:
-        ConfigError: a count is not positive.
+        ConfigError: a count is not positive, or (in `forward`) an image is too small.
     """
 
     def __init__(self, num_classes: int, width: int = 32, levels: int = 5, channels: int = 3) -> None:

@@ -3,6 +3,7 @@
 base.py             `Task`, the base class of your own tasks
 drawing.py          `Drawing`: how the report shows samples of a task
 class_maps.py       the drawing of segmentation
+spectrograms.py     the drawing of audio classification
 logits.py           base class of tasks whose models return logits of classes
 vectors.py          base class of tasks whose models return vectors
 influence.py        base class of tasks whose metric is not a mean over samples
@@ -69,8 +70,8 @@ def task_of(name: str, decision: str = AUTO) -> Task:
         decision: a value of `verify.decision`.
 
     Raises:
-        ConfigError: `name` is not accepted by `dotted` or does not lead to a complete subclass of `Task`, or
-            `decision` is set for a task that has its own.
+        ConfigError: `name` is not accepted by `dotted`, or does not lead to a complete subclass of `Task` that can
+            be built without arguments; or `decision` is set for a task that has its own, or is invalid.
     """
     task = _task_of(name)
     if decision == AUTO:

@@ -62,7 +62,7 @@ def detections(
 def picture_values(found: Boxes, truth: Array, classes: int) -> Array:
     """Returns the contribution of a picture, [DETECTIONS + classes, 5].
 
-    A detection's row holds its class, its score, two bit masks and an overlap. The first mask has a bit for
+    A detection's row contains its class, its score, two bit masks and an overlap. The first mask has a bit for
     each threshold at which the detection is right, the second for each at which it is left out. The overlap
     is the IoU with the box that is matched at the lowest threshold. Class -1 marks an unused row. A class's
     row begins with the number of its labelled boxes.

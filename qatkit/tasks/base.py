@@ -50,7 +50,7 @@ class Meter(Protocol):
         """Adds a batch of finite outputs [N, ...] and their targets."""
 
     def result(self) -> Scores:
-        """Returns the scores over all batches, which must hold at least one image."""
+        """Returns the scores over all batches; at least one image must have been added."""
 
 
 class Agreement(ABC):
@@ -72,7 +72,7 @@ class Agreement(ABC):
 
     @property
     def doubt(self) -> str:
-        """A clause that tells why the share is meaningless; "" if it is meaningful."""
+        """A clause that says why the share is meaningless; "" if it is meaningful."""
         return ""
 
 
@@ -115,7 +115,7 @@ class Task(ABC):
 
     @property
     def rule(self) -> Callable[[Array], Array] | Alike | None:
-        """The rule by which `qatkit_verify.compare` decides whether outputs agree; None for the class axis."""
+        """The rule by which `qatkit_verify.compare` decides whether outputs agree; None: by their classes."""
         return self.decision
 
     def agreement(self) -> Agreement:
@@ -129,7 +129,7 @@ class Task(ABC):
         return np.asarray(outputs[0], np.float32)
 
     def answers(self, outputs: Array) -> Array:
-        """Returns targets derived from a teacher's outputs, for data without targets; by default its decisions."""
+        """Returns targets derived from a teacher's outputs, for data without targets; by default their decisions."""
         return self.decision(outputs)
 
     def of_data(self, targets: Sequence[Any]) -> Task:
@@ -162,7 +162,7 @@ class Task(ABC):
 
     @property
     def untrainable(self) -> str:
-        """The kind of model needed for training on targets, worded for ConfigError; "" if the model has it."""
+        """The kind of model needed for training on targets, worded for ConfigError; "" if the model is of this kind."""
         return ""
 
     def trained(self, outputs: Sequence[Tensor]) -> Tensor:
@@ -197,7 +197,7 @@ class Task(ABC):
         return F.mse_loss(output.float(), teacher.float())
 
     def total(self, output: Tensor, targets: Tensor) -> Tensor:
-        """Returns the sum of `values` over a batch, on the device of `output`: a scalar, or what `figure` takes.
+        """Returns the sum of `values` over a batch, on the device of `output`: a scalar, or another input of `figure`.
 
         Implementations avoid waiting for the device if possible. Sums are added over batches and processes.
         """
@@ -228,7 +228,7 @@ class Task(ABC):
     def aligned(self, exact: Sequence[Array], found: Sequence[Array]) -> Sequence[Array]:
         """Returns `found` with its rows in the order of the rows of `exact`; by default unchanged.
 
-        `found` holds the same outputs, computed by another file or model.
+        `found` contains the same outputs, computed by another file or model.
         """
         return found
 
@@ -255,9 +255,9 @@ class Task(ABC):
         return float(values.astype("float64").std()) / math.sqrt(images)
 
     def worse(self, first: Array, second: Array, sure: float) -> str:
-        """Returns a phrase that tells how much worse the second model is, from the `values` of both.
+        """Returns a phrase that says how much worse the second model is, from the `values` of both.
 
-        It is "" if the difference is within `sure` standard errors.
+        It is "" if the model is not worse by more than `sure` standard errors.
         """
         difference = second.astype("float64") - first
         lost = float(-difference.sum() if self.names.main.higher_is_better else difference.sum())
@@ -320,7 +320,7 @@ class Task(ABC):
         return len(shape) > 0 and shape[0] == images and (width is None or tuple(shape[1:]) == (width,))
 
     def shape_text(self, width: int | None) -> str:
-        """Returns a description of the shape of outputs."""
+        """Returns a description of the required shape of outputs, for messages."""
         return "[N, ...]" if width is None else f"[N, {width}]"
 
 
@@ -358,6 +358,6 @@ class MeanMeter:
         self.images, self._total = self.images + len(values), self._total + float(values.sum())
 
     def result(self) -> Scores:
-        """Returns the main metric."""
+        """Returns the main metric; at least one image must have been added."""
         main = self._task.names.main
         return Scores((main.of(float(self._task.figure(self._total, self.images))),), self.images)

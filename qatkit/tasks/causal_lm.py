@@ -30,8 +30,8 @@ class CausalLM(Logits):
 
     Two models agree on a token if the likeliest next token is the same.
 
-    A target holds a window's tokens as the bytes of an int32 array, which needs a seventh of a list's memory.
-    The compared outputs have the vocabulary on axis 1, [N, V, T], like logits of classes at several places.
+    A target is a window's tokens as the bytes of an int32 array, which needs a seventh of a list's memory. The
+    compared outputs have the vocabulary on axis 1, [N, V, T], like logits of classes at several positions.
     """
 
     names = TaskNames(
@@ -106,7 +106,7 @@ class CausalLM(Logits):
         lengths = {len(one) // 4 for one in targets}
         if len(lengths) > 1 or min(lengths) < _LEAST:
             found = ", ".join(map(str, sorted(lengths)[:5]))
-            return f"windows of {part} must all have the same length of at least {_LEAST} tokens, but have {found}"
+            return f"windows of {part} must all have the same length of at least {_LEAST} tokens; lengths: {found}"
         return ""
 
     def collate(self, targets: Sequence[Any]) -> Tensor:

@@ -35,7 +35,7 @@ class Classification(Logits):
     def distillation(self, output: Tensor, teacher: Tensor, temperature: float) -> Tensor:
         """Returns T² times the KL divergence of the softmaxes at temperature T, averaged over the images.
 
-        Logits are [N, classes] or [N, classes, ...]; as in cross entropy, the average includes further axes.
+        For logits [N, classes, ...], the average includes the further axes, as in cross entropy.
 
         Source: Hinton et al., "Distilling the knowledge in a neural network", 2015.
         """
@@ -63,7 +63,7 @@ class Classification(Logits):
         return classification.Counted()
 
     def noise(self, first: Array, second: Array) -> float:
-        """Returns the standard error from the images that only one of the two models classifies correctly.
+        """Returns the standard error of the difference, from the images that only one model classifies correctly.
 
         One is added to their number, since finding no such image among few images proves little.
         """
@@ -74,7 +74,10 @@ class Classification(Logits):
 
     def worse(self, first: Array, second: Array, sure: float) -> str:
         lost, won = int((first & ~second).sum()), int((second & ~first).sum())
-        return f"loses {lost - won} images" if lost - won > sure * math.sqrt(lost + won) else ""
+        if lost - won <= sure * math.sqrt(lost + won):
+            return ""
+        samples = self.names.samples if lost - won > 1 else self.names.samples.removesuffix("s")
+        return f"loses {lost - won} {samples}"
 
     def labelled(self, classes: Sequence[str], targets: Sequence[Any]) -> bool:
         return bool(classes)

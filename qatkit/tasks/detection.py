@@ -74,8 +74,9 @@ class Detection(Task):
         if self._criterion is not None:
             return ""
         return (
-            "a detector with `criterion` and `inference_outputs`, like those of qatkit.models.detectors, which can be "
-            "trained on boxes; schedule.distill=1 learns only from the float model"
+            "a detector that can be trained on boxes, with `criterion` and `inference_outputs` like those of "
+            "qatkit.models.detectors (with schedule.distill=1 and schedule.float_epochs=0, any detector learns from "
+            "its float model)"
         )
 
     def trained(self, outputs: Sequence[Tensor]) -> Tensor:
@@ -92,7 +93,7 @@ class Detection(Task):
             ConfigError: the model has no criterion.
         """
         if self._criterion is None or not auxiliary:
-            raise ConfigError("model.name", "detection", Detection().untrainable)
+            raise ConfigError("task", "detection", reason=f"training needs {Detection().untrainable}")
         found: Tensor = self._criterion([one.float() for one in auxiliary], targets.to(output.device))
         return found
 
@@ -100,7 +101,7 @@ class Detection(Task):
         return self.whole_loss(output, (), targets, schedule)
 
     def distillation(self, output: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-        """Returns the divergence of scores and corners from the teacher's, divided by the sum of its scores.
+        """Returns the divergence of scores and corners from the teacher's, over the sum of its best scores.
 
         Scores are treated as probabilities of binary decisions. Corners are treated as normal distributions with
         a standard deviation of 0.05 of a side, weighted by the teacher's score. Both terms are quadratic near the
@@ -166,7 +167,7 @@ class Detection(Task):
     def noise(self, first: Array, second: Array) -> float:
         """Returns the standard error of the difference between two models.
 
-        It comes from the jackknife over groups of the same pictures.
+        It comes from the jackknife over groups of the same pictures, and is 0 for fewer than two pictures.
 
         Source: Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, chapter 11.
         """
@@ -254,14 +255,14 @@ class Detection(Task):
     def target(self, value: Any) -> Any:
         """Returns labelled boxes as a tuple of (class, x1, y1, x2, y2, flag), in pixels of the picture.
 
-        The flag is 0, `IGNORED` or `CROWD`.
+        The flag is 0, `IGNORED` or `CROWD`. `NO_TARGET` is returned unchanged.
         """
         if value == NO_TARGET:
             return value
         try:
             found = tuple((int(one[0]), *map(float, one[1:5]), int(one[5])) for one in value)
         except (TypeError, ValueError, IndexError) as error:
-            wanted = "targets must be tuples of boxes (class, x1, y1, x2, y2, 0 or 1 if ignored)"
+            wanted = "targets must be tuples of boxes (class, x1, y1, x2, y2, flag); flag: 0, 1 (ignored) or 2 (crowd)"
             raise TypeError(wanted) from error
         return found
 
@@ -277,7 +278,7 @@ class Detection(Task):
                     return f"{told}; classes must be 0..{len(classes) - 1}"
                 if not (x1 < x2 and y1 < y2):
                     return f"a box of image {place} of {part} has no area ({x1:g}, {y1:g}, {x2:g}, {y2:g})"
-        return "" if any(targets) else f"images of {part} must have at least one box"
+        return "" if any(targets) else f"at least one image of {part} must have a box"
 
     def group(self, target: Any) -> Any:
         """Returns the sorted classes of a picture's boxes; 0 for a picture without a target."""
@@ -316,7 +317,7 @@ class _Meter:
     def result(self) -> Scores:
         """Returns the scores; at least one image must have been added.
 
-        For each class, they hold the number of labelled boxes, and the average precision times that number.
+        For each class, they contain the number of labelled boxes, and the average precision times this number.
         """
         import numpy as np
 

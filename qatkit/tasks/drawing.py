@@ -29,7 +29,7 @@ class Sample:
             samples that are not pictures.
         target: the sample's target, as in a batch; None if the data have no targets.
         exact: the outputs of the float file, as returned by `Task.joined`, without the batch axis.
-        found: the outputs of the INT8 file in the same form.
+        found: the outputs of the INT8 file, in the same shape.
         classes: names of the classes.
         label: a short name of the exported file, such as "INT8".
         sound: the preprocessing of recordings, as in model.json; None for other samples.

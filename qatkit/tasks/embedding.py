@@ -93,7 +93,7 @@ class Embedding(Vectors, Classification):
         return super().spread(score, images, None)
 
     def worse(self, first: Array, second: Array, sure: float) -> str:
-        return super().worse(_hits(first), _hits(second), sure).replace("images", "samples")
+        return super().worse(_hits(first), _hits(second), sure)
 
     def agreement(self) -> Agreement:
         return _SameNeighbour()
@@ -104,7 +104,7 @@ class Embedding(Vectors, Classification):
     def check_targets(self, part: str, classes: Sequence[str], targets: Sequence[Any]) -> str:
         wrong = super().check_targets(part, classes, targets)
         if not wrong and classes and len(set(targets)) == len(targets):
-            wrong = f"labels of {part} must have a class with two samples, since neighbours are compared"
+            wrong = f"at least one class of {part} must have two samples, since neighbours are compared"
         return wrong
 
     def width(self, classes: Sequence[str]) -> int | None:

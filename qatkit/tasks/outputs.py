@@ -1,9 +1,9 @@
 """The task for outputs of any meaning, without targets: they are compared with the float model's outputs.
 
 verify.decision=cosine   the outputs have the same direction (cosine of at least 0.99)
-argmax(AXIS)             the largest value along an axis is at the same place, everywhere
+argmax(AXIS)             the largest value along an axis has the same index
 threshold(T)             the same values are above T
-equal                    all whole numbers are equal
+equal                    the values, which are whole numbers, are equal
 boxes                    detectors: the same boxes of the same class; the figure is F1
 strings                  CTC recognizers: the same text
 mask                     segmentation, saliency: the same pixels, as mean IoU or as the share of equal classes

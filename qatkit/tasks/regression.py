@@ -30,8 +30,8 @@ class Regression(Task):
     Two models agree if they differ by at most 5 % of the targets' standard deviation.
 
     Args:
-        deviations: the standard deviation of each of the K targets; empty until the data are known
-            (`of_data`).
+        deviations: the standard deviation of each of the K numbers over the training targets; empty until
+            these are known (`of_data`).
     """
 
     names = TaskNames(
@@ -115,7 +115,7 @@ class Regression(Task):
         return undecided
 
     def target(self, value: Any) -> Any:
-        """Returns a number, or a tuple if there are several numbers."""
+        """Returns a number, or a tuple for a list of numbers; `NO_TARGET` is returned unchanged."""
         if isinstance(value, int) and value == NO_TARGET:
             return NO_TARGET
         numbers = value.tolist() if hasattr(value, "tolist") else value
@@ -125,7 +125,7 @@ class Regression(Task):
         except (TypeError, ValueError) as error:
             raise TypeError("targets must be numbers, or lists of numbers") from error
         if not found or not all(map(math.isfinite, found)):
-            raise ValueError("targets must be finite numbers")
+            raise ValueError("targets must be one or more finite numbers")
         return found if several else found[0]
 
     def check_targets(self, part: str, classes: Sequence[str], targets: Sequence[Any]) -> str:
@@ -135,9 +135,10 @@ class Regression(Task):
         if len(kinds) > 1:
             found = " and ".join(f"lists of {kind}" if kind else "single numbers" for kind in sorted(kinds))
             return f"targets of {part} must all have the same number of values, but there are {found}"
-        constant = [one for one in zip(*map(_tuple, targets), strict=True) if len(set(one)) == 1]
-        if part == "train" and constant:
-            return f"targets of {part} must differ, but all are {constant[0][0]:g}"
+        for place, column in enumerate(zip(*map(_tuple, targets), strict=True)):
+            if part == "train" and len(set(column)) == 1:
+                which, are = (f"value {place} of the targets", "is") if any(kinds) else ("targets", "are")
+                return f"{which} of {part} must differ between samples, but {are} always {column[0]:g}"
         return ""
 
     def width(self, classes: Sequence[str]) -> int | None:
@@ -152,7 +153,7 @@ class Regression(Task):
         return len(shape) == 2 and shape[0] == images and width in (None, shape[1])
 
     def shape_text(self, width: int | None) -> str:
-        return "[N, values]" if width is None else f"[N, {width}], one value for each target"
+        return "[N, values]" if width is None else f"[N, {width}], one value for each number of a target"
 
 
 def columns(values: Array) -> Array:

@@ -80,7 +80,7 @@ class Segmentation(ByInfluence, Logits):
     def figure(self, total: Any, images: int) -> Any:
         """Returns the mean intersection over union in percent, from sums [2, classes].
 
-        The mean is over the classes that occur.
+        The mean is over the classes that occur; it is 0 if none does.
         """
         shared, joined = total
         seen = joined > 0
@@ -105,7 +105,7 @@ class Segmentation(ByInfluence, Logits):
     def influence(self, values: Array) -> Array:
         """Returns (i - r u) / mean(u), averaged over classes, [N].
 
-        i and u are the intersection and union of an image, and r is the IoU of all images.
+        i and u are the intersection and union of a class in an image, and r is its IoU over all images.
         """
         import numpy as np
 
@@ -127,7 +127,7 @@ class Segmentation(ByInfluence, Logits):
     def target(self, value: Any) -> Any:
         if isinstance(value, (int, str)):
             return value
-        raise TypeError("targets must be numbers or names that label_map(target) turns into maps")
+        raise TypeError("targets must be integers or names that label_map(target) turns into maps")
 
     def check_targets(self, part: str, classes: Sequence[str], targets: Sequence[Any]) -> str:
         without = [one for one in targets if one == NO_TARGET]
@@ -155,8 +155,8 @@ def _fitting(outputs: Any, maps: Any) -> Any:
     """
     own, wanted = (" x ".join(map(str, one.shape[-2:])) for one in (outputs, maps))
     if own != wanted:
-        allowed = f"a model whose logits have its input's height and width ({wanted}); this one returns {own}"
-        raise ConfigError("model.name", "segmentation", allowed)
+        needed = f"the model's logits must have the height and width of the label maps ({wanted}), not {own}"
+        raise ConfigError("task", "segmentation", reason=needed)
     return maps
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from qatkit.tasks.base import Array
     from qatkit_verify.sound import SoundPreprocess
 
-# matplotlib's colour map "magma" (CC0) at nine places; colours between them are interpolated.
+# matplotlib's colour map "magma" (CC0) at nine points; colours between them are interpolated.
 _LOUDNESS = ("000004", "1c1044", "4f127b", "812581", "b5367a", "e55064", "fb8761", "fec287", "fcfdbf")
 _TICK, _TEXT, _RIGHT, _OTHER = "#9a9aa5", "#e6e6ea", "#2e9e5b", "#5b7fbf"
 _RANGE = 60.0 / 4.342944819032518  # drawn range below the loudest value: 60 dB, as ln of power
@@ -21,7 +21,7 @@ _PITCHES = (125, 250, 500, 1000, 2000, 4000, 8000, 16000)  # Hz
 _STEPS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # seconds from tick to tick
 _TICKS, _APART = 6, 12  # maximum number of ticks on the time axis; minimum pixels between two pitches
 _SHOWN = 5  # maximum number of classes in a panel
-_WINDOW = 0.04  # seconds, for a model that takes samples
+_WINDOW = 0.04  # seconds, for a model whose input is the waveform
 
 
 class Spectrograms(Drawing):
@@ -80,7 +80,7 @@ def _name(classes: Sequence[str], place: int) -> str:
 def _log_power(inputs: Any, told: Mapping[str, Any]) -> tuple[Array, SoundPreprocess] | None:
     """Returns ln of a recording's power [frames, bands] and its preprocessing; None for other inputs.
 
-    For a model that takes samples, the default bands are computed. For MFCCs, the bands are reconstructed
+    For a model whose input is the waveform, the default bands are computed. For MFCCs, the bands are reconstructed
     from the coefficients.
     """
     import numpy as np
@@ -154,7 +154,7 @@ def _pitches(how: SoundPreprocess, high: int) -> list[Shape]:
 
 
 def _bars(title: str, rows: Sequence[tuple[str, float, bool]], said: str) -> Panel:
-    """Returns the panel of the answer `said`, with a bar for each row (class, probability, whether it is true)."""
+    """Returns the panel of the answer `said`, with a bar for each row (class, probability, true or not)."""
     import numpy as np
 
     each, canvas = _HEIGHT // _SHOWN, np.zeros((_HEIGHT, _WIDTH), np.uint8)

@@ -39,7 +39,7 @@ class TextClassification(Classification):
 
 
 class _Meter:
-    """A streaming meter that counts correct answers and the confusion matrix.
+    """A streaming meter that counts correct answers and adds up the confusion matrix.
 
     Attributes:
         images: number of texts seen so far.

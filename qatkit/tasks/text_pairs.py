@@ -3,7 +3,7 @@
     texts of N pairs [2 N, T] ── model ──> embeddings [2 N, D] ── cosine of each pair [N] ── ranks ──> Spearman
 
 Rows 2 i and 2 i + 1 are a pair. The target of a pair is its score; a larger score means more similar texts.
-The model takes single texts (a bi-encoder). A model that reads both texts at once and returns a class belongs
+The model reads single texts (a bi-encoder). A model that reads both texts at once and returns a class belongs
 to `text_classification`.
 """
 
@@ -29,7 +29,7 @@ _FEWEST = 3  # minimum number of pairs for a rank correlation
 class TextPairs(ByInfluence, Vectors):
     """Sentence similarity with Spearman's rank correlation times 100.
 
-    Two models agree on a text if the cosine between their embeddings is high enough.
+    Two models agree on a text if the cosine between their embeddings is at least 0.99.
     """
 
     names = TaskNames(

@@ -37,7 +37,7 @@ def in_order_of(exact: Array, found: Array) -> Array:
     """Returns `found` with its proposals in the order of the matching proposals of `exact`.
 
     Proposals of `exact` are matched by descending score, each with the remaining proposal that it overlaps
-    most.
+    most. Those without overlap get the proposals that are left.
 
     Args:
         exact, found: the corners and the score of each class, [N, proposals * classes, 4 + classes].

@@ -44,7 +44,7 @@ class Vectors(Task):
 
 
 def alike(exact: Array, found: Array) -> Array:
-    """Returns whether two models' vectors point in the same direction, booleans [N]."""
+    """Returns whether the cosine between two models' vectors is at least `ALIKE`, booleans [N]."""
     import numpy as np
 
     same: Array = (units(exact) * units(found)).sum(1) >= np.float64(ALIKE)

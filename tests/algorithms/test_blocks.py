@@ -20,6 +20,7 @@ from qatkit.algorithms.base import Algorithm
 from qatkit.algorithms.blocks.cached import Cache
 from qatkit.algorithms.blocks.fisher import direction, fisher_diagonal
 from qatkit.algorithms.blocks.journal import block_file, working
+from qatkit.algorithms.blocks.lesson import rounded
 from qatkit.algorithms.blocks.partition import Block, blocks, is_learner, layers
 from qatkit.graph.nodes import site
 from qatkit.graph.phase import set_phase
@@ -218,13 +219,25 @@ def test_what_is_kept_of_something_else_is_not_taken(fault: str, tmp_path: Path)
         stored = first_block.read_bytes()
         first_block.write_bytes(stored[: len(stored) // 2])
     algorithm(plain, [images])
-    pattern = re.escape(str(first_block)) + ".*its blocks are computed again"
+    pattern = re.escape(str(first_block)) + ".*its block and all later ones are computed again"
     with pytest.warns(UserWarning, match=pattern), working(progress=False, seed=0, file=file):
         algorithm(graph, [images])
     assert all(
         torch.equal(a, b)
         for a, b in zip(graph.state_dict().values(), plain.state_dict().values(), strict=True)
     )
+
+
+def test_a_walk_reads_no_more_batches_than_it_needs() -> None:
+    model, images = _small("chain")
+    batches = iter(images.split(8))
+    SequentialMSE(images=8)(calibrated(model, images), batches)
+    assert torch.equal(next(batches), images[8:])
+
+
+def test_an_algorithm_without_operators_says_so() -> None:
+    with pytest.warns(UserWarning, match="AdaRound found no operator that it can change and changed nothing"):
+        assert rounded(AdaRound(), {}) == 0
 
 
 def test_what_stays_says_why() -> None:

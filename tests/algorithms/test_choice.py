@@ -66,6 +66,16 @@ class Calibrated(Spy):
     stage = STAGES[2]
 
 
+@dataclass(frozen=True)
+class Imageless(Algorithm):
+    """After calibration, without a number of images."""
+
+    stage: ClassVar[str] = STAGES[2]
+
+    def __call__(self, graph_module: fx.GraphModule, inputs: Any) -> PassResult:
+        return PassResult(graph_module)
+
+
 class Stageless(Spy):
     """At none of them."""
 
@@ -154,12 +164,21 @@ def test_the_command_line_chooses_and_sets(typed: Sequence[str], expected: dict[
         ),
         (
             _entry(Stageless),
-            f"algorithm.mine.target={__name__}.Stageless: expected an algorithm with one of the stages fused, prepared",
+            f"algorithm.mine.target={__name__}.Stageless: expected an algorithm whose stage is fused, prepared",
         ),
         (
             _entry(Calibrated, images=0),
-            f"algorithm.mine.target={__name__}.Calibrated: "
+            "algorithm.mine.images=0: expected an integer of at least 1, because the algorithm's stage is calibrated",
+        ),
+        (
+            _entry(Imageless),
+            f"algorithm.mine.target={__name__}.Imageless: "
             f"expected an algorithm whose field `images` is at least 1, because its stage is calibrated",
+        ),
+        (
+            _entry(Algorithm),
+            "algorithm.mine.target=qatkit.algorithms.base.Algorithm: "
+            "expected the dotted path of a dataclass derived from qatkit.algorithms.Algorithm that defines __call__",
         ),
         (
             _entry(Config),

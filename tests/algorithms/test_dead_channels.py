@@ -25,13 +25,13 @@ def test_dead_outputs_and_unread_inputs_are_counted() -> None:
     assert dead_channels(graph) == [
         (
             "conv1",
-            "dead channels: all weights of 2 of 8 output channels are zero, so that these are constant",
+            "dead channels: all weights are zero in 2 of 8 output channels (constant outputs)",
         ),
         (
             "conv2",
-            "dead channels: all weights of 1 of 16 output channels are zero, so that these are constant",
+            "dead channels: all weights are zero in 1 of 16 output channels (constant outputs)",
         ),
-        ("conv2", "dead channels: all weights of 2 of 8 input channels are zero, so that these are not read"),
+        ("conv2", "dead channels: all weights are zero in 2 of 8 input channels (inputs not read)"),
     ]
     assert dead_channels(prepared(settle(Chain(), 3, 12, 12), noise(2, 3, 12, 12))) == []
 
@@ -45,7 +45,7 @@ def test_batch_norm_counts_as_part_of_the_weight() -> None:
         assert dead_channels(graph) == [
             (
                 "conv1",
-                "dead channels: all weights of 1 of 8 output channels are zero, so that these are constant",
+                "dead channels: all weights are zero in 1 of 8 output channels (constant outputs)",
             )
         ]
 

@@ -65,7 +65,7 @@ def test_a_corrected_run_reports_resumes_and_exports_again(tmp_path: Path) -> No
     skipped = [tuple(line) for line in json.loads((folder / "report.json").read_text())["skipped"]]
     assert (
         "conv2",
-        "dead channels: all weights of 1 of 8 output channels are zero, so that these are constant",
+        "dead channels: all weights are zero in 1 of 8 output channels (constant outputs)",
     ) in skipped
     assert (
         "conv2",

@@ -120,7 +120,7 @@ def test_changed_or_missing_tensors_and_strange_keys_are_damage(
     for changed, about in changes:
         save_file(changed, path, about)
         fresh = graph()
-        with pytest.raises(ConfigError, match=r"calibration\.cache=.*undamaged"):
+        with pytest.raises(ConfigError, match=r"calibration\.cache=.*the file is damaged"):
             restore(path, fresh, key(fresh))
         assert not any(q.observer.seen for q in fake_quantizers(fresh).values() if q.observer is not None)
 
@@ -136,7 +136,7 @@ def test_a_damaged_file_is_refused(kept: tuple[fx.GraphModule, Path], damage: st
     _, path = kept
     path.write_bytes(path.read_bytes()[:-100] if damage == "cut" else b"{}")
     fresh = graph()
-    with pytest.raises(ConfigError, match=r"calibration\.cache=.*undamaged"):
+    with pytest.raises(ConfigError, match=r"calibration\.cache=.*the file is damaged"):
         restore(path, fresh, key(fresh))
 
 

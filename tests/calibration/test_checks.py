@@ -59,14 +59,14 @@ def test_one_batch_alone_cannot_tell_and_says_so() -> None:
     watch = Watch(prepared, 8, ["a", "b"])
     calibrate(prepared, watch([next(batches(1.0, 2))]))
     (note,) = watch.notes()
-    assert note.startswith("calibration: all 8 images were in one batch")
+    assert note.startswith("calibration: all images (8) were in one batch")
 
 
 def test_classes_without_an_image_are_named() -> None:
     prepared = graph(MinMaxObserver)
     watch = Watch(prepared, 80, ["a", "b", "c", "d"])
     calibrate(prepared, watch(batches(1.0, 2)))
-    assert watch.notes() == ["calibration: 2 of 4 classes have no image among the 80 (c, d)"]
+    assert watch.notes() == ["calibration: 2 of 4 classes have no image in the calibration set (c, d)"]
 
 
 def test_a_movement_is_a_share_of_the_length() -> None:

@@ -288,5 +288,5 @@ def test_weights_of_another_head_are_refused(tmp_path: Path) -> None:
     transformers.LlamaModel(config).save_pretrained(folder)
     told = refused(asked(tmp_path / "run", folder, root))
     assert told.startswith(
-        "model.weights=DEFAULT: expected weights that fit this model; missing or of another shape: lm_head.weight"
+        "model.weights=DEFAULT: the weights do not fit the model; missing or of another shape: lm_head.weight"
     )

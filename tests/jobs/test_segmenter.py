@@ -171,9 +171,7 @@ class Coarse(TinySegmenter):
 
 def test_logits_of_another_size_are_refused_early(tmp_path: Path) -> None:
     config = asked(tmp_path / "run", folder(tmp_path / "pictures", 8, 4), f"model.name={__name__}.Coarse")
-    with pytest.raises(
-        ConfigError, match=r"its input's height and width \(24 x 32\); this one returns 12 x 16"
-    ):
+    with pytest.raises(ConfigError, match=r"the height and width of the label maps \(24 x 32\), not 12 x 16"):
         pipeline.train(config)
 
 

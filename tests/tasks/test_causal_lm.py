@@ -101,8 +101,8 @@ def test_targets_are_the_tokens_of_windows() -> None:
     assert task.target(targets[1]) == targets[1]
     assert task.check_targets("train", (), targets) == ""
     uneven = [*targets, task.target([1, 2])]
-    assert "the same length of at least 2 tokens, but have 2, 3" in task.check_targets("train", (), uneven)
-    assert "but have 1" in task.check_targets("test", (), [task.target([1])])
+    assert "the same length of at least 2 tokens; lengths: 2, 3" in task.check_targets("train", (), uneven)
+    assert "tokens; lengths: 1" in task.check_targets("test", (), [task.target([1])])
     for wrong in (3, "text", [0.5, 1.0], [[1, 2]]):
         with pytest.raises(TypeError, match="the tokens of a window"):
             task.target(wrong)

@@ -164,7 +164,7 @@ def test_wrong_boxes_are_told(boxes: Any, told: str) -> None:
 
 def test_a_model_without_a_loss_is_refused() -> None:
     rows = torch.zeros(1, 2, 7)
-    with pytest.raises(ConfigError, match="a detector with `criterion`"):
+    with pytest.raises(ConfigError, match="a detector that can be trained on boxes, with `criterion`"):
         Detection().of_model(torch.nn.Identity()).whole_loss(rows, (), rows, ScheduleConfig())
 
 

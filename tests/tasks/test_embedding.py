@@ -115,7 +115,7 @@ def test_two_ways_to_compute_a_vector_agree_by_cosine(vectors: Vectors) -> None:
 def test_labels_need_a_class_with_two_samples() -> None:
     task = Embedding()
     assert task.check_targets("test", ("a", "b"), [0, 1]).startswith(
-        "labels of test must have a class with two"
+        "at least one class of test must have two"
     )
     assert task.check_targets("test", ("a", "b"), [0, 1, 1]) == "" == task.check_targets("test", (), [-1, -1])
     assert task.check_targets("test", ("a", "b"), [0, 2]) == "labels of test must be 0..1, but they are 0..2"

@@ -89,8 +89,11 @@ def test_two_ways_to_compute_a_value_are_held_to_a_step() -> None:
 @pytest.mark.parametrize(
     ("targets", "told"),
     [
-        ([1.0, 1.0], "targets of train must differ, but all are 1"),
-        ([(1.0, 2.0), (1.5, 2.0)], "targets of train must differ, but all are 2"),
+        ([1.0, 1.0], "targets of train must differ between samples, but are always 1"),
+        (
+            [(1.0, 2.0), (1.5, 2.0)],
+            "value 1 of the targets of train must differ between samples, but is always 2",
+        ),
         (
             [(1.0, 2.0), 3.0],
             "targets of train must all have the same number of values, but there are single numbers and lists of 2",

@@ -103,7 +103,5 @@ def test_models_agree_pixel_by_pixel(pixels: Pixels) -> None:
 
 def test_logits_of_another_size_are_refused(pixels: Pixels) -> None:
     exact, _, maps = pixels
-    with pytest.raises(
-        ConfigError, match=r"its input's height and width \(12 x 10\); this one returns 6 x 5"
-    ):
+    with pytest.raises(ConfigError, match=r"the height and width of the label maps \(12 x 10\), not 6 x 5"):
         Segmentation().values(exact[:, :, ::2, ::2], maps)

@@ -111,7 +111,7 @@ def test_less_is_better_of_an_error_wherever_runs_are_compared() -> None:
 def test_models_are_compared_image_by_image() -> None:
     """By hand: one image of four is lost, and none; errors of 1, 2 and 3 degrees more, and noise about none."""
     first, second = np.array([True, True, True, False]), np.array([True, True, False, False])
-    assert CLASSIFICATION.mean(first) == 75.0 and CLASSIFICATION.worse(first, second, 0.5) == "loses 1 images"
+    assert CLASSIFICATION.mean(first) == 75.0 and CLASSIFICATION.worse(first, second, 0.5) == "loses 1 image"
     assert CLASSIFICATION.noise(first, second) == pytest.approx(100 * 2**0.5 / 4)
     errors = np.array([1.0, 2.0, 3.0])
     task = Angle()

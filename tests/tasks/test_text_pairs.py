@@ -136,9 +136,12 @@ def test_a_pooling_that_is_not_known_is_refused(tmp_path: Path) -> None:
     (tmp_path / "1_Pooling").mkdir()
     file = tmp_path / "1_Pooling" / "config.json"
     for text, told in (
-        ('{"pooling_mode_lasttoken": true}', "it has lasttoken"),
-        ('{"pooling_mode_cls_token": true, "pooling_mode_max_tokens": true}', "it has cls_token, max_tokens"),
-        ("{", "a readable "),
+        ('{"pooling_mode_lasttoken": true}', "it names lasttoken"),
+        (
+            '{"pooling_mode_cls_token": true, "pooling_mode_max_tokens": true}',
+            "it names cls_token, max_tokens",
+        ),
+        ("{", "config.json cannot be read ("),
     ):
         file.write_text(text)
         with pytest.raises(ConfigError) as caught:

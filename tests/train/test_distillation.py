@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import cast
 
 import numpy as np
 import pytest
 import torch
 from chain import build, noise, settle
+from clean_nets import drawn, save
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -296,3 +298,12 @@ def test_a_teacher_from_a_checkpoint_and_one_of_a_builder(tmp_path: str) -> None
     assert own is not None and own(images).shape == (2, 10)
     with pytest.raises(ConfigError, match=r"schedule.distill_checkpoint=.*a checkpoint of mobilenet_v2"):
         teacher_of(_config(distill_checkpoint=f"{tmp_path}/teacher.pt", distill_teacher="mobilenet_v2"), data)
+
+
+def test_an_onnx_file_teaches_with_its_own_weights(tmp_path: Path) -> None:
+    text = """<ir_version: 8, opset_import: ["" : 17]> agraph (float[N, 3, 8, 8] image) => (float[N, 10] logits)
+    { rows = Flatten (image) logits = MatMul (rows, w) }"""
+    save(tmp_path / "teacher.onnx", text, {"w": drawn(192, 10)})
+    config = _config(distill_teacher=f"onnx/{tmp_path}/teacher.onnx")
+    teacher = teacher_of(config, DataModule(config.data, digits, 0))
+    assert teacher is not None and teacher(noise(2, 3, 8, 8)).shape == (2, 10)

@@ -17,8 +17,8 @@ class BlockAlgorithm(Algorithm):
     """An algorithm that walks through the blocks of a graph one or more times.
 
     Attributes:
-        stays: the words for what stays unchanged in an operator that the algorithm cannot improve.
-        tables: whether it also changes weights that are tables of Embeddings.
+        stays: the words for what stays unchanged in an operator that the algorithm cannot change.
+        tables: whether it also changes weights that Embeddings use as their tables.
     """
 
     stage: ClassVar[str] = CALIBRATED

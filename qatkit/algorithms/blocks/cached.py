@@ -65,7 +65,7 @@ class Cache:
     def put(
         self, name: Any, chunk: int, value: Any, quantizer: FakeQuantize | None = None, *, exact: bool = False
     ) -> None:
-        """Stores a value, without rounding if `exact`; `quantizer` is the one that rounded it, if any."""
+        """Stores a value, without rounding if `exact`; `quantizer` is the quantizer that rounded it, if any."""
         self._kept[name][chunk] = self._packed(value, quantizer, exact)
 
     def get(self, name: Any, chunk: int) -> Any:

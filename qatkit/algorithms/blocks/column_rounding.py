@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from qatkit.algorithms.gptq import GPTQ
 
 
-# Damping of a weight that is also a table: it accounts for the error of looked-up rows (decision 55).
+# Least damping of a weight that is also a table: it accounts for the error of looked-up rows (decision 55).
 _TIED = 0.1
 
 
@@ -58,7 +58,7 @@ class _Moments:
 
 @dataclass
 class _Rounded:
-    """The rounding of a weight, or of some of its output channels.
+    """The rounding of a weight.
 
     Attributes:
         integers: the integers in the weight's shape, one byte each if they fit.
@@ -75,7 +75,7 @@ class _Rounded:
 def _made_up(moments: _Moments, share: float, damping: float) -> Tensor | None:
     """Returns M [groups, inputs, inputs], with which w + w·M compensates for the error of earlier operators.
 
-    None: weights stay as they are.
+    None if `share` is 0.
     """
     if not share:
         return None
@@ -110,7 +110,7 @@ class ColumnRounding:
         return found
 
     def _learned(self, operator: QATOperator, seen: _Moments) -> Found:
-        """Returns integers, scale and zero point of the weight, and the bias if it compensates for the mean error."""
+        """Returns integers (or values of a number format), scale, any zero point, and the bias if it compensates."""
         fake, takes = weight_quantizer(operator), operator in self.with_bias
         weight, bias = (None if t is None else t.detach() for t in operator.effective())
         assert weight is not None
@@ -173,7 +173,7 @@ class ColumnRounding:
     def _in_format(
         self, operator: QATOperator, fake: FormatWeightFakeQuantize, moments: _Moments, *, takes: bool
     ) -> Found:
-        """Returns values and scales of a weight in a number format, and the bias.
+        """Returns values and scales of a weight in a number format, and the bias if it compensates.
 
         The scales follow from the definition of the format.
         """

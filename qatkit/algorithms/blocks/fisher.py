@@ -1,4 +1,4 @@
-"""The importance of a block's output values: the diagonal of the Fisher information, one backward pass per image.
+"""The importance of a block's output values: the diagonal of the Fisher information, by a backward pass per batch.
 
     F = E_r (Σ_o r_o · ∂out_o / ∂y)²
 

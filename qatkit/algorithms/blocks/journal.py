@@ -31,7 +31,7 @@ Found = dict[str, Tensor]  # the result of a block
 
 
 def _nothing() -> None:
-    """Does nothing."""
+    pass
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Work:
 
     Attributes:
         progress: whether a progress bar is shown.
-        seed: the seed for the order of the images.
+        seed: the seed of random choices, such as the order of the images.
         file: the path from which the files of finished blocks get their names; None: no files.
         between: a function that is called after each block, to return freed memory to the system.
     """
@@ -58,7 +58,7 @@ _CURRENT: ContextVar[Work] = ContextVar("work", default=Work())  # noqa: B039  f
 def working(
     *, progress: bool, seed: int, file: Path | None, between: Callable[[], None] = _nothing
 ) -> Iterator[None]:
-    """Sets, within the context, the progress bar, seed and files of algorithms."""
+    """Sets the `Work` of algorithms within the context."""
     token = _CURRENT.set(Work(progress, seed, file, between))
     try:
         yield
@@ -86,7 +86,7 @@ def fingerprint(*parts: Any) -> str:
 
 
 class Journal:
-    """The finished blocks of one call, in order; each is in a file of its own, and none is in memory.
+    """The finished blocks of one call, in order, each in a file of its own.
 
     Args:
         file: the path NAME.partial; blocks are stored as NAME.0.partial, NAME.1.partial, ... None: they are
@@ -125,7 +125,9 @@ class Journal:
         try:
             stored = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
             reason = (
-                "" if stored["key"] == self._key else "the file belongs to another model, data or setting"
+                ""
+                if stored["key"] == self._key
+                else "the file was written for another model, other data or other settings"
             )
             found: Found = stored["found"]
             if stored["digest"] != fingerprint(found):
@@ -133,7 +135,7 @@ class Journal:
         except Exception as error:  # any content is possible
             reason = f"the file cannot be read ({type(error).__name__})"
         if reason:
-            warnings.warn(f"{path}: {reason}; its blocks are computed again", stacklevel=3)
+            warnings.warn(f"{path}: {reason}; its block and all later ones are computed again", stacklevel=3)
             return None
         return found
 

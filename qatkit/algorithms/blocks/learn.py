@@ -3,7 +3,7 @@
     L = E_images |y' - y|²_F / E0 + λ · mean(1 - |2·h(V) - 1|^β)
 
 y are the float block's outputs on float inputs, y' the quantized block's on quantized inputs (asymmetric, so
-that it compensates for errors of earlier blocks). |.|_F² weights every value with F if there is an F. E0 is
+that errors of earlier blocks are compensated). |.|²_F weights every value with F if there is an F. E0 is
 the error of rounding to the nearest, so λ has the same effect for blocks of any size. The quantizers inside
 the block are on; those of its outputs only clamp to their bounds. A ReLU after the last operator therefore
 counts, but the rounding after it does not. At the end the output errors over all images are compared, and the
@@ -50,7 +50,10 @@ class Rounding:
     bias_lr: float = 0.0
 
     def learn(self, lesson: Lesson) -> Found:
-        """Returns `SITE.rounds_up` and `SITE.scale` of each operator, and `SITE.bias` if it is learned."""
+        """Returns `SITE.rounds_up` and `SITE.scale` of each operator, and `SITE.bias` if it is learned.
+
+        The result is empty if rounding to the nearest is as good.
+        """
         with _soft(lesson.operators, biases=self.bias_lr > 0) as soft, _outputs_clamp(lesson):
             order = chunk_order(lesson, self.steps)
             start = _nearest_error(lesson, soft)
@@ -88,7 +91,7 @@ class Rounding:
 
 
 def output_error(lesson: Lesson, chunks: Sequence[int]) -> Tensor:
-    """Returns the mean over the outputs' values of (y' - y)², weighted; rank 0."""
+    """Returns the weighted mean of (y' - y)² over all output values, rank 0."""
     outputs, targets = lesson.module(*lesson.inputs(chunks)), lesson.targets(chunks)
     pairs = [
         (y, target.to(y.dtype))
@@ -143,7 +146,7 @@ def _soft(operators: dict[str, QATOperator], *, biases: bool) -> Iterator[dict[s
 
 @contextmanager
 def _outputs_clamp(lesson: Lesson) -> Iterator[None]:
-    """Turns on the quantizers of the block; those that compute outputs not read inside the block only clamp."""
+    """Turns on the quantizers of the block; those of its outputs only clamp, unless the block also reads them."""
     set_phase(lesson.module, observe=False, quantize=True)
     inside = set(lesson.block.nodes)
     for node in lesson.block.outputs:

@@ -54,16 +54,16 @@ class Learner(Protocol):
     """The part of an algorithm that learns a block."""
 
     def learn(self, lesson: Lesson) -> Found:
-        """Returns new values for the block's operators, without changing the operators."""
+        """Returns new values for the block's operators and quantizers, without changing them."""
 
     def apply(self, lesson: Lesson, found: Found) -> None:
-        """Applies results of `learn` to the operators; they may come from the journal of a killed run."""
+        """Applies the results of `learn` to the block; `found` may come from the journal of a killed run."""
 
 
 def changeable(
     graph_module: fx.GraphModule, what: str, *, tables: bool = False
 ) -> tuple[dict[str, QATOperator], list[tuple[str, str]]]:
-    """Returns Convs and Linears whose rounding or scale can be chosen, by site, and (site, reason) of the others.
+    """Returns quantized Convs and Linears that can be changed, by site, and (site, reason) of the other quantized ones.
 
     Args:
         graph_module: the prepared graph.
@@ -86,7 +86,7 @@ def changeable(
 
 
 def tied_tables(graph_module: fx.GraphModule) -> dict[int, list[QATEmbedding]]:
-    """Returns the Embeddings with a quantized table, by the id of its parameter."""
+    """Returns the Embeddings with a quantized table, by the id of the table's parameter."""
     found: dict[int, list[QATEmbedding]] = {}
     for _, module, _ in quantized_weights(graph_module):
         if isinstance(module, QATEmbedding):
@@ -99,8 +99,6 @@ def rounded(algorithm: object, operators: dict[str, QATOperator]) -> int:
     fakes = [operator.weight_fake_quant for operator in operators.values()]
     count = sum(fake is not None and fake.rounding is not None for fake in fakes)
     if not count:
-        name = type(algorithm).__name__
-        warnings.warn(
-            f"{name} found nothing better than rounding to nearest and changed nothing", stacklevel=3
-        )
+        found = "nothing better than rounding to nearest" if operators else "no operator that it can change"
+        warnings.warn(f"{type(algorithm).__name__} found {found} and changed nothing", stacklevel=3)
     return count

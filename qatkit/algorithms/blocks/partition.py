@@ -84,7 +84,7 @@ def is_learner(node: fx.Node) -> bool:
 
 
 def blocks(graph_module: fx.GraphModule, operators: int) -> list[Block]:
-    """Returns the whole graph in blocks of at most `operators` quantized Convs and Linears, cut at bottlenecks."""
+    """Returns the graph in blocks of at most `operators` quantized Convs and Linears, cut at bottlenecks."""
     steps = _steps(graph_module)
     prices = _prices(steps)
     ends = [i for i in range(1, len(steps)) if not is_quantizer(steps[i])] + [len(steps)]
@@ -106,7 +106,7 @@ def blocks(graph_module: fx.GraphModule, operators: int) -> list[Block]:
 
 
 def layers(graph_module: fx.GraphModule) -> list[Block]:
-    """Returns the whole graph, each quantized Conv and Linear with its activation in a block of its own."""
+    """Returns the graph in blocks, each quantized Conv and Linear with its activation in a block of its own."""
     steps = _steps(graph_module)
     cuts = {0, len(steps)}
     for i, node in enumerate(steps):
@@ -121,7 +121,7 @@ def layers(graph_module: fx.GraphModule) -> list[Block]:
 
 
 def _belongs(node: fx.Node, last: fx.Node) -> bool:
-    """Returns whether a node is a quantizer of `last`, or an activation that is its only reader."""
+    """Returns whether a node is a quantizer of `last`, or an activation that alone reads `last`."""
     if last not in node.all_input_nodes:
         return False
     return is_quantizer(node) or (op_class(node) in _ACTIVATIONS and len(last.users) == 1)

@@ -40,7 +40,7 @@ class Scales:
     lr: float
 
     def learn(self, lesson: Lesson) -> Found:
-        """Returns the scales by site; no scales if they are no better than the current ones."""
+        """Returns the scales by site; none if there are none to learn or the current ones are as good."""
         set_phase(lesson.module, observe=False, quantize=True)
         start = mean_error(lesson)
         with _learned(lesson) as learned:

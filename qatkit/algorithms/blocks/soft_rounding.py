@@ -1,6 +1,6 @@
 """A rounding that can be learned: each weight is rounded down, plus a value from 0 to 1 that ends at 0 or at 1.
 
-    W'(V) = s · clip(floor(W / s) + h(V), -n, n)
+    W'(V) = s · clip(floor(W / s) + h(V), low, high)
     h(V)  = clip(sigmoid(V) · (ζ - γ) + γ, 0, 1)        ζ = 1.1, γ = -0.1: reaches 0 and 1, with a gradient up to there
     f(V)  = Σ 1 - |2·h(V) - 1|^β                        pulls h to 0 or 1; a large β lets it move first
 
@@ -51,8 +51,11 @@ class SoftRounding(nn.Module):
     Args:
         fake: the quantizer, whose current scale is used.
         weight, bias: weight and bias of the operator, with a BatchNorm folded in.
+        biases: whether to learn a change of the bias.
 
     Attributes:
+        scale: the scales of the weight.
+        nearest: whether rounding to the nearest rounds up, bool, in the weight's shape.
         v: the parameter V; at the start it reproduces the weight, h(V) = W/s - floor(W/s).
         shift: the learned change of the bias, [out]; None if the bias is not learned.
     """
@@ -94,7 +97,7 @@ class SoftRounding(nn.Module):
         return self._in_range(self.floor + self.h()), self.shifted(bias)
 
     def shifted(self, bias: Tensor | None) -> Tensor | None:
-        """Returns the bias with its shift, in float, since its steps are finer than any of these errors."""
+        """Returns the bias with its shift, in float, since int32 bias steps are finer than any of these errors."""
         if bias is None:
             return None
         return bias.detach() if self.shift is None else bias.detach() + self.shift

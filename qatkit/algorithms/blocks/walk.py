@@ -89,8 +89,8 @@ class BlockWalk:
             blocks: the blocks of the graph.
             learner: the learner that changes them.
             title: the title of the progress bar.
-            fisher: whether to provide `Lesson.importance`, by a float pass of the rest of the graph after
-                each block.
+            fisher: whether to provide `Lesson.importance`, by a forward and a backward pass through the float
+                graph after each block.
             targets: whether to provide `Lesson.targets`; if not, outputs that no later block reads are not
                 computed.
         """
@@ -144,7 +144,7 @@ class _State:
         )
 
     def together(self, block: Block) -> int:
-        """Returns the number of chunks per step, for about `_ROWS` positions; 1 if rows are not images."""
+        """Returns the number of chunks per step, for about `_ROWS` positions; 1 if first axes are not images."""
         if not all(self.by_rows(node) for node in (*block.inputs, *block.outputs)):
             return 1
         sizes = [_positions(node) * self.images // self.example for node in block.operators]
@@ -200,7 +200,7 @@ class _State:
         return tuple(_on(self.device, self.cache.get(key, chunk)) for key in keys)
 
     def run(self, lesson: Lesson, side: str, kept: Collection[fx.Node]) -> None:
-        """Computes the outputs of a block, and keeps those that are read later."""
+        """Computes the outputs of a block and stores those in `kept`; without any, nothing is computed."""
         outputs = [node in kept for node in lesson.block.outputs]
         if not any(outputs):
             return
@@ -214,7 +214,7 @@ class _State:
         self.alive.update(compress(lesson.block.outputs, outputs))
 
     def forget(self, wanted: Collection[fx.Node]) -> None:
-        """Drops the tensors that no later block reads."""
+        """Drops the tensors outside of `wanted`, and the importance of all values."""
         for node in self.alive.difference(wanted):
             for side in (_FLOAT, _QUANTIZED):
                 self.cache.drop((side, node))
@@ -245,8 +245,6 @@ def _chunks(
     found: list[Tensors] = []
     have = 0
     for batch in batches:
-        if have >= images:
-            break
         tensors = inputs_of(graph_module, batch)
         axes = graph_axes(graph_module, tensors)
         count = batch_size(tensors, axes)
@@ -263,6 +261,8 @@ def _chunks(
                     )
                 )
         have += count
+        if have >= images:
+            break
     return found
 
 

@@ -30,7 +30,7 @@ class Detector(nn.Module):
     def criterion(self) -> Callable[[Sequence[Tensor], Tensor], Tensor]:
         """The loss, a function from (further outputs, labelled boxes [N, n, 6]) to a scalar.
 
-        The boxes are in the form of `qatkit.data.box_targets`.
+        The boxes are in the format of `qatkit.data.box_targets`.
         """
 
 

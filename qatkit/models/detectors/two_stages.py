@@ -4,7 +4,7 @@
     features, proposals ── RoIAlign ──> [N * K, C, 7, 7] ── roi_heads ──> K * classes boxes, each with one score
 
 The length of torchvision's lists of proposals depends on values. Here there are always K proposals, torchvision's
-`rpn_post_nms_top_n_test`; unused rows hold a box without area and scores of 0. Parameters keep torchvision's names,
+`rpn_post_nms_top_n_test`; unused rows contain a box without area and scores of 0. Parameters keep torchvision's names,
 so that its checkpoints load.
 
 Source: Ren et al., "Faster R-CNN: Towards Real-Time Object Detection with Region Proposal Networks", 2015; Lin et al.,
@@ -38,10 +38,10 @@ class TwoStageDetector(Detector):
     """A Faster R-CNN of torchvision.
 
     K proposals with C classes make K * C boxes; row k * C + c has a score only in class c. In training, the
-    second stage samples from the same K proposals. torchvision also adds the labelled boxes to its proposals.
+    second stage samples from the same K proposals, while torchvision adds the labelled boxes to its proposals.
 
     Args:
-        model: torchvision's model, whose `backbone`, `rpn` and `roi_heads` this one uses.
+        model: torchvision's model; this module uses its `backbone`, `rpn` and `roi_heads`.
 
     Raises:
         ConfigError: the model also predicts masks or keypoints.
@@ -212,10 +212,10 @@ def _within(boxes: Tensor, images: Tensor) -> Tensor:
 
 
 def _logit(share: float) -> float:
-    """Returns the logit of a score, at least `DROPPED` / 2."""
+    """Returns the logit of a score; `DROPPED` / 2 for a score of 0, infinity for a score of 1."""
     return math.log(share / (1 - share)) if 0 < share < 1 else DROPPED / 2 if share <= 0 else math.inf
 
 
 def _halved(feature: Tensor, images: Tensor) -> int:
-    """Returns the number of halvings of the image height in a feature map, as torchvision infers it."""
+    """Returns how often the image height is halved to that of a feature map, as torchvision infers it."""
     return round(math.log2(int(images.shape[2]) / int(feature.shape[2])))

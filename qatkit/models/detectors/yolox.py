@@ -1,8 +1,8 @@
 """YOLOX: an anchor-free detector with separate heads for classes and boxes, and the original parameter names.
 
 Source: Ge et al., "YOLOX: Exceeding YOLO Series in 2021", 2021. Modules and parameters have the names of Megvii's code
-(Apache-2.0), so that its checkpoints load (`model.checkpoint=yolox_nano.pth`, with activation silu and 80 classes; it
-takes BGR pixels in 0..255, letterboxed to the top left). Quantization absorbs a ReLU into the range of its input, so
+(Apache-2.0), so that its checkpoints load (`model.checkpoint=yolox_nano.pth`, with activation silu and 80 classes; the
+input is BGR pixels in 0..255, letterboxed to the top left). Quantization absorbs a ReLU into the range of its input, so
 it costs no time, unlike a SiLU.
 """
 
@@ -73,7 +73,7 @@ class Yolox(Detector):
         ] = {}  # (corners, strides) of the cells, by the number of cells
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
-        """Returns boxes and scores, followed by the logits and offsets that the loss takes.
+        """Returns boxes and scores, followed by the inputs of the loss: logits, objectness and offsets.
 
         Raises:
             ConfigError: a side of the images is not a multiple of 32 pixels.
@@ -98,7 +98,7 @@ class Yolox(Detector):
         }
 
     def cells(self, sizes: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-        """Returns the corners of all cells in pixels, [boxes, 2], and their strides, [boxes, 1]."""
+        """Returns the top left corners of all cells in pixels, [boxes, 2], and their strides, [boxes, 1]."""
         pairs = list(zip(sizes, _STRIDES, strict=True))
         cells = torch.cat([grid(*size, stride) for size, stride in pairs])
         strides = torch.cat([torch.full((size[0] * size[1], 1), float(stride)) for size, stride in pairs])

@@ -21,7 +21,7 @@ _IOU_COST, _BOX_WEIGHT = 3.0, 5.0
 class YoloxLoss:
     """The loss of classes, objectness and boxes, divided by the number of assigned cells.
 
-    It is the cross entropy of classes and objectness plus 5 times 1 - IoU² of boxes.
+    It is the cross entropy of classes and objectness plus 5 · (1 - IoU²) of boxes.
 
     Args:
         cells: the top left corners of the cells in pixels, [boxes, 2].

@@ -42,7 +42,7 @@ def request_of(asked: str) -> Request:
     """Returns the request that a value of `verify.decision` describes; the cosine for `auto`.
 
     Raises:
-        ConfigError: the name is unknown, arguments are not allowed, or a path does not lead to a function.
+        ConfigError: the name is unknown, arguments are not allowed, or a path cannot be imported.
     """
     if asked == AUTO:
         return Cosine()
@@ -54,7 +54,8 @@ def fit(asked: str, seen: Seen) -> Decision:
     """Returns the decision for a model, from its first outputs.
 
     Raises:
-        ConfigError: the decision does not fit the outputs; the error names them and the decisions that fit.
+        ConfigError: `asked` is not a value of `verify.decision`, or does not fit the outputs; the error then names
+            the outputs and the decisions that fit.
     """
     request = request_of(guessed(seen) if asked == AUTO else asked)
     try:
@@ -69,8 +70,8 @@ def guessed(seen: Seen) -> str:
     """Returns the name of the decision that the outputs clearly imply, else that of the cosine.
 
     argmax(1)         rows of probabilities
-    threshold(0.5)    one probability
-    mask              probabilities of classes at each place, or one channel that is nearly all 0 or 1
+    threshold(0.5)    one probability per sample
+    mask              probabilities of classes at each pixel, or one channel that is nearly all 0 or 1
     boxes             `qatkit.tasks.decisions.find_boxes.sure`
     equal             whole numbers or booleans
     """

@@ -2,7 +2,7 @@
 
     Request ── fitted(first outputs of the float model) ──> Decision ── joined, agree, agreement ──> figures
 
-`joined` takes all outputs of a model, so a decision may cover several of them. Later checks store, compare
+`joined` gets all outputs of a model, so a decision may cover several of them. Later checks store, compare
 and count only what it returns. Only functions that compute import NumPy, since the command line parses
 decisions.
 """
@@ -128,7 +128,7 @@ class Decision(ABC):
 
     @property
     def rule(self) -> Callable[[Array], Any] | None:
-        """The rule for `Task.rule`.
+        """The value of `Task.rule`.
 
         Without a decision on the first output, outputs agree if their values are less than a step apart.
         """
@@ -140,7 +140,7 @@ def undecided(output: Array) -> None:
 
 
 class MisfitError(ValueError):
-    """An error for outputs that do not fit a decision; its message is a noun phrase for accepted outputs."""
+    """Raised for outputs that do not fit a decision; the message is a noun phrase that reads on after "expected"."""
 
 
 def parsed(asked: str, known: Mapping[str, type[Request]]) -> Request | None:
@@ -177,7 +177,8 @@ def _arguments(asked: str, kind: type[Request], inside: str) -> dict[str, Any]:
         if not given and place == 0 and hints:
             name, value = next(iter(hints)), name
         if name not in hints or not value or name in found:
-            allowed = f"{kind.call} with each of {', '.join(hints)} at most once, as NAME=VALUE"
+            names = f"each NAME once, from {', '.join(hints)}"
+            allowed = f"{kind.call} or {kind.name}(NAME=VALUE, ...) with {names}"
             raise ConfigError(KEY, asked, allowed if hints else f"{kind.name} without arguments")
         found[name] = _value(asked, name, value, hints[name])
     return found

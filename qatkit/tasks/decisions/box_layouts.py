@@ -26,13 +26,13 @@ _LARGEST_LOG = 10.0  # maximum logarithm of a side in strides; no picture reache
 
 @dataclass(frozen=True)
 class Layout:
-    """The place and meaning of boxes in the outputs of a model.
+    """The position and the meaning of boxes in the outputs of a model.
 
     Attributes:
         kind: one of the four layouts above.
         places: the index of the output with the rows; for "pair", the indices of the boxes and of the scores.
         transposed: whether the boxes are on the last axis.
-        form: the form of a box, "center" (x, y, width, height) or "corners" (x1, y1, x2, y2).
+        form: the meaning of a box's values, "center" (x, y, width, height) or "corners" (x1, y1, x2, y2).
         grids: the (stride, columns, rows) of each grid of cells from which the boxes are offsets, in order;
             () if the boxes are not offsets.
         background: the class for background; None if there is none.

@@ -34,7 +34,7 @@ class Pattern(Limit):
     words: str
 
     def holds(self, value: Any) -> bool:
-        """Returns whether the whole of `value` matches the form."""
+        """Returns whether the form matches all of `value`."""
         return re.fullmatch(self.form, value) is not None
 
     def __str__(self) -> str:
@@ -49,11 +49,11 @@ class BoxRequest(Request):
     call: ClassVar[str] = "boxes(SCORE)"
     score: float = setting(0.3, "score above which a box counts", FRACTION)
     iou: float = setting(0.5, "overlap from which two boxes are the same", Range(0, 1, above=True))
-    nms: float = setting(
-        0.45, "overlap from which the worse one of two boxes of a class is dropped", FRACTION
-    )
+    nms: float = setting(0.45, "overlap above which the worse of two boxes of a class is dropped", FRACTION)
     layout: str = setting(
-        "auto", "how the outputs hold boxes", Choices(("auto", "objectness", "classes", "pair", "final"))
+        "auto",
+        "layout of the boxes in the outputs",
+        Choices(("auto", "objectness", "classes", "pair", "final")),
     )
     form: str = setting(
         "auto",
@@ -62,7 +62,7 @@ class BoxRequest(Request):
     )
     strides: str = setting(
         "auto",
-        "strides of the cells whose offsets the boxes are",
+        "strides of the cells from which the boxes are offsets; none: they are not offsets",
         Pattern(r"auto|none|[1-9]\d*(/[1-9]\d*)*", "auto, none or strides, such as 8/16/32"),
     )
     size: str = setting(

@@ -1,6 +1,6 @@
 """The search for a detector's boxes in its outputs, by the user's arguments, and else by shapes and values.
 
-If anything remains ambiguous, an error asks the user for it; `sure` returns whether nothing is.
+If anything remains ambiguous, an error asks the user for it; `sure` returns whether nothing is ambiguous.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def sure(seen: Seen) -> bool:
 
     This requires the shape of a detector's outputs, scores within 0..1, and, depending on the layout:
 
-    "pair"        many rows that all hold ordered corners but are not just sorted values; or an output of positive
+    "pair"        many rows that are all ordered corners but are not just sorted values; or an output of positive
                   values that is named like boxes
     "final"       the same corners, and a class that is a whole number
     "classes"     boxes on the last axis, as many as a picture has cells, with positive sizes in pixels
@@ -120,7 +120,7 @@ def _kind(rows: Array, transposed: bool) -> str:
 
 
 def _singles(seen: Seen) -> list[int]:
-    """Returns the indices of the outputs that may hold boxes and scores together."""
+    """Returns the indices of the outputs that may contain both boxes and scores."""
     return [
         place
         for place, one in enumerate(seen.outputs)
@@ -149,7 +149,7 @@ def _named(seen: Seen, place: int, words: Sequence[str]) -> bool:
 
 
 def _oriented(output: Array) -> tuple[Array, bool]:
-    """Returns [N, boxes, values], and whether boxes were on the last axis; the longer axis holds them."""
+    """Returns [N, boxes, values], and whether the boxes were on the last axis, which is then the longer one."""
     transposed = output.shape[2] > output.shape[1] >= 5
     return (output.swapaxes(1, 2) if transposed else output), transposed
 
@@ -231,8 +231,8 @@ def _check_scores(layout: Layout, rows: Array) -> None:
 def _background(asked: BoxRequest, layout: Layout, rows: Array) -> int | None:
     """Returns the background class; None if there is none.
 
-    If the probabilities sum to 1, it is the class with the largest mean, provided that this is the first or
-    the last class.
+    Unless the user sets it, only a pair of outputs whose probabilities sum to 1 has one: the class with the largest
+    mean, provided that this is the first or the last class.
     """
     if asked.background == "none" or layout.kind == "final":
         return None

@@ -25,13 +25,15 @@ _ONE = 1e-3  # tolerance of the sum of probabilities at a pixel
 
 @dataclass(frozen=True)
 class Mask(Request):
-    """A request that masks are similar."""
+    """A request that models return similar masks."""
 
     name: ClassVar[str] = "mask"
     call: ClassVar[str] = "mask(THRESHOLD)"
     threshold: float = setting(0.5, "value above which a pixel belongs to a mask of one channel")
     axis: int = setting(1, "axis of the classes if there are several channels: 1 or -1")
-    same: float = setting(0.9, "IoU or share of pixels from which two masks count as the same", FRACTION)
+    same: float = setting(
+        0.9, "IoU or share of equal pixels from which two masks count as the same", FRACTION
+    )
 
     @property
     def title(self) -> str:
@@ -45,7 +47,9 @@ class Mask(Request):
 
     def fitted(self, seen: Seen) -> Decision:
         if not self.takes(seen):
-            raise MisfitError("a first output [N, H, W], [N, 1, H, W] or [N, classes, H, W]")
+            raise MisfitError(
+                "a first output [N, H, W], [N, 1, H, W], [N, classes, H, W] or, for axis=-1, [N, H, W, classes]"
+            )
         shape = seen.first.shape
         if len(shape) == 3 or 1 in (shape[1], shape[3]):
             return _OneChannel(self.same, self.threshold)
@@ -56,7 +60,7 @@ class Mask(Request):
 
 @dataclass(frozen=True)
 class _Masks(Decision):
-    """A decision on masks: the figure is the mean `likeness`; a sample agrees if it is at least `same`."""
+    """A decision on masks: the figure is the mean `likeness`; a sample agrees if its likeness is at least `same`."""
 
     decides: ClassVar[bool] = True
     same: float

@@ -40,7 +40,7 @@ class Argmax(Request, Decision):
         axis = self.axis if self.axis >= 0 else self.axis + axes
         if not 0 < axis < axes:
             if axes < 2:
-                raise MisfitError("a first output with an axis after that of the samples")
+                raise MisfitError("a first output with at least two axes")
             raise MisfitError(
                 f"{f'an axis from 1 to {axes - 1}' if axes > 2 else 'axis 1'} of the first output"
             )
@@ -143,8 +143,8 @@ class Function(Request, Decision):
         try:
             found = np.asarray(self.function(seen.first))
         except (ValueError, TypeError, IndexError) as error:
-            allowed = f"a function that accepts outputs {shape} ({first_line(error)})"
-            raise ConfigError(KEY, self.path, allowed) from error
+            reason = f"the function failed on outputs {shape} ({first_line(error)})"
+            raise ConfigError(KEY, self.path, reason=reason) from error
         if found.dtype.kind not in "iub" or found.shape[:1] != seen.first.shape[:1]:
             allowed = "a function that returns integers or booleans [N, ...] for outputs [N, ...]; for "
             raise ConfigError(
