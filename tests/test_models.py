@@ -113,7 +113,7 @@ def test_a_dotted_path_builds_a_class_or_a_function_of_the_users() -> None:
         (ModelConfig(name=f"{__name__}.no_module"), "a callable that returns an nn.Module, not int"),
         (
             ModelConfig(kwargs={"widht": 2}),
-            "model.kwargs={'widht': 2}: expected arguments that resnet18 accepts (",
+            "model.kwargs={widht: 2}: expected arguments that resnet18 accepts (",
         ),
         (
             ModelConfig(weights="IMAGENET1K_V9"),

@@ -314,7 +314,7 @@ def test_a_fixed_input_is_a_constant_and_chooses_a_branch(mode: str, tmp_path: P
         ({"fix": {"rate": 1}}, "model.kwargs.fix=rate: expected an input of float.onnx (ids, mask, vector)"),
         (
             {"fixed": {"ids": 1}},
-            "model.kwargs.fixed={'ids': 1}: the key does not exist; onnx=FILE has fix, states and custom_ops",
+            "model.kwargs.fixed={ids: 1}: the key does not exist; onnx=FILE has fix, states and custom_ops",
         ),
         ({"custom_ops": "none.so"}, "custom_ops=none.so: expected an existing library of custom operators"),
     ],

@@ -7,7 +7,7 @@ import errno
 import os
 import re
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 _LONGEST = 300  # maximum number of characters of a value in a message
@@ -41,9 +41,13 @@ class ConfigError(ValueError):
 
 
 def as_typed(value: object) -> str:
-    """Returns a value as it is typed on the command line: null, true and false in lower case."""
+    """Returns a value as it is typed on the command line: null, true, [a, b], {key: value}."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {as_typed(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return "[" + ", ".join(map(as_typed, value)) + "]"
     return str(value)
 
 
