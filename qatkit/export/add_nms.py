@@ -31,7 +31,8 @@ def add_nms(source: Path, target: Path, how: Suppression) -> None:
         how: the limits of score, overlap and number by which boxes are kept.
 
     Raises:
-        ConfigError: the outputs are not boxes and scores of these shapes.
+        ConfigError: the file does not have exactly two outputs, or one of them does not have 3 axes.
+        ValueError: the checker or ONNX Runtime refuses the new file.
     """
     model = ir.load(source)
     graph = model.graph

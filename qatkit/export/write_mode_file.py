@@ -69,14 +69,14 @@ def exact_weights(model: ir.Model) -> dict[str, Exact]:
 def without_wrong_weights(
     make: Callable[[Collection[str]], ir.Model], exact: Mapping[str, Exact]
 ) -> tuple[ir.Model, list[str]]:
-    """Makes a quantized model again and again, without operators whose weights were wrong, until all weights are right.
+    """Quantizes a model repeatedly, leaving operators with wrong weights in float, until all weights are right.
 
     Args:
         make: a function that returns a quantized model in which the operators with the given names stay float.
         exact: the weights that the model must contain (`exact_weights`).
 
     Returns:
-        The cleaned model, and the names of the operators that stay float.
+        The cleaned model, and the names of the operators that stay float because their weights would be wrong.
 
     Raises:
         ValueError: a weight is wrong although its operators should stay float.
@@ -120,7 +120,7 @@ def wrong_weights(model: ir.Model, exact: Mapping[str, Exact]) -> dict[str, str]
     """Compares every dequantized weight of a quantized model with the float weight.
 
     Returns:
-        The reason for each wrong weight, by the weight's name, as a sentence that names the operator.
+        What is wrong with each wrong weight, as a clause, by the weight's name.
     """
     made = {value.name: value for node in model.graph for value in node.outputs}
     found = {name: _why_wrong(model.graph, made, name, one) for name, one in exact.items()}

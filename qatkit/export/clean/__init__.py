@@ -2,8 +2,9 @@
 
     float32.py     converts float16 tensors to float32
     opset.py       converts to another opset
-    fix_shapes.py  fixes the sizes of open axes
+    fix_shapes.py  fixes the sizes of dynamic axes
     fold.py        folds constants, removes no-ops, merges duplicates; join.py: folds operators into convolutions
+    rewrite/       replaces operators by others
     layout.py      puts channels first or last in inputs and outputs
     unshare.py     copies an initializer for each reader
     shapes.py      infers types and shapes of all tensors

@@ -17,7 +17,7 @@ from qatkit_verify.errors import ConfigError, one_line
 
 Feeds = dict[str, NDArray[Any]]
 KEY = "clean.inputs"
-_SIZES = (32, 64, 16, 128, 224, 512, 8, 2, 1)  # sizes that are tried for open axes other than the first
+_SIZES = (32, 64, 16, 128, 224, 512, 8, 2, 1)  # sizes that are tried for dynamic axes other than the first
 _HIGHEST = (3, 1)  # upper bounds of random integers, exclusive; with 1 all are 0
 
 
@@ -47,7 +47,9 @@ def ports(model: ir.Model) -> list[Port]:
 
 
 def drawn(session: ort.InferenceSession, wanted: Sequence[Port]) -> list[Feeds]:
-    """Returns two sets of random inputs that a model accepts; the second has two samples if the first axis is open.
+    """Returns two sets of random inputs that a model accepts.
+
+    The second has two samples if the first axis is dynamic and the model accepts two.
 
     Raises:
         ConfigError: the model accepts none of the sizes that are tried.

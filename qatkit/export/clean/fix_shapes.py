@@ -1,4 +1,4 @@
-"""Fixes sizes of open axes in a file's inputs, which are chosen by the name of a size or the number of an axis."""
+"""Fixes the sizes of dynamic axes in a file's inputs; an axis is chosen by its number or the name of its size."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ def fix_shapes(model: ir.Model, asked: Mapping[str, Any]) -> list[str]:
 
     Args:
         model: the model, changed in place.
-        asked: numbers by the name of a size, or sizes by the name of an input ({input: {2: 224}}).
+        asked: numbers by the name of a size, or sizes by the name of an input ({input: {2: 224}}, {"input[2]": 224} or
+            {input: [1, 3, 224, 224]}).
 
     Returns:
         Lines that say which sizes were fixed.
 
     Raises:
-        ConfigError: a name is neither a size nor an input, an input lacks the axis, the file already has a different
-            size there, or one size gets two values.
+        ConfigError: a name is neither a size nor an input, an input lacks the axis, a size is not an integer of at
+            least 1, the file already has a different size there, or one size gets two values.
     """
     if not isinstance(asked, Mapping):
         raise ConfigError(KEY, asked, "sizes by name ({batch: 1}) or by input ({input: {2: 224}})")

@@ -39,5 +39,5 @@ def taken_names(model: ir.Model) -> set[str | None]:
 
 
 def size_name(size: int | ir.SymbolicDim) -> str | None:
-    """Returns the name of an open size; None for a number, or for a placeholder that exporters write for any size."""
+    """Returns the name of a dynamic size; None for a number, or a placeholder that exporters write for any size."""
     return None if isinstance(size, int) or size.value in (None, "", "?") else size.value

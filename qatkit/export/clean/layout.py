@@ -30,7 +30,8 @@ def change_layout(model: ir.Model, asked: Mapping[str, str]) -> list[str]:
         A line for each changed input or output.
 
     Raises:
-        ConfigError: a name is neither an input nor an output, a layout is unknown, or a tensor has fewer than 3 axes.
+        ConfigError: a name is neither an input nor an output, a layout is unknown, a tensor has fewer than 3 axes or no
+            known shape, or an output is a constant.
     """
     if not isinstance(asked, Mapping):
         raise ConfigError(KEY, asked, "layouts by name ({input: nhwc})")

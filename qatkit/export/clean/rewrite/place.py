@@ -22,7 +22,7 @@ def put(
     inputs: Sequence[ir.Value | None],
     attributes: Mapping[str, Any] | None = None,
 ) -> None:
-    """Replaces a node with one output by an operator; the new output gets the old one's name and type."""
+    """Replaces a node with one output by an operator; the new output gets the name and type of the old output."""
     new = ir.node(operator, inputs, attributes or {}, name=node.name)
     take_over(node.outputs[0], new)
     assert node.graph is not None
@@ -71,7 +71,7 @@ def rank(value: ir.Value | None) -> int | None:
 
 
 def size(value: ir.Value | None, axis: int) -> int | None:
-    """Returns the size of an axis; None if it is open or unknown."""
+    """Returns the size of an axis; None if it is dynamic or unknown."""
     if value is None or value.shape is None:
         return None
     found = value.shape[axis]
