@@ -15,7 +15,7 @@ from qatkit_verify.classification import names_of
 from qatkit_verify.errors import counted
 from qatkit_verify.fitting import by_sides
 
-_WORST = 10  # limit of classes in the table
+_WORST = 10  # largest number of classes, and of skipped operators, that are listed
 
 Report = Mapping[str, Any]
 

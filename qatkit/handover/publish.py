@@ -67,7 +67,8 @@ def check(place: str, name: str, version: str | None) -> None:
         version: the version of the bundle; None if it is known only after the bundle is written.
 
     Raises:
-        ConfigError: the place is not writable, its library is not installed, or the version exists already.
+        ConfigError: the name or version is no folder name, the place is not writable, its library is not
+            installed, or the version exists already.
     """
     _check_names(name, version)
     folder = _folder_of(place)

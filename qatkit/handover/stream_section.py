@@ -1,4 +1,4 @@
-"""The model card's section on the file that takes recordings in chunks: inputs, outputs, chunk lengths, an example."""
+"""The model card's section on the file that reads recordings in chunks: inputs, outputs, chunk lengths, an example."""
 
 from __future__ import annotations
 

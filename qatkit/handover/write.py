@@ -111,7 +111,7 @@ def check_source(run: Path, int8: Path) -> None:
     """Checks that the run of a bundle has a report that describes its files.
 
     Raises:
-        ConfigError: there is no report, or it does not describe a file.
+        ConfigError: there is no report, or a file is not the one that the report describes.
     """
     if not (run / REPORT_FILE).is_file():
         raise ConfigError(
@@ -141,7 +141,7 @@ def write_bundle(source: BundleSource, folder: Path) -> Path:
     """Writes `folder`/bundle or bundle.zip in an atomic step; an existing one is replaced.
 
     Raises:
-        ConfigError: `check_source` raises it, or a key cannot sign.
+        ConfigError: `check_source`, `golden_of` or `find_runtime` raises it, or a key cannot sign.
     """
     check_source(source.run, source.int8)
     clear_parts(folder)
@@ -278,7 +278,7 @@ def preprocess_json(int8: Path, preprocessing: Mapping[str, Any], threads: int) 
 
 
 def ends_json(int8: Path, sample: Iterable[int], threads: int) -> dict[str, Any]:
-    """Returns the entries of preprocess.json on the file's input and output, for samples of a shape."""
+    """Returns the entries of preprocess.json on the file's input and output; `sample` is the shape of a sample."""
     session = open_session(int8, threads=threads)
     ends = integer_io(session)
     (taken, *_), (given, *_) = session.get_inputs(), session.get_outputs()
