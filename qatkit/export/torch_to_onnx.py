@@ -173,7 +173,8 @@ def _free_or_fixed(
         assert isinstance(module, fx.GraphModule)  # only a captured graph has free axes
         fixed = name_functions(at_fixed_sizes(module, tensors, wanted.axes))
         names = ", ".join(f"{axis.name} ({axis.size})" for axis in free)
-        reason = f"these axes are fixed at the example's size: {names}, because {error.problem}"
+        subject = "this axis is" if len(free) == 1 else "these axes are"
+        reason = f"{subject} fixed at the example's size: {names}, because {error.problem}"
         return _model(fixed, tensors, ends, wanted, ()), reason
 
 

@@ -179,7 +179,7 @@ def _distances(x, y, p: float, compute_mode: int | None = None):  # type: ignore
 def _search(boundaries, x, out_int32=False, right=False, side=None, sorter=None):  # type: ignore[no-untyped-def]
     """Translates torch.searchsorted: the number of boundaries before each value."""
     if sorter is not None:
-        raise NotImplementedError("searchsorted with a sorter cannot be expressed in ONNX")
+        raise NotImplementedError("searchsorted with a sorter is not supported")
     rows = boundaries if len(boundaries.shape) == 1 else op.Unsqueeze(boundaries, [-2])
     column = op.Unsqueeze(x, [-1])
     before = op.LessOrEqual(rows, column) if right or side == "right" else op.Less(rows, column)

@@ -61,7 +61,7 @@ def exact_weights(model: ir.Model) -> dict[str, Exact]:
         values, readers = constant(value), value.consumers()
         if values is not None and readers:
             if not np.isfinite(values).all():
-                raise ValueError(f"the weight '{value.name}' of '{readers[0].name}' holds NaN or infinity")
+                raise ValueError(f"the weight '{value.name}' of '{readers[0].name}' contains NaN or infinity")
             found[str(value.name)] = Exact(values, tuple(str(node.name) for node in readers))
     return found
 
@@ -137,7 +137,11 @@ def _why_wrong(graph: ir.Graph, made: Mapping[str | None, ir.Value], name: str, 
         return f"the file would lack the weight '{name}' of '{one.node}'"
     for values, step in forms:
         off = min(_off(values, step, one.values), _off(values.T, step.T, one.values))
-        if not off <= _SLACK:
+        if not np.isfinite(off):
+            return (
+                f"the weight '{name}' of '{one.node}' would have another shape or values that are not finite"
+            )
+        if off > _SLACK:
             return f"the weight '{name}' of '{one.node}' would be wrong by up to {off:.3g} steps of its scale"
     return ""
 

@@ -102,7 +102,10 @@ class FloatFile:
         try:
             write_model(self.model, target)
         except ValueError as error:
-            raise ConfigError("onnx", self.path, f"a model that ONNX Runtime runs ({error})") from error
+            cause = str(error).partition(": ")[2]  # without the name of the written file
+            raise ConfigError(
+                "onnx", self.path, reason=f"ONNX Runtime or onnx's checker can't load it: {cause}"
+            ) from error
 
 
 def layout_of(path: Path, typed: str | None) -> str:
