@@ -115,10 +115,8 @@ def publish(bundle: Path, place: str, name: str, version: str | None = None) -> 
 def _check_names(name: str, version: str | None) -> None:
     for key, value in (("name", name), ("export.version", version)):
         if value is not None and not _NAMES.fullmatch(value):
-            allowed = (
-                "a folder name with export.publish: letters, digits, dots, dashes, underscores and plus signs"
-            )
-            raise ConfigError(key, value, allowed)
+            signs = "up to 128 letters, digits, dots, dashes, underscores and plus signs, starting with a letter or digit"
+            raise ConfigError(key, value, f"a folder name with export.publish: {signs}")
 
 
 def _files(bundle: Path, folder: Path) -> dict[str, Path]:
@@ -220,7 +218,9 @@ def _asked(place: str, question: Callable[[], T]) -> T:
         raise
     except Exception as error:  # errors of botocore, aiohttp or the operating system
         reason = first_line(error) or type(error).__name__
-        raise ConfigError(KEY, place, f"a reachable store that accepts files ({reason[:200]})") from error
+        raise ConfigError(
+            KEY, place, reason=f"the store cannot be reached or refuses the request ({reason[:200]})"
+        ) from error
 
 
 class _Upload:
@@ -308,7 +308,7 @@ class _Upload:
 
     def _at_work(self) -> ConfigError:
         told = _told(self._read(self.claim) or b"")
-        who = f"process {told.get('process')} on {told.get('host')}"
+        who = f"process {told.get('process')} on {told.get('host')}" if told else "another process"
         reason = (
             f"{who} is publishing this version in {self._where()}; wait for its end or choose another version"
         )

@@ -119,17 +119,18 @@ def check_source(run: Path, int8: Path) -> None:
         )
     told = {one["name"]: one["sha256"] for one in read_json(run / REPORT_FILE)["files"]}
     if entry(int8.parent, int8.name).sha256 not in told.values():
-        allowed = f"the file that {run / REPORT_FILE} describes; {int8.name} is another, by other settings or versions"
-        raise ConfigError("export.bundle", True, allowed)
+        reason = f"{int8.name} is not the file that {run / REPORT_FILE} describes"
+        fix = "export with the settings and versions of the run"
+        raise ConfigError("export.bundle", True, reason=f"{reason}; {fix}")
     for name in (FLOAT_FILE, CONFIG_FILE):
         if (run / name).is_file() and changed_since_its_report(run / name):
             raise ConfigError(
-                "export.bundle", True, f"{run / name} as the run wrote it; it has other contents"
+                "export.bundle", True, reason=f"{run / name} has changed since the run wrote it"
             )
     for beside in (nms_file(int8), stream_file(int8)):
         if beside.is_file() and beside.name in told and _digest(beside) != told[beside.name]:
-            allowed = f"{beside} as {run / REPORT_FILE} describes it; it has other contents"
-            raise ConfigError("export.bundle", True, allowed)
+            reason = f"{beside} has changed since {run / REPORT_FILE} was written"
+            raise ConfigError("export.bundle", True, reason=reason)
 
 
 def _digest(path: Path) -> str:
