@@ -25,7 +25,7 @@ from qatkit.records.analysis import Comparison
 from qatkit.records.results import Divergence
 from qatkit.verify.divergence import dequantized, first_divergence
 from qatkit.verify.parity import whole_pixels
-from qatkit_verify.errors import ConfigError
+from qatkit_verify.errors import ConfigError, counted
 from qatkit_verify.session import integer_io, open_session
 
 
@@ -116,5 +116,5 @@ def divergence_in_words(found: Divergence) -> str | None:
     where = f" of '{found.operator}'" if found.operator else ""
     return (
         f"'{found.first.name}'{where}: {100 * found.first.mismatching:.3g} % of its values differ, by up to"
-        f" {found.first.max_steps} steps"
+        f" {counted(found.first.max_steps, 'step')}"
     )
