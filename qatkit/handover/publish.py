@@ -115,8 +115,9 @@ def publish(bundle: Path, place: str, name: str, version: str | None = None) -> 
 def _check_names(name: str, version: str | None) -> None:
     for key, value in (("name", name), ("export.version", version)):
         if value is not None and not _NAMES.fullmatch(value):
-            signs = "up to 128 letters, digits, dots, dashes, underscores and plus signs, starting with a letter or digit"
-            raise ConfigError(key, value, f"a folder name with export.publish: {signs}")
+            signs = "up to 128 letters, digits, dots, dashes, underscores and plus signs"
+            allowed = f"a folder name with export.publish: {signs}, starting with a letter or digit"
+            raise ConfigError(key, value, allowed)
 
 
 def _files(bundle: Path, folder: Path) -> dict[str, Path]:
@@ -346,8 +347,8 @@ def main(typed: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("bundle", type=Path, help="a run's bundle: a folder, a zip, or an encrypted zip")
     parser.add_argument("place", help="a folder, or a URL such as s3://bucket/prefix")
-    parser.add_argument("--name", required=True)
-    parser.add_argument("--version")
+    parser.add_argument("--name", required=True, help="name of the bundle at the place")
+    parser.add_argument("--version", help="version of the bundle (default: start of the manifest's SHA-256)")
     parser.add_argument("--key", help="key file of an encrypted bundle; it is not published")
     given = parser.parse_args(typed)
     try:
