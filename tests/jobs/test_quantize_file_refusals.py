@@ -215,7 +215,8 @@ def test_an_unknown_operator_is_named_with_its_domain_and_node(
     with pytest.raises(ConfigError) as raised:
         quantize_file.quantize(settings(path, "dynamic", tmp_path / "run"))
     message = str(raised.value)
-    assert message.startswith(f"onnx={path}: ONNX Runtime {ort.__version__} can't load it: ")
+    told = r"(ONNX Runtime [\d.]+ can't load|onnx's checker refuses) it: "
+    assert re.match(told, message.removeprefix(f"onnx={path}: "))
     assert {"Mystery", "acme"} | named <= set(re.findall(r"\w+", message))
     assert "\n" not in message and tempfile.gettempdir() not in message.replace(str(tmp_path), "")
 
