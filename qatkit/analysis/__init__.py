@@ -2,10 +2,10 @@
 
     isolation     measures the loss from the weights, from the activations, and from both
     sensitivity   quantizes each weight and activation on its own, and leaves each on its own float
-    estimate      estimates the sensitivity by one pass forward and backward
+    estimate      estimates the sensitivity by a forward pass, and a backward pass for some of the images
     tensors       compares every tensor in float, in simulation and in ONNX Runtime (`runtime_tensors`)
 
-Public functions take a prepared `fx.GraphModule` (`qatkit.graph.prepare`) whose ranges are set, and batches
-of (inputs, labels). They return the plain records of `qatkit.records.analysis`. They do not change the graph:
-its modes and phases are restored.
+Public functions accept a prepared `fx.GraphModule` (`qatkit.graph.prepare`) whose ranges are set, and batches of
+(inputs, labels); those that compare tensors accept batches of inputs. They return the plain records of
+`qatkit.records.analysis`. They do not change the graph: its modes and phases are restored.
 """

@@ -104,7 +104,7 @@ class _Classes:
         self._right: dict[str, dict[int, int]] = {}
 
     def add(self, side: str, decided: Tensor, labels: Any) -> None:
-        """Adds the decisions [rows] of one batch with their labels; does nothing without labels."""
+        """Adds the decisions [rows] of one batch with their labels; does nothing without an integer label for each."""
         truth = None if labels is None else torch.as_tensor(labels).reshape(-1).to(decided.device)
         if truth is None or truth.is_floating_point() or len(truth) != len(decided):
             return
@@ -135,7 +135,7 @@ def _count(into: dict[int, int], labels: Tensor) -> None:
 
 
 def advice(outcomes: Mapping[str, Outcome], task: TaskNames = NAMES) -> str:
-    """Returns one line with the loss of each side, and the side that causes most of the loss."""
+    """Returns one line with the loss of each side, and the side that causes most of the loss (or that both do)."""
     weights, activations = outcomes["weights"], outcomes["activations"]
     told = "; ".join(
         f"only {name} quantized: {_lost(outcomes['float'], outcomes[name], task)}"

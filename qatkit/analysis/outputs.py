@@ -28,7 +28,19 @@ Outputs = Sequence[Tensor]
 
 @dataclass
 class Sums:
-    """The sums over the batches of one quantized graph or file; `signal` and `noise` have one number per output."""
+    """The sums over the batches of one quantized graph or file.
+
+    Attributes:
+        images: the number of images.
+        rows: the number of rows.
+        same: the number of rows with the same decision as float.
+        labelled: the number of rows with a label.
+        right: the number of rows whose decision is their label.
+        divergence: the sum of the divergences of all rows, in nats.
+        entropy: the sum of the cross-entropies of the labelled rows, in nats.
+        signal: the sum of squares of each float output.
+        noise: the sum of squared errors of each output.
+    """
 
     images: int = 0
     rows: int = 0
@@ -74,7 +86,7 @@ class Exact:
         labels: the labels of the images [N] or of all pixels [N, H, W]; None if there are none.
 
     Attributes:
-        outputs: the floating-point outputs.
+        outputs: the floating-point outputs; if there are none, the first output as float64.
     """
 
     def __init__(self, outputs: Outputs, labels: Any = None) -> None:

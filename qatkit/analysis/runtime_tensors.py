@@ -25,7 +25,7 @@ from qatkit.records.analysis import Comparison
 from qatkit.records.results import Divergence
 from qatkit.verify.divergence import dequantized, first_divergence
 from qatkit.verify.parity import whole_pixels
-from qatkit_verify.errors import ConfigError
+from qatkit_verify.errors import ConfigError, counted
 from qatkit_verify.session import integer_io, open_session
 
 
@@ -46,13 +46,13 @@ class RuntimeTensors:
     threads: int = 2
 
     def images(self, batches: Iterable[Any]) -> list[Tensor]:
-        """Returns the images as the file reads them; a file that takes uint8 pixels gets the nearest integer pixels."""
+        """Returns the images as the file reads them; a file that reads uint8 pixels gets the nearest integer pixels."""
         session = open_session(self.file, threads=self.threads, optimize=False, options=self.options)
         ends = integer_io(session)
         return [torch.as_tensor(np.asarray(whole_pixels(one, ends), np.float32)) for one in batches]
 
     def values(self, batches: Iterable[Any]) -> Iterator[dict[str, Tensor]]:
-        """Yields the dequantized tensors of each batch, by the paths of their quantizers."""
+        """Yields the dequantized tensors of each batch, by the path of their quantizer (its first call)."""
         first = {path: calls[0] for path, calls in self.reference.file_names(self.file).items() if 0 in calls}
         for images in batches:
             found = dequantized(
@@ -91,7 +91,7 @@ def compared_with_file(
         at: the sites to compare; all by default.
 
     Returns:
-        The comparison. If ONNX Runtime fails, it has a note with the reason instead of ONNX Runtime's values.
+        The comparison. If ONNX Runtime fails, a note has the reason, and values of ONNX Runtime are missing.
     """
     images = runtime.images(batches)
     tensors = Tensors(graph_module, images, at)
@@ -116,5 +116,5 @@ def divergence_in_words(found: Divergence) -> str | None:
     where = f" of '{found.operator}'" if found.operator else ""
     return (
         f"'{found.first.name}'{where}: {100 * found.first.mismatching:.3g} % of its values differ, by up to"
-        f" {found.first.max_steps} steps"
+        f" {counted(found.first.max_steps, 'step')}"
     )

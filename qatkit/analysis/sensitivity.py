@@ -138,7 +138,7 @@ def ranked(rows: Iterable[SensitivityRow], by: str = "loss", direction: str = ON
 
     Args:
         rows: rows from `sensitivity` or `estimate`.
-        by: the metric to sort by: "loss", "sqnr", "agreement" or the key of the task's main metric.
+        by: the metric to sort by: "loss", "sqnr", "agreement" or "top1".
         direction: "only" or "all but".
 
     Raises:

@@ -43,7 +43,7 @@ class Switch:
 
     @property
     def operator(self) -> QATOperator | None:
-        """The Conv or Linear whose weight it switches; None for any other switch."""
+        """The operator whose weight is switched; None for activations, tables and recurrent layers."""
         module = module_of(self.node)
         return module if isinstance(module, QATOperator) else None
 

@@ -312,7 +312,7 @@ def _add_weight(one: _Site, walker: PreparedInterpreter) -> None:
 
 
 def _ends_of(one: _Site, walker: PreparedInterpreter) -> tuple[float, float, float]:
-    """Returns the lowest and the highest value of the type, and the step; the largest over per-channel scales."""
+    """Returns the lowest and the highest value that the type represents, and the largest step, over all scales."""
     operator = one.switch.operator
     if operator is None:
         record = one.quantizer.range_record()

@@ -20,7 +20,7 @@ _OPERATOR, _ATTRIBUTE = "MatMulNBits", "accuracy_level"
 
 
 def level_of(path: Path) -> int:
-    """Returns the highest accuracy level of a file's MatMulNBits nodes."""
+    """Returns the highest accuracy level of a file's MatMulNBits nodes; 0 if none of them sets a level."""
     nodes = onnx.load(path).graph.node
     return max((one.i for node in nodes for one in node.attribute if one.name == _ATTRIBUTE), default=FLOAT)
 

@@ -1,4 +1,4 @@
-"""Writes a file that takes uint8 pixels and gives 8-bit outputs, for devices that have only integers.
+"""Writes a file that accepts uint8 pixels and returns 8-bit outputs, for devices that have only integers.
 
     input float → Q → …                     pixels uint8 → DQ(1/255) → depthwise Conv 1x1 → Q → …
     … → output float                        … → Q → output, uint8 or int8 like the file's other tensors
@@ -10,7 +10,8 @@ for ties. The only further error is the rounding of the int32 bias (1/254 of a p
 Folding the normalization into the first Conv would be less exact. Its padding has one zero point for all channels,
 which differs from their means, and its weights would be rounded a second time.
 
-The range of the output comes from the calibration images. The scales at both ends are stored in the file's metadata.
+The range of the output comes from the calibration images. The normalization of the input and the scale of the output
+are stored in the file's metadata.
 """
 
 from __future__ import annotations
@@ -54,8 +55,13 @@ def to_integer_io(
         mean, std: the normalization of pixels in 0..1, with one number per channel.
         ends_of_output: the lowest and the highest output that the file can represent; others are clipped.
 
+    Returns:
+        The description of the integer input and output, as stored in the file's metadata.
+
     Raises:
-        ConfigError: the input is not a batch of images, or its first operator does not quantize it to 8 bits.
+        ConfigError: the file has several inputs or outputs, the input is not a batch of images, an operator other than
+            one QuantizeLinear to 8 bits reads it, or the output is already quantized to another type.
+        ValueError: the checker or ONNX Runtime refuses the file.
     """
     model = ir.load(source)
     graph = model.graph

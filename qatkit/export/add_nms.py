@@ -31,12 +31,13 @@ def add_nms(source: Path, target: Path, how: Suppression) -> None:
         how: the limits of score, overlap and number by which boxes are kept.
 
     Raises:
-        ConfigError: the outputs are not boxes and scores of these shapes.
+        ConfigError: the file does not have exactly two outputs, or one of them does not have 3 axes.
+        ValueError: the checker or ONNX Runtime refuses the new file.
     """
     model = ir.load(source)
     graph = model.graph
     if len(graph.outputs) != 2 or any(len(one.shape or ()) != 3 for one in graph.outputs):
-        told = ", ".join(f"{one.name} {list(one.shape or ())}" for one in graph.outputs)
+        told = ", ".join(map(_described, graph.outputs))
         wanted = "boxes [N, boxes, 4] and scores [N, boxes, classes]"
         allowed = f"false, because the outputs are not {wanted} but {told}"
         raise ConfigError("export.nms", True, allowed)
@@ -72,3 +73,8 @@ def add_nms(source: Path, target: Path, how: Suppression) -> None:
     graph.outputs.insert(0, result)
     model.metadata_props[METADATA_KEY] = json.dumps(asdict(how))
     write_model(model, target)
+
+
+def _described(output: ir.Value) -> str:
+    sizes = (str(size) if isinstance(size, int) else size.value or "?" for size in output.shape or ())
+    return f"{output.name} [{', '.join(sizes)}]"

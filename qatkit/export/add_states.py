@@ -30,6 +30,9 @@ _PLACES = {"": (5, 1), "_cell": (6, 2)}
 def add_states(source: Path, target: Path) -> Stream:
     """Writes `source` with the states of its LSTM, GRU and RNN as inputs and outputs to `target`, atomically.
 
+    Returns:
+        The axis that is cut into chunks and the names of the states, as stored in the file's metadata.
+
     Raises:
         ConfigError: the file has no such layer, a layer reads backwards, the file has several inputs, or it does not
             have exactly one free axis besides the batch.

@@ -1,4 +1,4 @@
-"""Runs the converted module as the reference for a file: gives its outputs, and its integers by the file's names.
+"""Runs the converted module as the reference for a file: its outputs, and its quantized tensors by name in the file.
 
 The exporter names a node by the path of its module (`qatkit.export.node_names`), so the QuantizeLinear of a pair
 at "conv1_quant" is "conv1_quant/QuantizeLinear" in the file. A pair that is called several times has several

@@ -4,7 +4,7 @@
     past_0_key [N, H, P, D], ...              ├──> attention_mask [N, P + T], past_key_values.0.key, present.0.key
                                              ─┘
 
-Sources: the inputs of files that optimum exports, and of onnxruntime-genai's configuration.
+Sources: the inputs of files that optimum exports, and the names in onnxruntime-genai's configuration.
 """
 
 from __future__ import annotations

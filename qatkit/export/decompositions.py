@@ -31,6 +31,9 @@ def decomposed_where_needed(way_out: str = "") -> Iterator[None]:
 
     Args:
         way_out: advice for the end of the error message about an operator that needs a fixed size.
+
+    Raises:
+        ValueError: an operator of the program needs a fixed size.
     """
     try:
         from torch.onnx._internal.exporter import _fx_passes
@@ -201,7 +204,7 @@ def _same(size: Any, other: Any) -> bool:
 
 
 def _made(node: fx.Node, target: Any, arguments: tuple[Any, ...], value: Any) -> fx.Node:
-    """Adds a call at the insertion point, with the metadata of `node`, which it helps to replace."""
+    """Adds a call at the insertion point, with the metadata of `node` but another value."""
     made = node.graph.call_function(target, arguments)
     made.meta.update(node.meta, val=value)
     return made

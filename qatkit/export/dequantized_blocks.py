@@ -77,7 +77,8 @@ class _Product:
         self.graph, self.node = graph, node
         names = ("N", "K", "bits", "block_size")
         self.out, self.inputs, self.bits, self.block = (node.attributes[name].as_int() for name in names)
-        # ONNX Runtime 1.31.1 computes wrong products with 2-bit weights unless the outputs are a multiple of 4.
+        # ONNX Runtime 1.31.1 computes wrong products with 2-bit weights unless the number of outputs is a multiple
+        # of 4.
         self.by_inputs = self.bits != 2 or self.out % 4 == 0
 
     def rewrite(self) -> None:

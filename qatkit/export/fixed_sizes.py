@@ -24,11 +24,11 @@ _OF_SIZES = ("getitem", "pad", "constant_pad_nd", "narrow", "reshape", "view", "
 def at_fixed_sizes(
     graph_module: fx.GraphModule, tensors: Sequence[Tensor], axes: Sequence[int | None]
 ) -> fx.GraphModule:
-    """Returns a copy of a graph that takes only inputs of the sizes of `tensors`.
+    """Returns a copy of a graph that accepts only inputs of the sizes of `tensors`.
 
     Args:
         graph_module: the graph.
-        tensors: example inputs of the graph, which have the sizes.
+        tensors: example inputs of the graph.
         axes: the batch axis of each input, whose size stays free; None for an input without a batch axis.
     """
     found = copy.deepcopy(graph_module, large_tensors(graph_module))

@@ -44,10 +44,12 @@ def float16(source: Path, target: Path, batches: Iterable[Any] = ()) -> LeftFloa
             empty.
 
     Returns:
-        The operators that stay float32, because float16 cannot hold their values.
+        The operators that stay float32 because float16 cannot represent their values or weights; the operators of the
+        final probabilities are not listed.
 
     Raises:
-        ValueError: on `batches` the float16 file gives NaN or infinity where the float file gives finite numbers.
+        ValueError: on `batches` the float16 file gives NaN or infinity where the float file gives finite numbers, a
+            weight is not finite, or the checker or ONNX Runtime refuses the file.
     """
     given = list(batches)
     model = prepared(source)

@@ -30,13 +30,13 @@ def float_graph(path: Path, model: ir.Model, opset: int) -> ir.Model:
         opset: the opset to which a model of a lower opset is upgraded.
 
     Raises:
-        ConfigError: the model has no weights to quantize, has them only in branches or loops, or cannot be upgraded.
+        ConfigError: the model has no weights to quantize, has some in branches or loops, cannot be upgraded, or has
+            branches and cannot be loaded by ONNX Runtime.
     """
     folded = _folded(path, model) if _branched(model.graph) else None
     if folded is not None and (hidden := _branched(folded.graph)):
-        allowed = (
-            f"a model with its Conv, Gemm and MatMul nodes in the main graph; this one has some in {hidden}"
-        )
+        own = f"this one has some inside {hidden} nodes"
+        allowed = f"a model with its Conv, Gemm and MatMul nodes in the main graph; {own}"
         raise ConfigError("onnx", path, allowed)
     before = model.opset_imports.get("", 0)
     if before < opset:
@@ -75,8 +75,7 @@ def _folded(path: Path, model: ir.Model) -> ir.Model:
         try:
             return prepared(Path(folder) / "model.onnx")
         except ConfigError as error:
-            reason = error.problem.partition("can't load it: ")[2]
-            raise ConfigError("onnx", path, f"a model that ONNX Runtime runs ({reason})") from error
+            raise ConfigError("onnx", path, reason=error.problem) from error
 
 
 def _graphs(node: ir.Node) -> list[ir.Graph]:
@@ -100,9 +99,8 @@ def upgraded(path: Path, model: onnx.ModelProto, before: int, opset: int) -> ir.
     try:
         found = ir.from_proto(version_converter.convert_version(model, opset))
     except Exception as error:
-        own = f"this one has opset {before} and cannot be upgraded ({one_line(error)})"
-        reason = f"a model of opset {opset} or higher; {own}"
-        raise ConfigError("onnx", path, reason) from error
+        reason = f"onnx cannot upgrade the model from opset {before} to {opset} ({one_line(error)})"
+        raise ConfigError("onnx", path, reason=reason) from error
     _restore_names(model, found.graph)
     if before <= _ASYMMETRIC:
         _keep_asymmetric(found.graph)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from qatkit_verify.feeds import feeds
 from qatkit_verify.session import open_session
 
-_UNKNOWN = (1, 3, 224, 224)  # the sizes of an input for axes that are open in the file
+_UNKNOWN = (1, 3, 224, 224)  # the sizes of dynamic axes; smaller sides are tried first
 _LEAST_SIDE = 32
 
 
@@ -85,9 +85,9 @@ def ranges(model: ir.Model, batches: Iterable[Any]) -> dict[str, Range]:
 
 
 def nodes_of_infinity(model: ir.Model, batches: Iterable[Any]) -> list[ir.Node]:
-    """Returns the operators that read or compute infinities (masks, pads, open bounds), which cannot be quantized.
+    """Returns the operators that read or compute infinities (masks, pads, open bounds) or NaN.
 
-    If the model has no infinite constants, the result is empty, and the model is not run.
+    Such values cannot be quantized. If all constants are finite, the result is empty, and the model is not run.
     """
     held = (value.const_value for value in model.graph.initializers.values())
     floats = (one.numpy() for one in held if one is not None and one.dtype == ir.DataType.FLOAT)

@@ -33,7 +33,11 @@ RECURRENT = ("LSTM", "GRU", "RNN")
 
 
 def prepared(source: Path) -> ir.Model:
-    """Returns the prepared model of a float file."""
+    """Returns the model of a float file after folding, inlining, naming and the rewriting of Gemms and tensor names.
+
+    Raises:
+        ConfigError: ONNX Runtime cannot load the file.
+    """
     with tempfile.TemporaryDirectory() as folder, quiet():
         inlined = ir.from_proto(onnx.load(str(source)))
         common.InlinePass()(inlined)
@@ -93,7 +97,7 @@ def weights(model: ir.Model) -> dict[ir.Value, int]:
 
 
 def recurrent_weights(model: ir.Model) -> list[ir.Value]:
-    """Returns the float weights W and R [directions, gates · size, inputs] of LSTM, GRU and RNN."""
+    """Returns the float weights of LSTM, GRU and RNN: W [directions, gates · size, inputs], R with `size` inputs."""
     nodes = (node for node in model.graph if node.op_type in RECURRENT and not node.domain)
     found = (value for node in nodes for value in (operand(node, 1), operand(node, 2)))
     held = {value: stored(value) for value in found if value is not None}
@@ -103,7 +107,7 @@ def recurrent_weights(model: ir.Model) -> list[ir.Value]:
 
 
 def weight_rank(node: ir.Node) -> int:
-    """Returns the number of axes of a MatMul's constant operand; 0 for any other node."""
+    """Returns the number of axes of a MatMul's second operand if this is constant; otherwise 0."""
     tensor = stored(operand(node, 1)) if node.op_type == "MatMul" else None
     return 0 if tensor is None else len(tensor.shape)
 

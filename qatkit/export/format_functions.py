@@ -177,7 +177,7 @@ def _block_scale(form: Format) -> list[str]:
 
 
 def _rounded(x: str, y: str, element: Element, tag: str) -> list[str]:
-    """Returns the lines that round magnitudes to an element, with saturation; the result for NaN is undefined."""
+    """Returns the lines that round magnitudes to an element type, with saturation; NaN gives an undefined result."""
     return [
         *_number(f"{tag}_high", element.maximum),
         f"{tag}_fits = Less({x}, {tag}_high)",
@@ -190,7 +190,7 @@ def _rounded(x: str, y: str, element: Element, tag: str) -> list[str]:
 
 
 def _steps(x: str, y: str, element: Element, tag: str) -> list[str]:
-    """Returns the lines for the spacing of an element's numbers at each magnitude, by comparisons if there are few."""
+    """Returns the lines for the spacing of an element type at each magnitude, by comparisons if spacings are few."""
     least, largest = element.least_exponent, element.largest_exponent
     spacings = [math.ldexp(1.0, exponent - element.mantissa_bits) for exponent in range(least, largest + 1)]
     if len(spacings) > _FEW:

@@ -44,7 +44,7 @@ def rename_inner(model: ir.Model) -> None:
 
 
 def hide_ends(model: ir.Model) -> dict[str, str]:
-    """Renames inputs and outputs with such names until `restore_ends` is called; returns old names by new names."""
+    """Renames inputs and outputs whose names a tool could use, until `restore_ends`; returns old names by new ones."""
     taken, hidden = tensor_names(model), dict[str, str]()
     for number, value in enumerate(dict.fromkeys((*model.graph.inputs, *model.graph.outputs))):
         if value.name and _TOOLS_OWN.search(value.name):
@@ -54,7 +54,7 @@ def hide_ends(model: ir.Model) -> dict[str, str]:
 
 
 def restore_ends(model: ir.Model, hidden: dict[str, str]) -> None:
-    """Gives inputs and outputs their original names again; a tensor of the tool with such a name is renamed."""
+    """Gives inputs and outputs their original names again; a tensor of the tool with one of them is renamed."""
     graph = model.graph
     ends = {str(value.name): value for value in (*graph.inputs, *graph.outputs)}
     inner = [*graph.initializers.values(), *(value for node in graph for value in node.outputs)]

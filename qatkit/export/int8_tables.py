@@ -23,7 +23,7 @@ _LEAST = 1 << 16  # smallest size in bytes for which the additional operators ar
 
 
 def tables(model: ir.Model) -> list[ir.Value]:
-    """Returns the float matrices that are read only by Gathers of rows."""
+    """Returns the float matrices of at least 64 KiB that are read only by Gathers of rows."""
     found = dict.fromkeys(
         value
         for node in model.graph

@@ -97,9 +97,10 @@ def _layout(value: ir.Value, axis: int) -> Scales:
 
 
 def _in_int8(graph: ir.Graph, value: ir.Value, scales: Scales, taken: set[str | None]) -> list[ir.Node]:
-    """Replaces a weight by int8 values, and returns the nodes that dequantize it; the last result has its name.
+    """Replaces a weight by int8 values, and returns the nodes that dequantize it.
 
-    If the file would not become smaller, nothing changes and the list is empty.
+    The last node's output has the weight's name. If the file would not become smaller, nothing changes and the list is
+    empty.
     """
     name, held = str(value.name), _array(value)
     values = held.reshape(scales.shape)

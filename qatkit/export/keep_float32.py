@@ -1,8 +1,8 @@
 """Finds the operators whose values float16 cannot hold, from the ranges of a float run. They compute in float32.
 
-- Too large: operators that make or read a tensor or constant beyond 65504. For activations the limit is half of that,
-  since other images may give larger values.
-- Too small: operators that make or read a tensor whose values are all below the normal numbers of float16, or a
+- Too large: operators that compute or read a tensor or constant beyond 65504. For activations the limit is half of
+  that, since other images may give larger values.
+- Too small: operators that compute or read a tensor whose values are all below the normal numbers of float16, or a
   constant that float16 changes by more than 5 %.
 - Sensitive near zero: a Log, denominator, root or power that grows without bounds near zero. Small values matter there,
   so the operators that compute them stay float32 as well, including one that adds an epsilon. The chain ends at the
@@ -99,7 +99,10 @@ def _grows_near_zero(node: ir.Node) -> bool:
 
 
 def _small_makers(value: ir.Value, ranges: Mapping[str, Range]) -> Iterator[ir.Node]:
-    """Yields the operators that compute a tensor's small values, going upwards while tensors are never negative."""
+    """Yields the operators that compute a tensor's small values.
+
+    The search goes on to their inputs while these have small values and no negative ones.
+    """
     waiting, seen, first = [(value, 0)], {value}, True
     while waiting:
         one, depth = waiting.pop()
@@ -132,6 +135,6 @@ def _epsilon_path(value: ir.Value, depth: int = 8) -> list[ir.Node]:
 
 
 def _is_kept(number: float) -> bool:
-    """Returns whether float16 holds a small number with a relative error of at most 5 %."""
+    """Returns whether float16 represents a number with a relative error of at most 5 %; only small ones may fail."""
     small = 0 < abs(number) < _NORMAL
     return not small or abs(float(np.float16(number)) - number) <= _KEPT * abs(number)

@@ -36,15 +36,15 @@ def why_larger(given: Path, written: Path) -> str | None:
     reasons = []
     if computed:
         reasons.append(
-            f"{_bytes(computed)} hold integers of weights that the float file computes from smaller constants"
+            f"{_bytes(computed)} are integers of weights that the float file computes from smaller constants"
         )
     if kept:
         reasons.append(
-            f"{_bytes(kept)} hold integers of weights that float operators read as well, so both copies are needed"
+            f"{_bytes(kept)} are integers of weights that float operators read as well, so both copies are needed"
         )
     nodes = sum(_of_nodes(one.graph) * sign for one, sign in ((after, 1), (before, -1)))
     if nodes > 0:
-        reasons.append(f"{nodes / 1e3:.0f} kB hold QuantizeLinear and DequantizeLinear nodes and their names")
+        reasons.append(f"{nodes / 1e3:.0f} kB are QuantizeLinear and DequantizeLinear nodes and their names")
     told = f"the INT8 file is {(sizes[1] - sizes[0]) / 1e3:.0f} kB larger than the float file"
     return f"{told}: {'; '.join(reasons)}" if reasons else told
 

@@ -30,7 +30,7 @@ def last_probabilities(model: ir.Model) -> list[str]:
 
 
 def _probable(value: ir.Value | None) -> bool:
-    """Returns whether a tensor holds probabilities.
+    """Returns whether a tensor contains probabilities.
 
     A Concat contains probabilities if one of its inputs does. A product (objectness times class) is a probability if
     both factors are.

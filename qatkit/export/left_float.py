@@ -17,8 +17,8 @@ class LeftFloat(NamedTuple):
     """The operators that a mode leaves in float.
 
     Attributes:
-        names: the names of the operators.
-        notes: one line for the report for each reason.
+        names: the names of the operators, except recurrent ones in branches and loop bodies.
+        notes: one line for the report for each reason other than the mode's design.
     """
 
     names: list[str]

@@ -31,7 +31,10 @@ class Levelled:
 
 
 def levelled(model: ir.Model) -> dict[str, Levelled]:
-    """Divides each filter of every Conv by its range, in place; returns the changes by the weight's name."""
+    """Divides each filter of a Conv by its range, in place, and returns the changes by the weight's name.
+
+    Depthwise weights, and weights that other operators or branches read, do not change.
+    """
     found = {}
     for name, value in model.graph.initializers.items():
         users = value.consumers()

@@ -5,8 +5,8 @@ that introduced this form. It is applied only if a lower opset is requested, so 
 
 The rules are in two modules: `older_forms` writes older forms of the same operator, and `older_operators` writes
 operators in terms of older ones. If an older form differs only in types, the operator gets Casts, provided that the
-older types hold the same numbers. An operator without a rule or a form in the requested opset is refused, and the error
-names the lowest opset that has one.
+older types represent the same numbers. An operator that has neither a rule nor a form in the requested opset is
+refused, and the error names the lowest opset that has a form.
 
 Source of every difference: the operator changelog of the ONNX specification.
 """
@@ -29,7 +29,9 @@ _RULES: dict[str, list[tuple[int, Rule]]] = {**FORMS, **OPERATORS}
 
 
 def lower(model: ir.Model, opset: int) -> None:
-    """Rewrites `model` (opset 18) in place to `opset` 13 to 17; does nothing for 18 and higher.
+    """Rewrites `model` in place from opset 18, or `opset` if this is higher, to `opset`.
+
+    From 18 on, only operators whose forms are newer than `opset` change (16-bit quantizers before 21).
 
     Raises:
         ConfigError: a node has no form in `opset`; the message names the node and the lowest opset that has one.

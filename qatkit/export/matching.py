@@ -59,7 +59,7 @@ def clip_bounds(node: ir.Node) -> tuple[float | None, float | None]:
 
 
 def is_open(node: ir.Node, end: str) -> bool:
-    """Returns whether a bound (`end` is "min" or "max") of a Clip of floats is omitted or infinite."""
+    """Returns whether a bound (`end` is "min" or "max") of a float Clip is omitted, infinite or float32's limit."""
     place = 1 if end == "min" else 2
     if len(node.inputs) > place and node.inputs[place] is not None:
         bound = number(node.inputs[place])

@@ -1,8 +1,8 @@
 """Names nodes by the path of their module and their operator ("layer1.0.conv1/Conv").
 
 A tensor is named after the node that computes it, and a weight keeps its name in the module ("layer1.0.conv1.weight").
-Any other constant is named after the first node that reads it and its operand there ("flatten/Reshape.shape"). A node
-without a module, such as the batch size that torch reads from the input, belongs to the module of its reader.
+Any other constant is named after the first node that reads it and this node's operand ("flatten/Reshape.shape"). A node
+without a module, such as the one that computes the batch size of the input, belongs to the module of its reader.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Call(nn.Module):
 def name_functions(graph_module: fx.GraphModule) -> fx.GraphModule:
     """Returns a copy of a graph in which every function is a module at the path of its site.
 
-    If a module without tensors is called several times (one ReLU for a whole block), each further call gets its own.
+    If a module without tensors is called several times (one ReLU for a whole block), each further call gets a copy.
     """
     named = copy.deepcopy(graph_module, large_tensors(graph_module))
     called: set[str] = set()
@@ -113,7 +113,10 @@ def name_nodes(model: ir.Model, kept: Collection[str]) -> None:
 
 
 def _operand_name(value: ir.Value, opset: int) -> str:
-    """Returns NODE.OPERAND for a constant: its first reader, and the name of this reader's input in ONNX."""
+    """Returns NODE.OPERAND for a constant, where NODE is its first reader.
+
+    OPERAND is the last part of a name with slashes, else the name of the reader's input in ONNX, else its index.
+    """
     node, index = next(iter(value.uses()))
     what = str(value.name).rpartition("/")[2] if "/" in str(value.name) else ""
     if not what and onnx.defs.has(node.op_type, opset, node.domain):
@@ -130,7 +133,7 @@ def _free_name(name: str, taken: set[str | None]) -> str:
 
 
 def _scopes(graph: ir.Graph) -> dict[ir.Node, str]:
-    """Returns the module path of each node; a node without one gets the path of the next node after or before it."""
+    """Returns the module path of each node; a node without one gets that of a reader, or else of a producer."""
     known = {node: scope for node in graph if (scope := _scope(node)) is not None}
     for node in reversed(graph):
         readers = (reader for value in node.outputs for reader in value.consumers())
@@ -147,7 +150,7 @@ def _inherit(known: dict[ir.Node, str], node: ir.Node, others: Iterable[ir.Node]
 
 
 def _scope(node: ir.Node) -> str | None:
-    """Returns the innermost module path in the exporter's metadata, whose last entry is the fx node, or None."""
+    """Returns the innermost module path in the exporter's metadata, or None; the metadata end with the fx node."""
     scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))
     return str(scopes[-2]) if len(scopes) > 1 and scopes[0] == "" else None
 

@@ -94,7 +94,7 @@ def _shape(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _reshape(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Removes allowzero if the shape has no zero, because it has no effect then."""
+    """Removes allowzero, which matters only if the shape has a zero; computed shapes are assumed to have none."""
     wanted = ints(node.inputs[1])
     if node.attributes.get_int("allowzero", 0) and wanted is not None and 0 in wanted:
         raise Newer("reshapes to an empty tensor")
@@ -155,7 +155,7 @@ def _recurrent(node: ir.Node, builder: tape.Tape) -> list[ir.Value] | None:
 
 
 def _pool_of_powers(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Removes the attributes for rounding and dilations of LpPool if they are defaults; others have no older form."""
+    """Removes ceil_mode and dilations of LpPool if they have their default values; others have no older form."""
     if not node.attributes.get_int("ceil_mode", 0):
         node.attributes.pop("ceil_mode", None)
     if all(step == 1 for step in node.attributes.get_ints("dilations", [])):

@@ -74,7 +74,7 @@ def _cast_like(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _triangle(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Computes Trilu: keeps x where column - row is at most k (for the upper triangle: at least k), zero elsewhere."""
+    """Computes Trilu: keeps x where column - row is at most k (upper triangle: at least k), and sets the rest to 0."""
     x, k = node.inputs[0], given(node, 1)
     rows, columns = (_positions(node, builder, axis) for axis in (-2, -1))
     limit = rows if k is None else builder.op("Add", [rows, k])
@@ -128,10 +128,13 @@ def _overlap_add(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _by_pixel(places: list[NDArray[np.int64]], image: list[int]) -> NDArray[np.int64]:
-    """Returns the indices of the cells that belong to each pixel, [turns, pixels], padded with the number of cells.
+    """Returns the indices of the cells that belong to each pixel, [most cells of a pixel, pixels].
+
+    Pixels with fewer cells are padded with the number of all cells.
 
     Args:
         places: the coordinates of all cells, one array per axis of the image.
+        image: the size of the image along each axis.
     """
     inside = np.all([(p >= 0) & (p < size) for p, size in zip(places, image, strict=True)], axis=0)
     cells = np.flatnonzero(inside)

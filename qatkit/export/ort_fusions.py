@@ -24,7 +24,7 @@ def for_onnxruntime(model: ir.Model, opset: int, *, bytes_too: bool = True) -> N
     Args:
         model: a graph from torch's exporter, changed in place.
         opset: the opset of the file, for the body of the function that a SiLU becomes.
-        bytes_too: whether a Pad between pairs acts on bytes instead of floats; other runtimes may not support this.
+        bytes_too: whether a Pad between pairs pads bytes instead of float values; other runtimes may not support this.
     """
     rewrite(model.graph, _RULES)
     if bytes_too:
@@ -98,7 +98,7 @@ def silu_function(opset: int) -> ir.Function:
 
 
 def _whole_windows(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Gives an AveragePool whose size is rounded up explicit padding, which does not count in the mean.
+    """Replaces the ceil_mode of an AveragePool by explicit padding, which does not count in the mean.
 
     ONNX Runtime's int8 kernel would count the cells that rounding up adds. If the pool counts its own padding, this
     padding becomes a Pad node.

@@ -71,10 +71,14 @@ def dynamic(source: Path, target: Path, *, reduce_range: bool | str = "auto") ->
     Args:
         source: a float file of opset 13 or higher.
         target: the file to write.
-        reduce_range: whether weights have a reduced range, for x86 CPUs without VNNI (`Backend.reduced`).
+        reduce_range: whether weights have a reduced range, for x86 CPUs without VNNI (`Backend.reduced`). With "auto",
+            only matrices whose products could saturate get larger scales.
 
     Returns:
         The operators that stay float.
+
+    Raises:
+        ValueError: a weight is not finite, or the checker or ONNX Runtime refuses the file.
     """
     model = prepared(source)
     own_weights(model, each_gemm=True)
@@ -115,11 +119,11 @@ def dynamic(source: Path, target: Path, *, reduce_range: bool | str = "auto") ->
 
 
 def static(source: Path, target: Path, batches: Iterable[Any], backend: Backend) -> LeftFloat:
-    """Inserts QDQ pairs with ONNX Runtime's quantizer. `batches` give the ranges (min, max), `backend` the settings.
+    """Inserts QDQ pairs with ONNX Runtime's quantizer, with ranges from the minimum to the maximum.
 
-    Operators that the backend's rules leave float stay float: normalizations, Softmax, GELU, and the residual stream
-    of a transformer. With `Backend.every_operator`, everything that the tool can quantize is quantized, including the
-    sums, products and roots of a LayerNorm.
+    Operators that the backend's rules leave float stay float, such as normalizations, Softmax, GELU, and the residual
+    stream of a transformer. With `Backend.every_operator`, everything that the tool can quantize is quantized,
+    including the sums, products and roots of a LayerNorm.
 
     Args:
         source: a float file of opset 13 or higher.
@@ -130,6 +134,10 @@ def static(source: Path, target: Path, batches: Iterable[Any], backend: Backend)
     Returns:
         The operators that stay float because the quantizer handles them wrongly, or because they read or compute
         infinities.
+
+    Raises:
+        ConfigError: the backend's types are neither int8 nor uint8, or per-channel weights are asymmetric.
+        ValueError: a weight is not finite, or the checker or ONNX Runtime refuses the file.
     """
     activation, weight = backend.activation, backend.weight
     activation_type = _type_of(activation, f"backend={backend.name}: activation")
@@ -175,7 +183,7 @@ def static(source: Path, target: Path, batches: Iterable[Any], backend: Backend)
 
 
 def _static_options(model: ir.Model, backend: Backend, kinds: Mapping[str, OpRule]) -> dict[str, Any]:
-    """Returns the settings that the static quantizer takes as extra options instead of parameters."""
+    """Returns the settings that the static quantizer accepts as extra options instead of parameters."""
     weight, single = backend.weight, _one_scale(model)
     per_channel = weight.granularity.separates(0)
     wider = range_overrides(model, per_channel=per_channel, single=single) if weight.guards_pairs else {}
@@ -201,6 +209,9 @@ def weight_only(source: Path, target: Path) -> LeftFloat:
 
     Returns:
         The operators whose weights stay float.
+
+    Raises:
+        ValueError: a weight is not finite, or the checker or ONNX Runtime refuses the file.
     """
     model = prepared(source)
 
@@ -216,7 +227,7 @@ def weight_only(source: Path, target: Path) -> LeftFloat:
 
 
 def _left_float(model: ir.Model, kinds: Mapping[str, OpRule], odd: Iterable[str]) -> list[str]:
-    """Returns the operators that need int8 inputs to be int8, but have a float input, such as one from `odd`."""
+    """Returns the operators that are quantized only if all inputs are, but have a float input (as from `odd`)."""
     int8, left, excluded = set(model.graph.initializers.values()), [], set(odd)
     for node in model.graph:
         rule = kinds.get(node.op_type)

@@ -1,7 +1,7 @@
 """Stores weights of up to 4 bits as int4 or uint4 initializers instead of bytes, from opset 21 on.
 
 By default the integers are stored in bytes, which ONNX Runtime's int8 kernels can read. With 8-bit activations, ONNX
-Runtime converts an int4 initializer to floats when it loads the file (docs/onnxruntime-qdq.md, 2).
+Runtime converts an int4 initializer to float when it loads the file (docs/onnxruntime-qdq.md, 2).
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from qatkit.quant.spec import FEW_BITS
 
 def pack(model: ir.Model, module: nn.Module) -> None:
     """Packs the weights of `module` that fit into 4 bits, and their zero points, in place.
+
+    Weights that are not read only by DequantizeLinears stay in bytes.
 
     Args:
         model: the exported `module`, of opset 21 or higher; its initializers have the names of the module's buffers.

@@ -7,8 +7,9 @@
     scales [.., blocks, ..] uint8 ── Cast ── Gather(powers of two) ── Gather(block of each value) ── Mul ── the weight
 
 Two elements of 4 bits share a byte, and the table has both values for each byte. Four elements of 6 bits share three
-bytes and are separated by division. ONNX Runtime computes all of this once, when it loads the file. A weight in
-float16 or bfloat16 becomes a tensor of this type and a Cast.
+bytes and are separated by division. In a weight whose size is not such a multiple, each element has a byte. ONNX
+Runtime computes all of this once, when it loads the file. A weight in float16 or bfloat16 becomes a tensor of this
+type and a Cast.
 
 In every form, the unpacked weight equals the float32 weight of the simulation bit for bit. This is checked for each
 weight; a weight that does not pass, such as one with a NaN, is not packed.
@@ -42,7 +43,7 @@ _BIAS = 127  # the exponent bias of E8M0
 
 
 def pack_formats(model: ir.Model, module: nn.Module, *, dequantize: bool) -> None:
-    """Packs every weight of `module` that has a format, in place.
+    """Packs every weight of `module` that has a format and can be packed exactly, in place.
 
     Weights are found by their values, since the exporter transposes the weights of a MatMul.
 
@@ -75,7 +76,7 @@ class _Packer:
         self.shared: dict[str, ir.Value] = {}
 
     def pack(self, value: ir.Value, array: Array, held: HeldWeight, turned: bool) -> None:
-        """Replaces an initializer by packed constants and the nodes that unpack them."""
+        """Replaces an initializer by packed constants and the nodes that unpack them, if these give the same bits."""
         self.name = str(value.name)
         form, element = held.form, held.form.element
         if element in _HALVES:

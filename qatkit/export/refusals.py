@@ -19,7 +19,9 @@ from qatkit.export.translations import VALUES_ONLY
 from qatkit.graph.nodes import is_opaque
 from qatkit_verify.errors import ConfigError
 
-_NO_COMPLEX = "is complex, and ONNX has no complex types; use real and imaginary parts (torch.view_as_real)"
+_NO_COMPLEX = (
+    "is complex, and ONNX computes with real numbers only; use real and imaginary parts (torch.view_as_real)"
+)
 _UNKNOWN = re.compile(r"No ONNX function found for <OpOverload\(op='([\w.]+)', overload='(\w+)'\)>")
 
 

@@ -23,7 +23,9 @@ _INT64 = 7  # the number of the type in onnx.TensorProto
 def _length(x: Any, axis: int) -> int:
     size = x.shape[axis]
     if not isinstance(size, int):
-        raise NotImplementedError(f"a running product or maximum needs a known size of its axis, not {size}")
+        raise NotImplementedError(
+            f"cumprod, cummax, cummin and logcumsumexp need an axis of known size, not {size}"
+        )
     return size
 
 

@@ -53,7 +53,7 @@ def _can_shift(value: ir.Value) -> bool:
 
 
 def _is_weight(node: ir.Node, index: int) -> bool:
-    """Returns whether an input is the weight of a convolution, dequantized with zero_point 0."""
+    """Returns whether an input is the weight of convolutions without groups, dequantized with zero_point 0."""
     if node.op_type != "DequantizeLinear" or index != 0 or len(node.inputs) < 3:
         return False
     zero = node.inputs[2]

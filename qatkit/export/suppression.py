@@ -19,7 +19,7 @@ op: Any = onnxscript.opset18
 
 
 def suppress(boxes, scores, valid, groups, overlap: float, most: int):  # type: ignore[no-untyped-def]
-    """Translates the operator; a group is a class in which invalid boxes and other groups have the score `DROPPED`."""
+    """Translates the operator: each group becomes a class, in which all other and invalid boxes score `DROPPED`."""
     group_of_box = np.repeat(np.arange(len(groups)), groups)
     members = group_of_box[None] == np.arange(len(groups))[:, None]
     dropped = op.CastLike(_constant(DROPPED, np.float32), scores)

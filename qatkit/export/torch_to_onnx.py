@@ -1,7 +1,8 @@
 """Exports an nn.Module to one checked ONNX file with reproducible names and bytes.
 
-torch's exporter runs at opset 18, with our own translations of operators that it does not support. `lower` then brings
-the graph to the requested opset, since the exporter's own conversion to 13 fails on ReduceMean and LayerNormalization.
+torch's exporter runs at opset 18, or at the requested opset if this is higher, with our own translations of operators
+that it does not know or translates wrongly. `lower` then converts the graph to a requested opset below 18, since the
+exporter's own conversion to 13 fails on ReduceMean and LayerNormalization.
 Stack traces, which contain paths of the exporting machine, are removed, so that the same module gives the same bytes.
 """
 
@@ -76,10 +77,10 @@ def export_onnx(  # noqa: PLR0913  independent settings of a file, by name
 ) -> str:
     """Writes `module` (in inference mode) to `path`, atomically, after onnx.checker and ONNX Runtime have accepted it.
 
-    The single input of a graph is called "input" and its single output "output". Several inputs have the names of the
+    A single input is called "input" and a single output "output". Several inputs of a graph have the names of the
     model's arguments (`graph.meta["inputs"]`), and several outputs the names that the model gives them
-    (`graph.meta["outputs"]`; NAME_output if an input has the same name). Inputs and outputs of any other module are
-    numbered (output_0).
+    (`graph.meta["outputs"]`; NAME_output if an input has the same name). Several inputs or outputs of any other module
+    are numbered (input_0, output_0).
 
     Args:
         module: a graph, or a module whose forward takes the tensors of `example` as positional arguments. A module in
@@ -87,10 +88,11 @@ def export_onnx(  # noqa: PLR0913  independent settings of a file, by name
         example: inputs of the real shapes: images [N, C, H, W], or several tensors in the graph's order or by name.
             Floating-point tensors may have any precision.
         path: the file to write.
-        dynamic_batch: whether the file takes any number of images. This has no effect on a graph that supports only
-            one batch size (`graph.meta["batch_axes"]`).
+        dynamic_batch: whether the file accepts any batch size. This has no effect on a graph that supports only one
+            batch size (`graph.meta["batch_axes"]`).
         opset: the opset of the file, as in `export.opset`.
         template: whether to keep every constant under the name of its buffer for `refill`, even if some are equal.
+            Weights in number formats are then not packed.
         pack_int4: whether to store weights of up to 4 bits as int4 (`export.pack_int4`).
         weights_for_amx: whether to shift weights so that convolutions can use AMX (`export.weights_for_amx`).
         dequantize: whether to store weights in number formats as `export.packed_weights=dequantize_linear` does.
@@ -100,8 +102,8 @@ def export_onnx(  # noqa: PLR0913  independent settings of a file, by name
         Axes that were requested by name are never fixed; an error is raised instead.
 
     Raises:
-        ConfigError: the opset is out of range, an operator has no form in this opset or in ONNX (the message names its
-            place), or the number of inputs differs from the graph's.
+        ConfigError: the opset is out of range, an operator cannot be expressed in this opset or in ONNX (the message
+            names its module), an input is complex, or the number of inputs differs from the graph's.
         ValueError: the checker or ONNX Runtime refuses the file.
     """
     limit_of(ExportConfig, "opset").check("export.opset", opset)
@@ -171,7 +173,8 @@ def _free_or_fixed(
         assert isinstance(module, fx.GraphModule)  # only a captured graph has free axes
         fixed = name_functions(at_fixed_sizes(module, tensors, wanted.axes))
         names = ", ".join(f"{axis.name} ({axis.size})" for axis in free)
-        reason = f"these axes are fixed at the example's size: {names}, because {error.problem}"
+        subject = "this axis is" if len(free) == 1 else "these axes are"
+        reason = f"{subject} fixed at the example's size: {names}, because {error.problem}"
         return _model(fixed, tensors, ends, wanted, ()), reason
 
 
@@ -213,8 +216,8 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 def may_be_literals(module: nn.Module) -> dict[str, Tensor]:
     """Returns the tensors that the exporter may write in another form, by name.
 
-    These are the tensors of modules that are not ours, and the bounds to which a `QuantizeDequantize` clips. The other
-    tensors of our modules keep their name in the file, or have the name of the quantizer after them.
+    These are the tensors of modules from outside qatkit, and the bounds to which a `QuantizeDequantize` clips. In the
+    file, the other tensors of qatkit's modules keep their name, or have the name of the quantizer that follows them.
     """
     found = {}
     for path, part in module.named_modules():
@@ -356,7 +359,7 @@ def _folds(node: ir.Node) -> bool | None:
 
 
 def _merge_bytes(graph: ir.Graph) -> None:
-    """Merges equal integer weights of any size (tied operators), since onnx_ir's pass skips large ones."""
+    """Merges equal integer weights (of tied operators) of any size, since onnx_ir's pass skips large ones."""
     kept: dict[tuple[ir.DataType, tuple[int, ...], bytes], ir.Value] = {}
     for name, value in list(graph.initializers.items()):
         tensor = value.const_value

@@ -1,8 +1,8 @@
 """Translates to opset 18 the operators that torch's exporter does not know or translates wrongly.
 
 These are our own operators, pools whose windows differ in size, average pools with `divisor_override` (which the
-exporter ignores), and some functions of torch that a few ONNX operators can express. All sizes except the batch size
-are known.
+exporter ignores), and some functions of torch that a few ONNX operators can express. The sizes of
+the batch and of dynamic axes are unknown.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _average_pool(rank: int) -> Callable[..., Any]:
 
 
 def _by_axis(x: Any, output_size: Sequence[int], reduce: Callable[..., Any]) -> Any:
-    """Computes an adaptive pool: output i of an axis reduces the inputs from floor(i·n/o) to ceil((i + 1)·n/o)."""
+    """Computes an adaptive pool from n to m values: output i reduces inputs floor(i·n/m) to ceil((i + 1)·n/m)."""
     rank = len(output_size)
     for i, wanted in enumerate(output_size):
         axis, shape = len(x.shape) - rank + i, x.shape
@@ -159,7 +159,7 @@ def _sort(x, stable: bool | None = None, dim: int = -1, descending: bool = False
 
 
 def _median(x, dim: int, keepdim: bool = False):  # type: ignore[no-untyped-def]
-    """Translates torch.median: the median and its index; the lower one of two values in the middle."""
+    """Translates torch.median: the median and its index; of two values in the middle, the lower one."""
     return _kth(x, (int(x.shape[dim]) + 1) // 2, dim, keepdim)
 
 
@@ -179,7 +179,7 @@ def _distances(x, y, p: float, compute_mode: int | None = None):  # type: ignore
 def _search(boundaries, x, out_int32=False, right=False, side=None, sorter=None):  # type: ignore[no-untyped-def]
     """Translates torch.searchsorted: the number of boundaries before each value."""
     if sorter is not None:
-        raise NotImplementedError("searchsorted with a sorter cannot be expressed in ONNX")
+        raise NotImplementedError("searchsorted with a sorter is not supported")
     rows = boundaries if len(boundaries.shape) == 1 else op.Unsqueeze(boundaries, [-2])
     column = op.Unsqueeze(x, [-1])
     before = op.LessOrEqual(rows, column) if right or side == "right" else op.Less(rows, column)

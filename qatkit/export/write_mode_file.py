@@ -61,7 +61,7 @@ def exact_weights(model: ir.Model) -> dict[str, Exact]:
         values, readers = constant(value), value.consumers()
         if values is not None and readers:
             if not np.isfinite(values).all():
-                raise ValueError(f"the weight '{value.name}' of '{readers[0].name}' holds NaN or infinity")
+                raise ValueError(f"the weight '{value.name}' of '{readers[0].name}' contains NaN or infinity")
             found[str(value.name)] = Exact(values, tuple(str(node.name) for node in readers))
     return found
 
@@ -69,14 +69,14 @@ def exact_weights(model: ir.Model) -> dict[str, Exact]:
 def without_wrong_weights(
     make: Callable[[Collection[str]], ir.Model], exact: Mapping[str, Exact]
 ) -> tuple[ir.Model, list[str]]:
-    """Makes a quantized model again and again, without operators whose weights were wrong, until all weights are right.
+    """Quantizes a model repeatedly, leaving operators with wrong weights in float, until all weights are right.
 
     Args:
         make: a function that returns a quantized model in which the operators with the given names stay float.
         exact: the weights that the model must contain (`exact_weights`).
 
     Returns:
-        The cleaned model, and the names of the operators that stay float.
+        The cleaned model, and the names of the operators that stay float because their weights would be wrong.
 
     Raises:
         ValueError: a weight is wrong although its operators should stay float.
@@ -120,7 +120,7 @@ def wrong_weights(model: ir.Model, exact: Mapping[str, Exact]) -> dict[str, str]
     """Compares every dequantized weight of a quantized model with the float weight.
 
     Returns:
-        The reason for each wrong weight, by the weight's name, as a sentence that names the operator.
+        What is wrong with each wrong weight, as a clause, by the weight's name.
     """
     made = {value.name: value for node in model.graph for value in node.outputs}
     found = {name: _why_wrong(model.graph, made, name, one) for name, one in exact.items()}
@@ -137,7 +137,11 @@ def _why_wrong(graph: ir.Graph, made: Mapping[str | None, ir.Value], name: str, 
         return f"the file would lack the weight '{name}' of '{one.node}'"
     for values, step in forms:
         off = min(_off(values, step, one.values), _off(values.T, step.T, one.values))
-        if not off <= _SLACK:
+        if not np.isfinite(off):
+            return (
+                f"the weight '{name}' of '{one.node}' would have another shape or values that are not finite"
+            )
+        if off > _SLACK:
             return f"the weight '{name}' of '{one.node}' would be wrong by up to {off:.3g} steps of its scale"
     return ""
 

@@ -15,7 +15,7 @@ from qatkit_verify.classification import names_of
 from qatkit_verify.errors import counted
 from qatkit_verify.fitting import by_sides
 
-_WORST = 10  # limit of classes in the table
+_WORST = 10  # largest number of classes, and of skipped operators, that are listed
 
 Report = Mapping[str, Any]
 
@@ -65,7 +65,8 @@ def _head(report: Report, labels: Sequence[str], arrays: Mapping[str, Any] | Non
     data, task = report["config"].get("data", {}), names_of(report)
     prepared = report["preprocessing"] or {}
     rows = [("Model", _plain(report["model"]) + f", quantized ({_plain(report['label'])})")]
-    rows.append(("Task", f"{task.description}, {len(labels)} classes" if labels else task.description))
+    classes = "1 class" if len(labels) == 1 else f"{len(labels)} classes"
+    rows.append(("Task", f"{task.description}, {classes}" if labels else task.description))
     rows.append(("Data", _plain(data.get("source", "not said"))))
     if prepared:
         size, channels = prepared["image_size"], prepared["channels"]
@@ -137,10 +138,11 @@ def _calibration(report: Report, arrays: Mapping[str, Any] | None) -> str:
     settings = report["config"].get("calibration")
     if not settings:
         return ""
-    samples = "images" if arrays is None else "samples"
+    count, samples = settings.get("images"), "image" if arrays is None else "sample"
+    samples += "" if count == 1 else "s"
     drawn = report["config"].get("data", {}).get("source") == DRAWN
-    kind = f"random {samples}, which fit no real data" if drawn else f"training {samples}"
-    return f"## Calibration\n\nRanges come from {settings.get('images')} {kind}."
+    kind = f"random {samples}, not from real data" if drawn else f"training {samples}"
+    return f"## Calibration\n\nRanges come from {count} {kind}."
 
 
 def _speed(report: Report) -> str:
@@ -173,11 +175,12 @@ def _decoder(report: Report) -> str:
         return ""
     generated, equal = found["greedy"]
     return (
-        "## Decoder\n\n`decoder/model.onnx` takes the keys and values of earlier tokens and returns those of all. It"
-        f" has the same next token as `model.onnx` for {100 * found['agreement']:.2f} % of {found['tokens']:,} tokens"
+        "## Decoder\n\n`decoder/model.onnx` reads the keys and values of earlier tokens and returns those of all. It"
+        " predicts the same next token as `model.onnx` for"
+        f" {100 * found['agreement']:.2f} % of {found['tokens']:,} tokens"
         f" and {equal} of {generated} tokens of a greedy text, at {found['tokens_per_second']:.1f} tokens per second."
         '\n\n    pip install onnxruntime numpy tokenizers\n    python decoder/generate.py "Once upon a time" --tokens'
-        " 200\n\nonnxruntime-genai runs the folder as it is."
+        " 200\n\nonnxruntime-genai runs the folder unchanged."
     )
 
 

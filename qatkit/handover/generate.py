@@ -77,9 +77,9 @@ class Generator:
 def main() -> None:
     """Parses the arguments and prints the text as it is generated."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("prompt")
+    parser.add_argument("prompt", help="text to continue")
     parser.add_argument("--tokens", type=int, default=200, help="maximum number of tokens (default: 200)")
-    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=0, help="number of threads (default: ONNX Runtime's)")
     asked = parser.parse_args()
     print(asked.prompt, end="", flush=True)
     for piece in Generator(Path(__file__).parent, asked.threads).text(asked.prompt, asked.tokens):

@@ -27,7 +27,7 @@ _EXACT = 0.5  # for integer or boolean outputs, so that a difference of one exce
 def golden_of(
     int8: Path, data: DataModule, count: int, step: float | None, *, threads: int, options: Mapping[str, str]
 ) -> Golden:
-    """Returns test samples with the file's outputs, without ONNX Runtime's optimizations and with all of them.
+    """Returns test samples, and the file's outputs for them with and without ONNX Runtime's optimizations.
 
     Args:
         int8: the quantized file.
@@ -97,7 +97,7 @@ def ports_of(session: Any, data: DataModule) -> tuple[list[Port], list[Port]]:
 
 
 def _samples_a_run(session: Any, data: DataModule) -> int:
-    """Returns how many samples the file takes at once; 1 if the batch size is not fixed."""
+    """Returns how many samples the file accepts at once; 1 if the batch size is not fixed."""
     inputs, _ = ports_of(session, data)
     fixed = {port.shape[port.batch_axis] for port in inputs if port.batch_axis is not None}
     return next((size for size in fixed if size is not None), 1)
@@ -111,7 +111,7 @@ def _batches(data: DataModule, count: int, together: int) -> list[Any]:
 
 
 def _step(values: Sequence[Array], known: float | None, whole: float = 1.0) -> float:
-    """Returns the size of a quantization step of an output; `whole` for integers wider than a byte, 1 for bytes."""
+    """Returns the quantization step of an output: 1 for bytes, `whole` for wider integers and booleans."""
     if values[0].dtype.kind != "f":
         return 1.0 if values[0].dtype.kind != "b" and values[0].dtype.itemsize == 1 else whole
     low = min(float(one.min(initial=np.inf)) for one in values)

@@ -67,7 +67,8 @@ def check(place: str, name: str, version: str | None) -> None:
         version: the version of the bundle; None if it is known only after the bundle is written.
 
     Raises:
-        ConfigError: the place is not writable, its library is not installed, or the version exists already.
+        ConfigError: the name or version is no folder name, the place is not writable, its library is not
+            installed, or the version exists already.
     """
     _check_names(name, version)
     folder = _folder_of(place)
@@ -114,9 +115,8 @@ def publish(bundle: Path, place: str, name: str, version: str | None = None) -> 
 def _check_names(name: str, version: str | None) -> None:
     for key, value in (("name", name), ("export.version", version)):
         if value is not None and not _NAMES.fullmatch(value):
-            allowed = (
-                "a folder name with export.publish: letters, digits, dots, dashes, underscores and plus signs"
-            )
+            signs = "up to 128 letters, digits, dots, dashes, underscores and plus signs"
+            allowed = f"a folder name with export.publish: {signs}, starting with a letter or digit"
             raise ConfigError(key, value, allowed)
 
 
@@ -219,7 +219,9 @@ def _asked(place: str, question: Callable[[], T]) -> T:
         raise
     except Exception as error:  # errors of botocore, aiohttp or the operating system
         reason = first_line(error) or type(error).__name__
-        raise ConfigError(KEY, place, f"a reachable store that accepts files ({reason[:200]})") from error
+        raise ConfigError(
+            KEY, place, reason=f"the store cannot be reached or refuses the request ({reason[:200]})"
+        ) from error
 
 
 class _Upload:
@@ -307,7 +309,7 @@ class _Upload:
 
     def _at_work(self) -> ConfigError:
         told = _told(self._read(self.claim) or b"")
-        who = f"process {told.get('process')} on {told.get('host')}"
+        who = f"process {told.get('process')} on {told.get('host')}" if told else "another process"
         reason = (
             f"{who} is publishing this version in {self._where()}; wait for its end or choose another version"
         )
@@ -345,8 +347,8 @@ def main(typed: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("bundle", type=Path, help="a run's bundle: a folder, a zip, or an encrypted zip")
     parser.add_argument("place", help="a folder, or a URL such as s3://bucket/prefix")
-    parser.add_argument("--name", required=True)
-    parser.add_argument("--version")
+    parser.add_argument("--name", required=True, help="name of the bundle at the place")
+    parser.add_argument("--version", help="version of the bundle (default: start of the manifest's SHA-256)")
     parser.add_argument("--key", help="key file of an encrypted bundle; it is not published")
     given = parser.parse_args(typed)
     try:

@@ -1,4 +1,4 @@
-"""The model card's section on the file that takes recordings in chunks: inputs, outputs, chunk lengths, an example."""
+"""The model card's section on the file that reads recordings in chunks: inputs, outputs, chunk lengths, an example."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def stream_section(bundle: Path, told: Mapping[str, Any]) -> str:
     ]
     return "\n".join(
         [
-            f"## In chunks\n\n`{path.name}` takes a recording in chunks. Its output after the last chunk is"
+            f"## In chunks\n\n`{path.name}` reads a recording in chunks. Its output after the last chunk is"
             f" that of `{INT8_FILE}` for the whole recording.\n",
             _row("input", "output", ""),
             _row(*3 * ["---"]),
             *ends,
-            f"\nA chunk has n ≥ 1 steps along axis {how.axis}, and chunks may differ in length{_time(told)}. Every"
-            " state is zeros before the first chunk of a recording; each further chunk takes the states that the chunk"
-            " before it gave. Session options are those of the program at the end.\n",
+            f"\nA chunk has n ≥ 1 steps along axis {how.axis}, and chunks may differ in length{_time(told)}. All"
+            " states are zero before the first chunk of a recording; each further chunk needs the states that the"
+            " previous chunk returned. Session options are those of the program at the end.\n",
             f"```python\n{_example(name, outputs, how, rows, path.name, runs='inputs' in told)}```",
         ]
     )

@@ -111,7 +111,7 @@ def check_source(run: Path, int8: Path) -> None:
     """Checks that the run of a bundle has a report that describes its files.
 
     Raises:
-        ConfigError: there is no report, or it does not describe a file.
+        ConfigError: there is no report, or a file is not the one that the report describes.
     """
     if not (run / REPORT_FILE).is_file():
         raise ConfigError(
@@ -119,17 +119,18 @@ def check_source(run: Path, int8: Path) -> None:
         )
     told = {one["name"]: one["sha256"] for one in read_json(run / REPORT_FILE)["files"]}
     if entry(int8.parent, int8.name).sha256 not in told.values():
-        allowed = f"the file that {run / REPORT_FILE} describes; {int8.name} is another, by other settings or versions"
-        raise ConfigError("export.bundle", True, allowed)
+        reason = f"{int8.name} is not the file that {run / REPORT_FILE} describes"
+        fix = "export with the settings and versions of the run"
+        raise ConfigError("export.bundle", True, reason=f"{reason}; {fix}")
     for name in (FLOAT_FILE, CONFIG_FILE):
         if (run / name).is_file() and changed_since_its_report(run / name):
             raise ConfigError(
-                "export.bundle", True, f"{run / name} as the run wrote it; it has other contents"
+                "export.bundle", True, reason=f"{run / name} has changed since the run wrote it"
             )
     for beside in (nms_file(int8), stream_file(int8)):
         if beside.is_file() and beside.name in told and _digest(beside) != told[beside.name]:
-            allowed = f"{beside} as {run / REPORT_FILE} describes it; it has other contents"
-            raise ConfigError("export.bundle", True, allowed)
+            reason = f"{beside} has changed since {run / REPORT_FILE} was written"
+            raise ConfigError("export.bundle", True, reason=reason)
 
 
 def _digest(path: Path) -> str:
@@ -141,7 +142,7 @@ def write_bundle(source: BundleSource, folder: Path) -> Path:
     """Writes `folder`/bundle or bundle.zip in an atomic step; an existing one is replaced.
 
     Raises:
-        ConfigError: `check_source` raises it, or a key cannot sign.
+        ConfigError: `check_source`, `golden_of` or `find_runtime` raises it, or a key cannot sign.
     """
     check_source(source.run, source.int8)
     clear_parts(folder)
@@ -278,7 +279,7 @@ def preprocess_json(int8: Path, preprocessing: Mapping[str, Any], threads: int) 
 
 
 def ends_json(int8: Path, sample: Iterable[int], threads: int) -> dict[str, Any]:
-    """Returns the entries of preprocess.json on the file's input and output, for samples of a shape."""
+    """Returns the entries of preprocess.json on the file's input and output; `sample` is the shape of a sample."""
     session = open_session(int8, threads=threads)
     ends = integer_io(session)
     (taken, *_), (given, *_) = session.get_inputs(), session.get_outputs()

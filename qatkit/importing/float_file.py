@@ -98,11 +98,17 @@ class FloatFile:
             ConfigError: the checker or ONNX Runtime refuses it.
         """
         from qatkit.export.write_model import write_model
+        from qatkit_verify.session import RUNTIME_VERSION
 
         try:
             write_model(self.model, target)
         except ValueError as error:
-            raise ConfigError("onnx", self.path, f"a model that ONNX Runtime runs ({error})") from error
+            cause = str(error).partition(": ")[2]  # without the name of the written file
+            checker = type(error.__cause__).__module__.startswith("onnx.")
+            refused = (
+                "onnx's checker refuses it" if checker else f"ONNX Runtime {RUNTIME_VERSION} can't load it"
+            )
+            raise ConfigError("onnx", self.path, reason=f"{refused}: {cause}") from error
 
 
 def layout_of(path: Path, typed: str | None) -> str:

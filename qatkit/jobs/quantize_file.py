@@ -255,5 +255,4 @@ def _check_runs(file: FloatFile) -> None:
         try:
             open_session(plain, threads=1, optimize=False)
         except ConfigError as error:
-            reason = error.problem.partition("can't load it: ")[2]
-            raise ConfigError("onnx", file.path, f"a model that ONNX Runtime runs ({reason})") from error
+            raise ConfigError("onnx", file.path, reason=error.problem) from error

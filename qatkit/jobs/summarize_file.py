@@ -74,7 +74,7 @@ def _inputs(config: Config, path: Path, model: Any) -> Any:
     from qatkit.export.clean.drawn import given, ports
     from qatkit_verify.session import open_session
 
-    wanted = ports(model)
+    wanted = ports(model, path)
     if config.clean.inputs is not None:
         return given(Path(config.clean.inputs), wanted)
     return drawn_inputs(open_session(path, threads=config.verify.threads), wanted)[0]

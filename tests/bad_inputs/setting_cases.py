@@ -332,7 +332,7 @@ _PLACES = [
     *(Case((*TINY, "export.bundle=true", "export.publish=there", f"export.version={name}"), f"export.version={name}: ")
       for name in ("a/b", "..", ".hidden", "-x")),
     Case((*TINY, "export.bundle=true", "export.publish=there", "name='a b'"),
-         "name=a b: expected a folder name with export.publish: letters"),
+         "name=a b: expected a folder name with export.publish: up to 128 letters"),
     bad("trainer.mlflow=nothing"),
     bad("trainer.mlflow=ftp://host"),
     bad("trainer.mlflow=file:///nowhere", "trainer.mlflow=file:///nowhere: "),

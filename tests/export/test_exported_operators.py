@@ -257,7 +257,7 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
         r"model\.name=1: ONNX has no operator for the indices that aten\.adaptive_max_pool2d\.default returns",
     ),
     "branch": (Doubtful(), r"model\.name=1: torch's exporter failed: Could not guard on data-dependent .*"),
-    "complex": (Call(fft.fft2), r"model\.name=1: this output is complex, and ONNX has no complex types; .*"),
+    "complex": (Call(fft.fft2), r"model\.name=1: this output is complex, and ONNX computes with real numbers only; .*"),
     "one batch": (
         Call(lambda x: torch.kron(x[:, :, :2, :2], torch.ones(1, 1, 2, 2))),
         r"export\.dynamic_batch=true: an operator of this model works only with batches of 2; set it to false .*",

@@ -24,7 +24,7 @@ def test_the_cards_example_hears_a_recording(tmp_path: Path, monkeypatch: pytest
     assert "| `x` [N, n, 4] | `y` | a chunk |" in text
     assert "| `state_0` [N, 5] | `state_0_next` | a state |" in text
     assert "one every 20 ms" in text and "n ≥ 1 steps along axis 1" in text
-    assert "Every state is zeros before the first chunk" in text
+    assert "All states are zero before the first chunk" in text
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert len([line for line in code.splitlines() if line and "import" not in line]) == 6
     monkeypatch.chdir(bundle)
@@ -48,5 +48,5 @@ def test_a_file_that_changed_since_its_report_is_not_bundled(tmp_path: Path) -> 
     (tmp_path / "report.json").write_text(json.dumps({"files": files}))
     check_source(tmp_path, whole)
     stream.write_bytes(stream.read_bytes()[:-1])
-    with pytest.raises(ConfigError, match=r"model\.int8\.stream\.onnx as .* it has other contents"):
+    with pytest.raises(ConfigError, match=r"model\.int8\.stream\.onnx has changed since .*report\.json"):
         check_source(tmp_path, whole)

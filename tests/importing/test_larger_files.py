@@ -63,5 +63,5 @@ def test_a_larger_file_has_its_reason(make: object, reason: str, tmp_path: Path)
     told = why_larger(file, done.path)
     assert more > 0 and integers > 128 * 128 and told is not None
     assert told.startswith(f"the INT8 file is {more / 1e3:.0f} kB larger than the float file: ")
-    assert f"{integers / 1e3:.0f} kB hold integers of {reason}" in told
+    assert f"{integers / 1e3:.0f} kB are integers of {reason}" in told
     assert why_larger(done.path, file) is None

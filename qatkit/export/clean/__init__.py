@@ -4,6 +4,7 @@
     opset.py       converts to another opset
     fix_shapes.py  fixes the sizes of dynamic axes
     fold.py        folds constants, removes no-ops, merges duplicates; join.py: folds operators into convolutions
+    rewrite/       replaces operators by others
     layout.py      puts channels first or last in inputs and outputs
     unshare.py     copies an initializer for each reader
     shapes.py      infers types and shapes of all tensors

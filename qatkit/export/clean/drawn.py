@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
@@ -29,8 +30,8 @@ class Port(NamedTuple):
     shape: tuple[int | str | None, ...]
 
 
-def ports(model: ir.Model) -> list[Port]:
-    """Returns the inputs of a model.
+def ports(model: ir.Model, path: Path) -> list[Port]:
+    """Returns the inputs of a model; `path` is its file, for messages.
 
     Raises:
         ConfigError: an input is not a tensor of numbers, or its rank is unknown.
@@ -39,8 +40,8 @@ def ports(model: ir.Model) -> list[Port]:
     for value in model.graph.inputs:
         kind = value.type
         if not isinstance(kind, ir.TensorType) or kind.dtype == ir.DataType.STRING or value.shape is None:
-            reason = f"input '{value.name}' is not a tensor of numbers of known rank, so the file cannot be compared"
-            raise ConfigError("onnx", value.name, reason=reason)
+            reason = f"input '{value.name}' is not a tensor of numbers with a known rank, so qatkit cannot run the file"
+            raise ConfigError("onnx", path, reason=reason)
         shape = tuple(size if isinstance(size, int) else size_name(size) for size in value.shape)
         found.append(Port(str(value.name), np.dtype(kind.dtype.numpy()), shape))
     return found
@@ -117,10 +118,11 @@ def given(path: Path, wanted: Sequence[Port]) -> Feeds:
     try:
         with np.load(path) as held:
             found = {name: held[name] for name in held.files}
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            KEY, path, f"an .npz file that holds the inputs by name ({one_line(error)})"
-        ) from error
+    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile) as error:
+        # A TypeError means that the file is an .npy file.
+        cause = "it contains a single array" if isinstance(error, TypeError) else one_line(error)
+        reason = f"the file can't be read as .npz ({cause})"
+        raise ConfigError(KEY, path, reason=reason) from error
     for port in wanted:
         array = found.get(port.name)
         if array is None:
@@ -133,6 +135,6 @@ def given(path: Path, wanted: Sequence[Port]) -> Feeds:
         if array.dtype != port.dtype or not fits:
             sizes = ", ".join("?" if size is None else str(size) for size in port.shape)
             held_text = f"{array.dtype} {list(array.shape)}"
-            allowed = f"an array '{port.name}' of {port.dtype} [{sizes}]; the file holds {held_text}"
+            allowed = f"an array '{port.name}' of {port.dtype} [{sizes}]; the file contains {held_text}"
             raise ConfigError(KEY, path, allowed)
     return {port.name: found[port.name] for port in wanted}

@@ -9,7 +9,7 @@ from typing import Any
 import onnx_ir as ir
 
 from qatkit.export.clean.graphs import graphs, size_name, values
-from qatkit_verify.errors import ConfigError, did_you_mean
+from qatkit_verify.errors import ConfigError, counted, did_you_mean
 
 KEY = "clean.fix_shapes"
 _PLACED = re.compile(r"(.+)\[(-?\d+)\]")
@@ -21,14 +21,15 @@ def fix_shapes(model: ir.Model, asked: Mapping[str, Any]) -> list[str]:
 
     Args:
         model: the model, changed in place.
-        asked: numbers by the name of a size, or sizes by the name of an input ({input: {2: 224}}).
+        asked: numbers by the name of a size, or sizes by the name of an input ({input: {2: 224}}, {"input[2]": 224} or
+            {input: [1, 3, 224, 224]}).
 
     Returns:
         Lines that say which sizes were fixed.
 
     Raises:
-        ConfigError: a name is neither a size nor an input, an input lacks the axis, the file already has a different
-            size there, or one size gets two values.
+        ConfigError: a name is neither a size nor an input, an input lacks the axis, a size is not an integer of at
+            least 1, the file already has a different size there, or one size gets two values.
     """
     if not isinstance(asked, Mapping):
         raise ConfigError(KEY, asked, "sizes by name ({batch: 1}) or by input ({input: {2: 224}})")
@@ -39,19 +40,25 @@ def fix_shapes(model: ir.Model, asked: Mapping[str, Any]) -> list[str]:
     placed: dict[Place, int] = {}
     for key, given in ((str(key), given) for key, given in asked.items()):
         if key in symbols and not (key in inputs and not isinstance(given, int)):
-            named[key] = _size(key, given)
+            _name(named, key, _size(key, given), (key, given))
             continue
         for place, size in _places(key, given, inputs, symbols):
-            found = _present(inputs, place, key)
+            found = _present(inputs, place, (key, given))
             if isinstance(found, int) and found != size:
                 reason = f"axis {place[1]} of input '{place[0]}' has size {found} in the file, not {size}"
                 raise ConfigError(f"{KEY}.{key}", given, reason=reason)
             placed[place] = size
-            symbol = size_name(found)
-            if symbol and named.setdefault(symbol, size) != size:
-                reason = f"the size '{symbol}' gets two values, {named[symbol]} and {size}; give one"
-                raise ConfigError(f"{KEY}.{key}", given, reason=reason)
+            if symbol := size_name(found):
+                _name(named, symbol, size, (key, given))
     return [*_fix_named(model, named), *_fix_placed(inputs, placed)]
+
+
+def _name(named: dict[str, int], symbol: str, size: int, typed: tuple[str, Any]) -> None:
+    """Adds the number for a named size, which must not have another one already."""
+    if named.setdefault(symbol, size) != size:
+        key, given = typed
+        reason = f"the size '{symbol}' gets two values, {named[symbol]} and {size}; give one"
+        raise ConfigError(f"{KEY}.{key}", given, reason=reason)
 
 
 def _places(
@@ -63,11 +70,10 @@ def _places(
         for axis, size in given.items():
             yield (key, _axis(key, axis)), _size(f"{key}.{axis}", size)
     elif key in inputs and isinstance(given, (list, tuple)):
-        rank = len(inputs[key].shape or ())
+        rank = len(_axes(inputs[key], (key, given)))
         if len(given) != rank:
-            raise ConfigError(
-                f"{KEY}.{key}", list(given), f"a list of {rank}, one size for each axis of the input"
-            )
+            allowed = f"a list of {counted(rank, 'size')}, one for each axis of the input"
+            raise ConfigError(f"{KEY}.{key}", list(given), allowed)
         for axis, size in enumerate(given):
             yield (key, axis), _size(key, size)
     elif found and found[1] in inputs:
@@ -96,19 +102,22 @@ def _size(key: str, size: Any) -> int:
     return size
 
 
-def _present(inputs: Mapping[str, ir.Value], place: Place, key: str) -> int | ir.SymbolicDim:
+def _present(inputs: Mapping[str, ir.Value], place: Place, typed: tuple[str, Any]) -> int | ir.SymbolicDim:
     """Returns the size that an input has at an axis."""
     name, axis = place
-    shape = inputs[name].shape
-    if shape is None or not 0 <= axis < len(shape):
-        if shape is None:
-            rank = "no known axes"
-        elif len(shape) == 1:
-            rank = "only axis 0"
-        else:
-            rank = f"axes 0 to {len(shape) - 1}" if shape else "no axes"
-        raise ConfigError(f"{KEY}.{key}", axis, f"an axis of input '{name}', which has {rank}")
+    shape = _axes(inputs[name], typed)
+    if not 0 <= axis < len(shape):
+        known = "axis 0" if len(shape) == 1 else f"axes 0 to {len(shape) - 1}"
+        reason = f"input '{name}' has no axis {axis}, only {known}"
+        raise ConfigError(f"{KEY}.{typed[0]}", typed[1], reason=reason)
     return shape[axis]
+
+
+def _axes(value: ir.Value, typed: tuple[str, Any]) -> ir.Shape:
+    if not value.shape:
+        reason = f"the file records no axes for input '{value.name}'; leave it out of {KEY}"
+        raise ConfigError(f"{KEY}.{typed[0]}", typed[1], reason=reason)
+    return value.shape
 
 
 def _fix_named(model: ir.Model, named: Mapping[str, int]) -> list[str]:

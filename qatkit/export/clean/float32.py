@@ -9,11 +9,11 @@ from qatkit.export.clean.graphs import graphs, values
 from qatkit.export.clean.shapes import infer
 
 _HALF, _FLOAT = ir.DataType.FLOAT16, ir.DataType.FLOAT
-_TYPES = ("to", "dtype")  # attributes that hold an element type
+_TYPES = ("to", "dtype")  # attributes that contain an element type
 
 
 def to_float32(model: ir.Model) -> list[str]:
-    """Replaces float16 by float32 throughout the model."""
+    """Replaces float16 by float32 throughout the model, in place; returns a line for each kind of change."""
     infer(model)  # since casts are known by their types
     counts = {"stored tensors": 0, "types": 0, "casts": 0}
     for graph in graphs(model.graph):
@@ -46,7 +46,7 @@ def _widened(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
 
 
 def _widen(node: ir.Node, attribute: ir.Attr) -> bool:
-    """Changes an attribute that holds float16 values, or names float16 as a type; returns whether it did."""
+    """Changes an attribute that contains float16 values, or names float16 as a type; returns whether it did."""
     if attribute.type == ir.AttributeType.TENSOR and attribute.as_tensor().dtype == _HALF:
         node.attributes.add(ir.AttrTensor(attribute.name, _widened(attribute.as_tensor())))
         return True
@@ -61,7 +61,7 @@ def _widen(node: ir.Node, attribute: ir.Attr) -> bool:
 
 
 def _drop_casts(graph: ir.Graph) -> int:
-    """Removes casts from float32 to float32, except one between an input and an output of the file."""
+    """Removes casts from float32 to float32, except those that compute an output of the graph."""
     dropped = 0
     for node in list(graph):
         source = node.inputs[0] if node.op_type == "Cast" and not node.domain else None

@@ -1,6 +1,6 @@
 """Folds constant factors and sums into adjacent convolutions where ONNX Runtime's optimizer does not.
 
-It also removes Split and Concat nodes of a single part.
+It also removes Split and Concat nodes with a single part.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from qatkit.verify.graph_view import constant, operand
 
 def join(model: ir.Model, *, exact: bool) -> None:
     """Folds a constant factor before a Conv into its weights, and a vector added after a ConvTranspose into its bias.
+
+    Split and Concat nodes with a single part are removed.
 
     Args:
         model: the model, changed in place.

@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from qatkit.export.clean.graphs import taken_names
 from qatkit.export.hidden_names import free_name
-from qatkit_verify.errors import ConfigError, did_you_mean
+from qatkit_verify.errors import ConfigError, counted, did_you_mean
 
 KEY = "clean.layout"
 LAYOUTS = ("nchw", "nhwc")
@@ -30,7 +30,8 @@ def change_layout(model: ir.Model, asked: Mapping[str, str]) -> list[str]:
         A line for each changed input or output.
 
     Raises:
-        ConfigError: a name is neither an input nor an output, a layout is unknown, or a tensor has fewer than 3 axes.
+        ConfigError: a name is neither an input nor an output, a layout is unknown, a tensor has fewer than 3 axes or no
+            known shape, or an output is a constant.
     """
     if not isinstance(asked, Mapping):
         raise ConfigError(KEY, asked, "layouts by name ({input: nhwc})")
@@ -46,9 +47,11 @@ def change_layout(model: ir.Model, asked: Mapping[str, str]) -> list[str]:
             allowed = f"an input or output of the file ({', '.join(known)}){did_you_mean(name, known)}"
             raise ConfigError(KEY, name, allowed)
         if value.shape is None or len(value.shape) < 3:
-            raise ConfigError(
-                f"{KEY}.{name}", layout, f"null, because the file gives '{name}' no shape of 3 axes or more"
-            )
+            reason = f"the file gives '{name}' no shape of 3 axes or more; leave it out of {KEY}"
+            raise ConfigError(f"{KEY}.{name}", layout, reason=reason)
+        if name not in inputs and value.is_initializer():
+            reason = f"no node of the file computes the output '{name}'; leave it out of {KEY}"
+            raise ConfigError(f"{KEY}.{name}", layout, reason=reason)
         change = _change_input if name in inputs else _change_output
         lines.append(f"{name} is {layout}{change(model, value, permutation(layout, len(value.shape)))}")
     return lines
@@ -93,7 +96,7 @@ def _change_input(model: ir.Model, value: ir.Value, order: tuple[int, ...]) -> s
                 graph.outputs[place] = inner.outputs[0]
     for node in folded:
         _drop_identity(graph, node)
-    return f" ({len(folded)} Transpose joined)" if folded else " (Transpose added)"
+    return f" ({counted(len(folded), 'Transpose')} joined)" if folded else " (Transpose added)"
 
 
 def _change_output(model: ir.Model, value: ir.Value, order: tuple[int, ...]) -> str:
@@ -108,8 +111,6 @@ def _change_output(model: ir.Model, value: ir.Value, order: tuple[int, ...]) -> 
         _drop_identity(graph, node)
         return " (1 Transpose joined)"
     place = next(i for i, output in enumerate(graph.outputs) if output is value)
-    if value.is_graph_input() or value.is_initializer():
-        raise ConfigError(f"{KEY}.{name}", name, "an output that a node of the file computes")
     value.name = free_name(f"{name}_before", taken_names(model))
     after = _transposed(model, value, order, _ordered(old, order), name)
     graph.append(after)

@@ -17,6 +17,9 @@ def safe_names(model: ir.Model, *, ends: bool) -> list[str]:
     Args:
         model: the model, changed in place.
         ends: whether to rename inputs and outputs as well.
+
+    Returns:
+        Lines with the numbers of renamed tensors and nodes.
     """
     kept = {value.name for value in (*model.graph.inputs, *model.graph.outputs)}
     tensors = _tensors(model)

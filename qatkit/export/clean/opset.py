@@ -40,7 +40,7 @@ def to_opset(path: Path, model: ir.Model, opset: int) -> tuple[ir.Model, list[st
         return model, []
     if weight_bytes(model) >= LARGE:
         raise ConfigError(
-            KEY, opset, f"null, because onnx's converter cannot copy weights of more than {LARGE >> 30} GiB"
+            KEY, opset, f"null, because onnx's converter cannot copy weights of {LARGE >> 30} GiB or more"
         )
     ir.external_data.load_to_model(model)
     with quiet():

@@ -55,7 +55,7 @@ class Proof:
         return [f"{told} (bound {self.bound:.0f} dB), on {source} inputs ({sets})"]
 
 
-def prove(
+def prove(  # noqa: PLR0913  independent settings of a comparison, by name
     before: Path,
     after: Path,
     wanted: Sequence[Port],
@@ -65,6 +65,7 @@ def prove(
     bound: float,
     inputs: str | None,
     threads: int,
+    hint: str = "",
 ) -> Proof:
     """Runs both files on the same inputs, one file after the other.
 
@@ -77,6 +78,7 @@ def prove(
         bound: the signal-to-noise ratio in dB that every output must reach; infinite if all values must be equal.
         inputs: an .npz file; None for random inputs.
         threads: the number of ONNX Runtime's threads.
+        hint: advice for the end of the message about an output below the bound.
 
     Raises:
         ConfigError: an output is below the bound, or a file does not run.
@@ -99,10 +101,9 @@ def prove(
             ratios[name] = min(ratios[name], _ratio(_placed(name, old, layout), now))
     for name, ratio in ratios.items():
         if ratio < bound:
-            least = "equal in every value" if EQUAL in (bound, -ratio) else f"at least {bound:.0f} dB"
-            found_at = "differs from" if ratio == -EQUAL else f"is at {ratio:.1f} dB of"
-            reason = f"output '{name}' {found_at} the original file's, and should be {least}"
-            hint = "; try clean.fold=exact, which joins no operators" if bound == ROUNDED else ""
+            least = "be equal in every value" if EQUAL in (bound, -ratio) else f"reach {bound:.0f} dB"
+            measured = "" if ratio == -EQUAL else f" (signal-to-noise ratio {ratio:.1f} dB)"
+            reason = f"output '{name}' differs from the original file's{measured}, and should {least}"
             raise ConfigError("clean", after.name, reason=f"{reason}, so nothing was written{hint}")
     shapes = [{name: list(value.shape) for name, value in feeds.items()} for feeds in sets]
     return Proof(ratios, shapes, bound, inputs is None)

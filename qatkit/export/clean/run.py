@@ -87,7 +87,7 @@ def clean(source: Path, model: ir.Model, asked: Asked, target: Path, threads: in
     """
     beside = _has_external(model)
     count = sum(1 for _ in nodes(model))
-    wanted, ends = ports(model), [*model.graph.inputs, *model.graph.outputs]
+    wanted, ends = ports(model, source), [*model.graph.inputs, *model.graph.outputs]
     former = [str(value.name) for value in ends]
     model, wanted, rows = _prepared(source, model, asked, wanted)
     if asked.fold != "none":
@@ -102,11 +102,14 @@ def clean(source: Path, model: ir.Model, asked: Asked, target: Path, threads: in
     present = [str(value.name) for value in (*model.graph.inputs, *model.graph.outputs)]
     names = dict(zip(former, present, strict=True))
 
+    joined = asked.fold == "all" and not asked.float32
+    hint = "; try clean.fold=exact, which joins no operators" if joined else ""
+
     def stored(bound: float) -> tuple[list[Path], Proof]:
         files = store(model, target, beside=beside)
         check(target, source)
         return files, prove(source, target, wanted, layout=asked.layout, names=names, bound=bound,
-                            inputs=asked.inputs, threads=threads)  # fmt: skip
+                            inputs=asked.inputs, threads=threads, hint=hint)  # fmt: skip
 
     (files, found), error = stored(asked.bound), None
     if asked.approximate or asked.drop_pairs:
@@ -115,8 +118,7 @@ def clean(source: Path, model: ir.Model, asked: Asked, target: Path, threads: in
         changed += [("drop_pairs", line) for line in drop_pairs(model, asked.drop_pairs)]
         fill_shapes(model)
         files, error = stored(-EQUAL)
-        worst = min(error.outputs.values(), default=EQUAL)
-        rows += [*changed, (changed[-1][0], f"the worst output is at {worst:.1f} dB of the original's")]
+        rows += [*changed, (changed[-1][0], _worst(error))]
     sizes = (source.stat().st_size, sum(path.stat().st_size for path in files))
     return Cleaned(files, rows, found, error, (count, sum(1 for _ in nodes(model))), sizes)
 
@@ -134,8 +136,17 @@ def _prepared(
         model, lines = to_opset(source, model, asked.opset)
         rows += [("opset", line) for line in lines]
     rows += [("fix_shapes", line) for line in fix_shapes(model, asked.fix_shapes)]
-    fixed = [Port(old.name, old.dtype, new.shape) for old, new in zip(wanted, ports(model), strict=True)]
+    fixed = [
+        Port(old.name, old.dtype, new.shape) for old, new in zip(wanted, ports(model, source), strict=True)
+    ]
     return model, fixed, rows
+
+
+def _worst(error: Proof) -> str:
+    worst = min(error.outputs.values(), default=EQUAL)
+    if worst == EQUAL:
+        return "all outputs are equal to the original's"
+    return f"the worst output has a signal-to-noise ratio of {worst:.1f} dB against the original's"
 
 
 def _has_external(model: ir.Model) -> bool:

@@ -26,7 +26,7 @@ def weight_bytes(model: ir.Model) -> int:
 
 
 def store(model: ir.Model, path: Path, *, beside: bool = False) -> list[Path]:
-    """Writes a model to a file, with large weights in a second file, which are written one at a time.
+    """Writes a model to a file; if its weights are large, they are written one at a time to a second file.
 
     Args:
         model: the model; its weights may be in other files.

@@ -41,8 +41,8 @@ def write_demo(bundle: Path, runtime: WebRuntime, name: str, options: Mapping[st
     """Writes the page into a bundle that already contains its other files.
 
     Args:
-        bundle: the folder of the bundle; model.onnx, preprocess.json, golden.npz and, if they exist,
-            labels.txt and float.onnx are read.
+        bundle: the folder of the bundle; model.onnx, preprocess.json, golden.npz, report.json and, if they
+            exist, labels.txt and float.onnx are read.
         runtime: the npm package whose WebAssembly is used.
         name: the name of the model for the page's title.
         options: the config entries of ONNX Runtime with which the figures were measured.
@@ -80,7 +80,7 @@ def _page(bundle: Path, runtime: WebRuntime, name: str, options: Mapping[str, st
 
 
 def _facts(bundle: Path, options: Mapping[str, str]) -> Mapping[str, Any]:
-    """Returns the facts about the model that the page needs."""
+    """Returns the task, preprocessing, labels and file sizes of the model, and its session options."""
     labels = bundle / LABELS_FILE
     report = json.loads((bundle / REPORT_FILE).read_text(encoding="utf-8"))
     return {

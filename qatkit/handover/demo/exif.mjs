@@ -1,6 +1,6 @@
-// Reads a picture's orientation from its EXIF data and removes them. Browsers turn pictures themselves, whatever
-// createImageBitmap is asked for (the HTML standard has "from-image" and "flipY" alone; "none" is no more): Chromium 156
-// JPEG and PNG files, but not WebP. So the data are taken out, and the page turns as training did.
+// Reads a picture's orientation from its EXIF data and removes the data. Browsers rotate pictures themselves, whatever
+// option createImageBitmap gets (the HTML standard has only "from-image" and "flipY"; "none" was removed). Chromium 156
+// does so for JPEG and PNG files, but not for WebP. Without the data, the page can rotate pictures as training did.
 
 // By orientation: the matrix that moves the stored pixels, in units of the stored width and height.
 const TURNS = {
@@ -47,7 +47,7 @@ function jpegParts(bytes, view, word) {
   const found = [];
   for (let at = 2; at + 4 <= bytes.length && bytes[at] === 0xff && bytes[at + 1] !== 0xda; ) {
     if (bytes[at + 1] === 0xff) {
-      at += 1; // fills up
+      at += 1; // a fill byte
       continue;
     }
     const end = at + 2 + view.getUint16(at + 2);
@@ -90,7 +90,7 @@ function orientation(tiff) {
       if (entry.getUint16(0, little) === 0x0112) return entry.getUint16(8, little);
     }
   } catch (error) {
-    if (!(error instanceof RangeError)) throw error; // the file ends there: it tells nothing
+    if (!(error instanceof RangeError)) throw error; // the data end too early to tell the orientation
   }
   return 1;
 }

@@ -21,7 +21,7 @@ const WAYS = [
 const sessions = {};
 let newest = 0; // number of the picture that was chosen last; answers to older ones are not shown
 
-/** Returns the preprocessing of the float file, which takes normalised floats and gives logits in any case. */
+/** Returns the preprocessing of the float file, which reads and returns float32 even if the INT8 file does not. */
 function asFloat(how) {
   return { ...how, input: { ...how.input, dtype: "float32" }, output: { shape: how.output.shape } };
 }

@@ -13,7 +13,7 @@ const DRAWN = { score: 0.3, overlap: 0.6, most: 100 }; // boxes on the page
  * @param {string[]} names the names of the outputs, in the file's order.
  * @param {object} how the contents of preprocess.json.
  * @returns {{top: {label: number, share: number}[], draw: ?function(CanvasRenderingContext2D): void}} the rows of the
- *   list, and a function that paints over the picture.
+ *   list, and a function that paints over the picture; null for a classifier.
  */
 export function view(task, answers, names, how) {
   if (task === "detection") return boxesOf(answers[names[0]], answers[names[1]]);

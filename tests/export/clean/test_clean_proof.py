@@ -9,7 +9,7 @@ import onnx
 import pytest
 from clean_nets import cleaned, drawn, save
 
-from qatkit.export.clean.drawn import ports
+from qatkit.export.clean.drawn import given, ports
 from qatkit.export.clean.proof import EQUAL, prove
 from qatkit.importing.read import read
 from qatkit_verify.errors import ConfigError
@@ -59,7 +59,7 @@ def test_a_difference_beyond_the_bound_is_refused(
     after = save(tmp_path / "after.onnx", text, {"w": drawn(4, 3) * np.float32(scale)})
 
     def proof() -> float:
-        found = prove(before, after, ports(read(before, as_is=True)), layout={}, names={"x": "x", "y": "y"},
+        found = prove(before, after, ports(read(before, as_is=True), before), layout={}, names={"x": "x", "y": "y"},
                       bound=bound, inputs=None, threads=1)  # fmt: skip
         return found.outputs["y"]
 
@@ -68,9 +68,19 @@ def test_a_difference_beyond_the_bound_is_refused(
     else:
         with pytest.raises(
             ConfigError,
-            match=r"clean=after.onnx: output 'y' is at .* dB of the original file's, and should be",
+            match=r"clean=after.onnx: output 'y' differs from the original file's \(.* dB\), and should",
         ):
             proof()
+
+
+@pytest.mark.parametrize("name", ["cut.npz", "empty.npz", "one.npy", "missing.npz"])
+def test_inputs_that_cannot_be_read_are_refused(name: str, tmp_path: Path) -> None:
+    np.savez(tmp_path / "cut.npz", x=drawn(2, 77))
+    (tmp_path / "cut.npz").write_bytes((tmp_path / "cut.npz").read_bytes()[:100])
+    (tmp_path / "empty.npz").touch()
+    np.save(tmp_path / "one.npy", drawn(2, 77))
+    with pytest.raises(ConfigError, match=f"clean.inputs=.*{name}: the file can't be read as .npz"):
+        given(tmp_path / name, [])
 
 
 def test_other_whole_numbers_are_refused(tmp_path: Path) -> None:
@@ -82,7 +92,7 @@ def test_other_whole_numbers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match="output 'y' differs from the original file's, and should be equal in every value"
     ):
-        prove(before, after, ports(read(before, as_is=True)), layout={}, names={"x": "x", "y": "y"}, bound=30,
+        prove(before, after, ports(read(before, as_is=True), before), layout={}, names={"x": "x", "y": "y"}, bound=30,
               inputs=None, threads=1)  # fmt: skip
 
 

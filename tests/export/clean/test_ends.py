@@ -7,10 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 from clean_nets import cleaned, drawn, kinds, reference, run, save, sizes
 from onnx import TensorProto
 
+from qatkit.export.clean.layout import change_layout
 from qatkit_verify.errors import ConfigError
 
 HEAD = '<ir_version: 8, opset_import: ["" : 17]>'
@@ -75,13 +77,26 @@ def test_a_transpose_at_an_end_is_joined(tmp_path: Path) -> None:
     [
         ({"z": "nhwc"}, "clean.layout=z: expected an input or output of the file"),
         ({"x": "hwc"}, "clean.layout.x=hwc: expected one of nchw, nhwc"),
-        ({"y": "nhwc"}, "expected null, because the file gives 'y' no shape of 3 axes or more"),
+        (
+            {"y": "nhwc"},
+            "clean.layout.y=nhwc: the file gives 'y' no shape of 3 axes or more; leave it out of",
+        ),
     ],
 )
 def test_a_wrong_layout_is_one_sentence(layout: dict[str, str], message: str, tmp_path: Path) -> None:
     text = f"{HEAD} net (float[1, 3, 8] x) => (float[1, 24] y) {{ y = Flatten (x) }}"
     with pytest.raises(ConfigError, match=message):
         cleaned(save(tmp_path / "net.onnx", text), layout=layout)
+
+
+def test_the_layout_of_a_constant_output_is_refused() -> None:
+    zeros = ir.tensor(np.zeros((1, 3, 8), np.float32), name="y")
+    y = ir.Value(name="y", shape=ir.Shape([1, 3, 8]), type=ir.TensorType(zeros.dtype), const_value=zeros)
+    graph = ir.Graph([], [y], nodes=[], initializers=[y], opset_imports={"": 18}, name="net")
+    with pytest.raises(
+        ConfigError, match=r"clean\.layout\.y=nhwc: no node of the file computes the output 'y'; "
+    ):
+        change_layout(ir.Model(graph, ir_version=8), {"y": "nhwc"})
 
 
 BODY = """net (float[2, 3, 8] x) => (float[2, 3] y, float[2, 3, 1] z) {

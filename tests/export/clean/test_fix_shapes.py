@@ -56,11 +56,12 @@ def test_sizes_are_fixed_throughout_the_file(net: Path, asked: dict[str, object]
     [
         ({"hight": 6}, r"clean.fix_shapes.hight=6: expected the name of a size .* \(did you mean height"),
         ({"x[1]": 4}, "axis 1 of input 'x' has size 3 in the file, not 4"),
-        ({"x[4]": 4}, "expected an axis of input 'x', which has axes 0 to 3"),
-        ({"x": [1, 3]}, "expected a list of 4, one size for each axis"),
+        ({"x[4]": 7}, r"clean.fix_shapes.x\[4\]=7: input 'x' has no axis 4, only axes 0 to 3"),
+        ({"x": [1, 3]}, "expected a list of 4 sizes, one for each axis of the input"),
         ({"x": {"a": 1}}, "expected the number of an axis"),
         ({"batch": 0}, "expected an integer of at least 1"),
         ({"batch": 1, "x[0]": 2}, "the size 'batch' gets two values, 1 and 2; give one"),
+        ({"x[0]": 2, "batch": 1}, "the size 'batch' gets two values, 2 and 1; give one"),
         ({"x": 3}, "expected sizes by axis"),
     ],
 )

@@ -3,7 +3,7 @@
 Each rewrite is a function of a model, a graph and a node. It returns whether it replaced the node.
 
     norms       joins LayerNorm, InstanceNorm and L2 norm from their parts
-    pools       writes means as pools, and large pools as two pools
+    pools       writes means as pools, large pools as two pools, and splits as slices
     layers      writes BatchNorm as Conv, folds BatchNorm after a Concat, joins GELU and ReLU
     pairs       changes QuantizeLinear and DequantizeLinear pairs of quantized files
     dpu         approximates operators as an AMD DPU computes them

@@ -29,7 +29,7 @@ _CUBIC = (0.21875, 0.486328125, 1.0, 1.0)
 
 
 def relu6(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
-    """Writes a Clip from 0 to any bound as Relu, without a bound."""
+    """Writes a Clip from 0 to any upper bound as Relu, which has no upper bound."""
     if node.op_type != "Clip" or clip_bounds(node)[0] != 0 or is_open(node, "max"):
         return False
     put(node, "Relu", [operand(node, 0)])
@@ -89,7 +89,7 @@ def reduce_mean(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
 
 
 def clip(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
-    """Rounds the bounds of a Clip to integers from -128 to 127."""
+    """Rounds the bounds of a Clip to integers from -128 to 127; a missing bound becomes -128 or 127."""
     x = operand(node, 0)
     known = all(
         bound is not None or is_open(node, end) for bound, end in zip(clip_bounds(node), _ENDS, strict=True)

@@ -16,7 +16,7 @@ _CONVOLUTIONS = ("Conv", "ConvTranspose")
 
 
 def batch_norm_to_conv(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
-    """Writes a BatchNormalization with 1 to 3 spatial axes as a depthwise convolution with kernel size 1."""
+    """Writes a BatchNormalization with spatial axes as a depthwise convolution with kernel size 1."""
     found, ranks = _affine(node), rank(operand(node, 0))
     if found is None or ranks is None or ranks < 3:
         return False
@@ -89,7 +89,7 @@ def _zero(value: ir.Value | None) -> bool:
 
 
 def _affine(node: ir.Node) -> tuple[NDArray[np.float32], NDArray[np.float32]] | None:
-    """Returns the factor and shift of each channel of a BatchNormalization in inference mode."""
+    """Returns the factor and shift of each channel of a BatchNormalization in inference mode; None for others."""
     if node.op_type != "BatchNormalization" or node.attributes.get_int("training_mode", 0) > 0:
         return None
     held_values = [constant(operand(node, index)) for index in range(1, 5)]

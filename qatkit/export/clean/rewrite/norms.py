@@ -166,7 +166,7 @@ def _normalized(node: ir.Node) -> Normalized | None:
 
 
 def _same(a: ir.Value | None, b: ir.Value | None) -> bool:
-    """Returns whether two values are the same tensor, or two nodes that compute the same difference."""
+    """Returns whether two values are the same tensor, or both are the same x - mean(x)."""
     if a is b:
         return True
     one, other = _centred(a), _centred(b)
@@ -202,7 +202,10 @@ def _scaled_and_shifted(
 def _affine(
     node: ir.Node, shape: tuple[int, ...]
 ) -> tuple[ir.Node, NDArray[np.floating] | None, NDArray[np.floating] | None]:
-    """Finds a multiplication and an addition of constants after a node; returns the last node and both constants."""
+    """Finds a multiplication and an addition of constants after a node; returns the last node and both constants.
+
+    A constant is None if there is no such operator.
+    """
     last, found = node, []
     for operator in ("Mul", "Add"):
         reader = _only_reader(last)

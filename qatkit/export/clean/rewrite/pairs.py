@@ -39,7 +39,7 @@ def dedicated_pairs(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
 
 
 def weight_pairs(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
-    """Stores a weight of 8 bits or fewer in float, with a QuantizeLinear before its DequantizeLinear."""
+    """Stores an int8 or uint8 weight in float, with a QuantizeLinear before its DequantizeLinear."""
     source = operand(node, 0)
     integers, scale = constant(source), constant(operand(node, 1))
     if node.op_type != "DequantizeLinear" or source is None or integers is None or scale is None:

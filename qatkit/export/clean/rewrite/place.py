@@ -22,7 +22,7 @@ def put(
     inputs: Sequence[ir.Value | None],
     attributes: Mapping[str, Any] | None = None,
 ) -> None:
-    """Replaces a node with one output by an operator; the new output gets the old one's name and type."""
+    """Replaces a node with one output by an operator; the new output gets the name and type of the old output."""
     new = ir.node(operator, inputs, attributes or {}, name=node.name)
     take_over(node.outputs[0], new)
     assert node.graph is not None
