@@ -253,14 +253,15 @@ _BITWISE: dict[Any, Any] = {
 
 def _as_difference(node: fx.Node) -> None:
     """Replaces `diff` of numbers by a difference of two slices, unless it is repeated."""
-    x, order, axis, before, after = (*node.args, *(1, -1, None, None)[len(node.args) - 1 :])
-    value = cast(fx.Node, x).meta["val"]
-    if order != 1 or value.dtype == torch.bool:
+    defaults: tuple[Any, ...] = (None, 1, -1, None, None)
+    given = cast(tuple[Any, ...], node.args)
+    x, order, axis, before, after = given + defaults[len(given) :]
+    if order != 1 or node.kwargs or x.meta["val"].dtype == torch.bool:
         return
     with node.graph.inserting_before(node):
         parts = [one for one in (before, x, after) if one is not None]
         if len(parts) > 1:
-            joined = torch.cat([cast(fx.Node, one).meta["val"] for one in parts], cast(int, axis))
+            joined = torch.cat([one.meta["val"] for one in parts], axis)
             x = _made(node, _aten.cat.default, (parts, axis), joined)
         later, earlier = (
             _made(node, _aten.slice.Tensor, (x, axis, *ends), node.meta["val"])

@@ -202,7 +202,8 @@ def fixed_inputs(file: Path, graph: ir.Graph, fixed: Mapping[str, Any]) -> dict[
             value = np.asarray(given, dtype)
         except (TypeError, ValueError, OverflowError) as error:
             raise ConfigError(_FIX, f"{name}: {given}", allowed) from error
-        if sizes is not None and not _fits(value, sizes):
+        fraction = value.dtype.kind in "iu" and not np.array_equal(value, np.asarray(given))
+        if fraction or (sizes is not None and not _fits(value, sizes)):
             raise ConfigError(_FIX, f"{name}: {given}", allowed)
         found[name] = value
     return found

@@ -28,7 +28,7 @@ from qatkit.config.data_folders import FOLDERS, data_folder
 from qatkit.config.rules import validate
 from qatkit.config.schema import BackendConfig, CleanConfig, Config, ModelConfig, ScheduleConfig, VerifyConfig
 from qatkit.config.schema.files import CLEAN, ENCODINGS, SUMMARY
-from qatkit.config.schema.model import AUDIO, DRAWN, PAIRS, TEXT
+from qatkit.config.schema.model import AUDIO, DRAWN, RECORDINGS, TEXTS
 from qatkit.config.selectors import refuse_selectors
 from qatkit.encryption.vault import protected
 from qatkit.importing.float_file import FloatFile, for_tools, layout_of, read_float_file
@@ -44,7 +44,7 @@ _WEIGHTS_ALONE, _BLOCK = "qatkit.quant.backends.WEIGHT_ONLY", 32
 _CALIBRATED = ScheduleConfig(epochs=0, float_epochs=0, distill=0.0, batch_norm="fold", enable_fake_quant=0.0)
 # Data sources of qatkit. Their samples are pictures except for those of `_ARRAYS`; the samples of a user's
 # source are known only after its call.
-_OURS, _ARRAYS = "qatkit.data.", ("qatkit.data.arrays.", AUDIO, DRAWN, TEXT, PAIRS)
+_OURS, _ARRAYS = "qatkit.data.", ("qatkit.data.arrays.", AUDIO, DRAWN, *TEXTS, *RECORDINGS)
 
 
 def quantize(config: Config) -> int:

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 from command_line import Launch
+from hydra._internal.utils import get_args_parser
 
-from qatkit.cli import hydra_flags
+from qatkit.cli.hydra_flags import flags_parser
 from qatkit.cli.train_command import train_run
 
 
@@ -36,9 +37,9 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("checked")
 def test_hydra_cannot_build_its_parser_alone() -> None:
     with pytest.raises((ValueError, TypeError)):
-        hydra_flags.get_args_parser()
+        get_args_parser()
 
-    assert hydra_flags.flags_parser().parse_args(["-m", "a=1"]).multirun
+    assert flags_parser().parse_args(["-m", "a=1"]).multirun
 
 
 @pytest.mark.usefixtures("checked")

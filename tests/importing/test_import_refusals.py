@@ -78,6 +78,17 @@ def test_a_fixed_value_of_no_input_and_of_another_shape(tmp_path: Path) -> None:
             import_onnx(path, fixed={"sr": value})
 
 
+def test_an_integer_input_is_not_fixed_to_a_fraction(tmp_path: Path) -> None:
+    cast = helper.make_node("Cast", ["sr"], ["rate"], to=FLOAT)
+    path = save(tmp_path / "m.onnx", [cast, helper.make_node("Mul", ["x", "rate"], ["y"])],
+                {"x": X, "sr": (onnx.TensorProto.INT64, [])}, ["y"])  # fmt: skip
+    with pytest.raises(
+        ConfigError, match=r"model\.kwargs\.fix=sr: 16000\.5: expected a value .* and type int64"
+    ):
+        import_onnx(path, fixed={"sr": 16000.5})
+    assert import_onnx(path, fixed={"sr": 16000.0}) is not None
+
+
 def test_constants_that_an_operator_does_not_take(tmp_path: Path) -> None:
     constants = {"a": np.ones((2, 3), np.float32), "b": np.ones((4, 5), np.float32)}
     folded = [

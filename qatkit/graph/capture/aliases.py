@@ -192,14 +192,7 @@ class Aliases:
         place = 1 if name == "unbind" else 2
         axis = first.kwargs.get("dim", first.args[place] if len(first.args) > place else 0)
         again = self._again(first, first.args[0], whole)
-        with torch._C.DisableTorchFunction():
-            target: Any = first.target
-            args, kwargs = fx.map_arg((first.args, first.kwargs), lambda _: view.parent)
-            made = (
-                getattr(args[0], target)(*args[1:], **kwargs)
-                if first.op == "call_method"
-                else target(*args, **kwargs)
-            )
+        made = _run(first, view.parent)
         pieces = [
             part if i == last.args[1] else self.emit("call_function", operator.getitem, (again, i), {})
             for i in range(len(made))
@@ -323,14 +316,6 @@ def _as_index(node: fx.Node, name: str) -> tuple[Any, ...]:
 
 def _way_back(node: fx.Node, ndim: int) -> list[int]:
     """Returns the permutation that reverses an exchange of axes, found by a trial on a tensor with distinct sizes."""
-    with torch._C.DisableTorchFunction():
-        probe = torch.empty([i + 2 for i in range(ndim)], device="meta")
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: probe)
-        target: Any = node.target
-        done = (
-            getattr(args[0], target)(*args[1:], **kwargs)
-            if node.op == "call_method"
-            else target(*args, **kwargs)
-        )
-        order = [size - 2 for size in done.shape]
+    probe = torch.empty([i + 2 for i in range(ndim)], device="meta")
+    order = [size - 2 for size in _run(node, probe).shape]
     return [order.index(axis) for axis in range(ndim)]
