@@ -126,11 +126,13 @@ def _classes(config: ModelConfig, of_data: int | None) -> int | None:
     Raises:
         ConfigError: the numbers of classes differ.
     """
-    given = config.num_classes if config.num_classes is not None else config.kwargs.get("num_classes")
+    key, given = "model.num_classes", config.num_classes
+    if given is None:
+        key, given = "model.kwargs.num_classes", config.kwargs.get("num_classes")
     if given is not None:
-        limit_of(ModelConfig, "num_classes").check("model.num_classes", given)
+        limit_of(ModelConfig, "num_classes").check(key, given)
     if given is not None and of_data is not None and given != of_data:
-        raise ConfigError("model.num_classes", given, f"null or {of_data}, the number of classes of the data")
+        raise ConfigError(key, given, f"null or {of_data}, the number of classes of the data")
     return of_data if given is None else int(given)
 
 

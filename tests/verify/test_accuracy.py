@@ -11,7 +11,10 @@ import torch
 from qdq_graphs import QdqGraph, classifier
 from quantized_resnet import Files, quantized_resnet18
 
+from qatkit.records.results import Results
 from qatkit.verify.accuracy import accuracy, module_accuracy
+from qatkit.verify.checks.accuracy import AccuracyCheck
+from qatkit_verify.classification import classified
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.session import open_session
 
@@ -85,3 +88,12 @@ def test_nan_names_the_file_and_the_image(tmp_path: Path) -> None:
 def test_no_images_is_an_error(resnet18: Files) -> None:
     with pytest.raises(ConfigError, match=r"data\.test_images=0"):
         accuracy(open_session(resnet18.float_path, threads=1), [])
+
+
+@pytest.mark.parametrize(("right", "told"), [((8, 15, 7), True), ((12, 20, 9), True), ((45, 60, 48), False)])
+def test_a_float_model_at_chance_is_reported(right: tuple[int, ...], told: bool) -> None:
+    images = (50, 80, 60)
+    scores = classified(100 * sum(right) / sum(images), 100.0, sum(images), images, right)
+    lines = AccuracyCheck().lines(Results("run", "m", "out", accuracy={"float": scores, "int8": scores}))
+
+    assert any("no better than one answer for all images (42.11 %)" in line for line in lines) == told

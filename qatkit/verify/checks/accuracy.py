@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from qatkit.records.results import DYNAMIC, Results
 from qatkit.verify.checks.base import Check, Shortfall, Speeds, Subject
 from qatkit.verify.checks.dynamic import dynamic_line
 from qatkit.verify.checks.requested import RequestedSettings
+from qatkit_verify.classification import TOP1
 
 if TYPE_CHECKING:
     from qatkit.config.schema import VerifyConfig
@@ -54,7 +56,7 @@ class AccuracyCheck(Check):
         return subject.predictors
 
     def lines(self, results: Results) -> list[str]:
-        lines = (_paired_line(results), dynamic_line(results), class_line(results))
+        lines = (_chance_line(results), _paired_line(results), dynamic_line(results), class_line(results))
         return [line for line in lines if line]
 
     def shortfalls(self, bounds: VerifyConfig, results: Results) -> list[Shortfall]:
@@ -99,6 +101,22 @@ def _paired_line(results: Results) -> str:
     return (
         f"{results.label} {metric.name} against float: {change:+.2f}{unit}, +/- {interval:.2f} (two standard errors,"
         f" the same {results.task.samples} for both)"
+    )
+
+
+def _chance_line(results: Results) -> str:
+    """Reports a float model that is no better than the most frequent class as its constant answer; "" otherwise."""
+    found = results.accuracy.get("float")
+    if found is None or results.task.main.key != TOP1.key or not sum(found.class_images):
+        return ""
+    images = sum(found.class_images)
+    chance = max(found.class_images) / images
+    error = math.sqrt(chance * (1 - chance) / images)
+    if found.score > 100 * (chance + 2 * error):
+        return ""
+    return (
+        f"float top-1 of {found.score:.2f} % is no better than one answer for all images ({100 * chance:.2f} %), so the"
+        " comparison says nothing: the model is untrained, or its classes are in another order than the labels"
     )
 
 
