@@ -3,8 +3,8 @@
     qatkit-verify BUNDLE
     qatkit-verify A.onnx B.onnx
 
-Exit status: 0 if every check passed, 1 if one falls short, and 2 if the file cannot be judged (it is
-damaged or has another format, or a package is missing).
+Exit status: 0 if no check falls short, 1 if one does, and 2 if the files cannot be judged (a file is damaged
+or has another format, an argument is wrong, or a package is missing).
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _bundle(given: argparse.Namespace) -> int:
 
 
 def verified(folder: Path, given: argparse.Namespace) -> Iterator[Found]:
-    """Yields the result of each check as it comes.
+    """Yields the result of each check as soon as the check has run.
 
     Raises:
         ConfigError: the bundle is damaged, or this machine cannot judge it.

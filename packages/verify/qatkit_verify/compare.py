@@ -1,4 +1,4 @@
-"""Compares computations of the same outputs over all batches: their distance, and their equal decisions.
+"""Compares computations of the same outputs over all batches: how far they differ and how often they agree.
 
 Every output is compared over all its values, floats in steps of their own scale; the worst output is
 reported. Agreement is computed for the first float output with a class axis and for every integer output, and
@@ -118,7 +118,7 @@ class Output:
 
     @property
     def classes(self) -> bool:
-        """Returns whether the output decides something: floats along a class axis, or integers."""
+        """Returns whether the output decides something: along a class axis, as integers, or by the task's rule."""
         return self._decided > 0
 
     def comparisons(self, step: float) -> list[Comparison]:

@@ -25,6 +25,7 @@ class ConfigError(ValueError):
         reason: a clause that says what went wrong and how to fix it, if no expectation can be named.
 
     Attributes:
+        key, value: as given.
         problem: the message without key and value, for an error that is raised again under another key.
     """
 
@@ -59,7 +60,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def near_matches(word: str, words: Iterable[str], n: int = 5) -> str:
-    """Returns the `n` of `words` that are closest to `word`, separated by commas."""
+    """Returns up to `n` of `words`, separated by commas: those closest to `word`, else the first in the alphabet."""
     pool = sorted(set(words))
     return ", ".join(difflib.get_close_matches(word[:_LONGEST], pool, n=n, cutoff=0.3) or pool[:n])
 

@@ -30,7 +30,7 @@ def by_name(names: Sequence[str], batch: Any) -> dict[str, Any]:
     """Returns the tensors of a batch by name, for the inputs `names`.
 
     Raises:
-        ConfigError: a mapping lacks one of the inputs, or the number of tensors differs from theirs.
+        ConfigError: the batch neither contains all names nor has as many tensors as there are names.
     """
     if isinstance(batch, Mapping) and set(names) <= set(batch):
         return {name: batch[name] for name in names}
@@ -67,7 +67,7 @@ def inputs_alone(names: Sequence[str], batch: Any) -> Any:
 
 
 def rows(batch: Any) -> int:
-    """Returns the number of images of a batch without labels: the length of its first tensor with axes."""
+    """Returns the number of images of a batch without labels: the length of its first tensor with axes, else 1."""
     if isinstance(batch, Mapping):
         batch = tuple(batch.values())
     if isinstance(batch, (tuple, list)):
@@ -98,12 +98,14 @@ def noise_feeds(
 
     Args:
         session: a session of the file.
-        given: the shape of a single input, or a whole batch by name; None: the shapes that the file declares.
+        given: the shape of the only input. A batch by input name is used instead of noise. None: the shapes that
+            the file declares.
         seed: the seed of the random numbers.
         batch: the size of a dynamic first axis.
 
     Raises:
-        ConfigError: another axis is dynamic, or a shape is given for a file with several inputs.
+        ConfigError: another axis is dynamic, a shape is given for a file with several inputs, or the batch lacks
+            an input.
     """
     if isinstance(given, Mapping):
         return feeds(session, given)

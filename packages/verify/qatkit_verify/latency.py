@@ -66,7 +66,8 @@ def latency(
         `Latency` by name, in the order of `files`.
 
     Raises:
-        ConfigError: there are no rounds, or a file has another fixed batch size.
+        ConfigError: `runs` is below 1, ONNX Runtime cannot load a file, a file has another fixed batch size, or
+            the size of a dynamic axis is unknown.
     """
     found = run_times(files, input_shape, batch=batch, threads=threads, runs=runs, seed=seed, options=options)
     reference = next(iter(found.values()))

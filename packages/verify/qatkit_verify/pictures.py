@@ -121,7 +121,7 @@ def check_kind(mode: int) -> None:
 
 
 def check_size(width: int, height: int) -> None:
-    """Raises ValueError for an image that is too large for a machine's memory once unpacked or resized."""
+    """Raises ValueError for an image without pixels, or one whose unpacked or resized pixels need too much memory."""
     if min(width, height) < 1:
         raise ValueError("no pixels")
     if width * height > MOST_PIXELS:
@@ -131,7 +131,7 @@ def check_size(width: int, height: int) -> None:
 
 
 def reason(error: Exception) -> str:
-    """Returns a clause that says why a file is not an image."""
+    """Returns a phrase that says why a file is not an image."""
     if type(error).__name__ == "UnidentifiedImageError":
         return "Pillow does not know its format"
     if isinstance(error, OSError) and error.strerror:

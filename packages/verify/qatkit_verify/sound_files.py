@@ -1,6 +1,6 @@
 """Reads WAV and FLAC files as samples of one channel, in [-1, 1].
 
-    chunks of a WAV file ── integers / 2 ** (bits - 1), or floats as they are ──┐
+    chunks of a WAV file ── integers / 2 ** (bits - 1), or floats, unchanged ───┐
     frames of a FLAC file (package soundfile) ──────────────────────────────────┴── mean of the channels ── [T]
 
 The first bytes tell the kind of file. Both kinds give the same values for the same integers, bit for bit.
@@ -47,11 +47,11 @@ class _Format(NamedTuple):
 
 
 def read_sound(path: str) -> Sound:
-    """Reads a file.
+    """Reads a WAV or FLAC file.
 
     Raises:
         OSError: the file does not exist or cannot be opened.
-        ValueError: it has no readable samples; the message is a clause that says why.
+        ValueError: it is no regular file or has no readable samples; the message says why.
         ImportError: it is a FLAC file, and the package soundfile is missing.
     """
     with open_regular_file(path) as stream:

@@ -186,7 +186,7 @@ def check_files(folder: Path, manifest: Manifest) -> int:
         The total number of bytes.
 
     Raises:
-        ConfigError: a file is missing, differs, is a link, or is not listed; the message names the first ones.
+        ConfigError: a file is missing, differs, is a link, or is not listed; the message names the first five.
     """
     wrong = [*_wrong(folder, manifest.files), *_unlisted(folder, manifest.files)]
     if wrong:

@@ -2,7 +2,7 @@
 
     {"format": 1, "inputs": [{"name", "type", "shape", "batch_axis"}, ...], "outputs": [the same, ...]}
 
-Types are NumPy's names. A dynamic axis is null, and so is the batch axis of an input without one.
+Types are named as in NumPy. A dynamic axis is null, and so is the batch axis of an input without one.
 """
 
 from __future__ import annotations

@@ -64,7 +64,8 @@ def check_signature(folder: Path, signer: str | None, public: str | Path | None)
         A description of the signature for the user.
 
     Raises:
-        ConfigError: the key is wrong, or the signature is missing, damaged, or that of another manifest.
+        ConfigError: the key is wrong, the signature is missing, damaged, or that of another manifest, or `public` is
+            given and `cryptography` is not installed.
     """
     if signer is None:
         return _unsigned(folder, public)

@@ -54,7 +54,7 @@ class CheckInputs:
         runtimes: names or dotted paths of other runtimes.
         pictures: a folder of pictures with one folder per class; None to skip this check.
         recordings: a folder of WAV and FLAC files with one folder per class; None to skip this check.
-        min_speedup: the minimum speed-up over float.onnx; None: the run's own bound, if it has one.
+        min_speedup: the minimum speed-up over float.onnx; None: the run's own bound, else 1 for an INT8 file.
         max_drop: the maximum loss of top-1 on pictures or recordings against the report, in points.
     """
 

@@ -30,7 +30,7 @@ def answers_in_chunks(asked: CheckInputs) -> list[Found]:
 
 
 def _outputs(asked: CheckInputs, path: Path) -> dict[str, list[tuple[Array, Array]]]:
-    """Returns pairs by output name: for each golden sample, the value of the whole file and of the chunks."""
+    """Returns pairs by output name: for each golden sample, the value for the complete input and that for chunks."""
     whole, stream = (
         open_session(one, threads=asked.threads, options=asked.options) for one in (asked.int8, path)
     )
@@ -49,14 +49,14 @@ def _outputs(asked: CheckInputs, path: Path) -> dict[str, list[tuple[Array, Arra
 
 
 def _lone(given: Mapping[str, Array]) -> Array:
-    """Returns the single input, which is cut into chunks; raises ConfigError if there are several."""
+    """Returns the single input; raises ConfigError if there are several."""
     if len(given) != 1:
         raise ConfigError("golden", ", ".join(given), "one input, which is cut into chunks")
     return next(iter(given.values()))
 
 
 def _judged(name: str, pairs: Mapping[str, Sequence[tuple[Array, Array]]]) -> Found:
-    """Judges the worst output, and names its golden sample that is farthest from the whole file's answer."""
+    """Judges the worst output, and names the golden sample with its lowest SQNR."""
     kept = {output: kept_db(*map(np.stack, zip(*of_it, strict=True))) for output, of_it in pairs.items()}
     worst = min(kept, key=lambda output: kept[output])
     by_sample = [kept_db(*both) for both in pairs[worst]]

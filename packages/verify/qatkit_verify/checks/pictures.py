@@ -24,11 +24,11 @@ _BATCH = 32
 
 
 def pictures(asked: CheckInputs) -> Found:
-    """Judges the pictures of `asked.pictures`, one folder per class (named as in labels.txt).
+    """Measures top-1 on the pictures in `asked.pictures`: one folder per class, named as in labels.txt.
 
     Raises:
         ConfigError: the folder or its class folders do not exist, labels.txt lacks a class, a picture cannot
-            be opened, or the bundle's model takes no pictures.
+            be opened, or the bundle's model has no pictures as inputs.
     """
     assert asked.pictures is not None
     if not (asked.folder / PREPROCESS_FILE).is_file():
@@ -46,7 +46,7 @@ def pictures(asked: CheckInputs) -> Found:
 
 
 def recordings(asked: CheckInputs) -> Found:
-    """Judges the WAV and FLAC files of `asked.recordings`, one folder per class (named as in labels.txt).
+    """Measures top-1 on the WAV and FLAC files in `asked.recordings`: one folder per class, named as in labels.txt.
 
     Raises:
         ConfigError: as in `pictures`, or a file has another sampling rate.

@@ -44,7 +44,14 @@ class Variant:
 
 @dataclass(frozen=True)
 class Variants:
-    """The contents of a folder: the model, and the files by name, including FLOAT and TABLE."""
+    """The contents of a folder.
+
+    Attributes:
+        model, backend, input_shape: the model, the backend and the shape (C, H, W) of one image.
+        graph: a digest of the graph's operators and shapes.
+        options: the backend's session config entries.
+        files: the files by name, including FLOAT and TABLE.
+    """
 
     model: str
     backend: str

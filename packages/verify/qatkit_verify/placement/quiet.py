@@ -6,7 +6,7 @@ DequantizeLinear with a single thread anyway. So a file that is faster under loa
 is free.
 Two signs reveal such work:
 
-- threads that were ready to run and had no core (`waiting`);
+- threads that were ready to run and had no core (`latency.Waiting`);
 - a session in which all files take longer than in another: the clock went down, or another virtual machine
   on the same host uses a core.
 
@@ -59,7 +59,7 @@ def timed_quietly(
     sessions: int,
     options: Mapping[str, str] | None = None,
 ) -> Timed:
-    """Times files in turns until the requested number of sessions was quiet, but in at most twice as many.
+    """Times files in turns until the requested number of sessions was quiet, but in at most twice as many sessions.
 
     Args:
         files, input_shape, batch, threads, runs, sessions, options: see `latency.quickest`.

@@ -37,7 +37,7 @@ class Machine:
     batch: int
 
     def differs(self, other: Machine) -> list[str]:
-        """Returns descriptions of what differs on the other machine."""
+        """Returns descriptions of what differs on the other machine; instruction sets are not compared."""
         return [
             f"{name} {_plainly(mine)} (here {_plainly(theirs)})"
             for name, mine in asdict(self).items()

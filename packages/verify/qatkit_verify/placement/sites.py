@@ -49,7 +49,7 @@ class Sites:
 
     @property
     def float_sites(self) -> FloatSites:
-        """The float operators, by name."""
+        """The paths of the float operators, sorted."""
         return tuple(sorted(self.floats))
 
     def as_dict(self) -> dict[str, list[str] | bool]:
