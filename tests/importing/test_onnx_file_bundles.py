@@ -197,7 +197,7 @@ def test_a_damaged_array_is_seen(run: Path, tmp_path: Path, capsys: pytest.Captu
 
 def test_pictures_are_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert judged(run / "run" / "bundle", "--pictures", str(tmp_path)) == 2
-    assert "the model of this bundle takes arrays, not pictures" in capsys.readouterr().err
+    assert "the model of this bundle has no pictures as inputs" in capsys.readouterr().err
 
 
 def test_another_model_json_is_seen(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

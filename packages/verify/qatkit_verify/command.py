@@ -40,7 +40,7 @@ def main(typed: Sequence[str] | None = None) -> int:
         if len(given.paths) > 2:
             raise ConfigError("paths", " ".join(map(str, given.paths)), "a bundle, or two ONNX files")
         if given.paths[0].suffix == ".onnx":
-            raise ConfigError("paths", given.paths[0], "a bundle, or two ONNX files; this is only one")
+            raise ConfigError("paths", given.paths[0], "a bundle, or two ONNX files; found one ONNX file")
         return _bundle(given)
     except (ValueError, OSError) as error:  # rejected values, and files that are not what their names say
         print(f"error: {first_line(error)}", file=sys.stderr)
@@ -160,9 +160,7 @@ def _peak_mb() -> int | None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("qatkit-verify", description=__doc__.partition("\n")[0])
     parser.add_argument("paths", nargs="+", type=Path, help="a bundle (folder or zip), or two ONNX files")
-    parser.add_argument(
-        "--key", type=Path, help="PEM file of the public key that must have signed the bundle"
-    )
+    parser.add_argument("--key", type=Path, help="PEM file of the public key that the signature must match")
     parser.add_argument("--threads", type=count, default=2, help="threads of ONNX Runtime (default: 2)")
     parser.add_argument("--runs", type=count, default=50, help="timed runs per file (default: 50)")
     parser.add_argument(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qatkit_verify.errors import ConfigError
+from qatkit_verify.errors import ConfigError, counted
 from qatkit_verify.integer_ends import IntegerIO
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def by_name(names: Sequence[str], batch: Any) -> dict[str, Any]:
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return by_name(names, batch[0])  # with labels
     given = ", ".join(path or "a tensor" for path, _ in found)
-    raise ConfigError("batch", given, f"{len(names)} tensors ({', '.join(names)})")
+    raise ConfigError("batch", given or "no tensors", f"{counted(len(names), 'tensor')} ({', '.join(names)})")
 
 
 def _leaves(batch: Any, path: str = "") -> Iterator[tuple[str, Any]]:

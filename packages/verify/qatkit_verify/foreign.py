@@ -148,7 +148,7 @@ def check_call(key: str, path: str, called: Callable[..., Any], *args: str, **kw
         signature.bind(*args, **kwargs)
     except TypeError as error:
         wanted = ", ".join([*args, *(f"{name}=..." for name in kwargs)])
-        expected = f"a callable that takes ({wanted}), not {signature} ({error})"
+        expected = f"a callable that accepts ({wanted}), not {signature} ({error})"
         raise ConfigError(key, path, expected) from error
 
 

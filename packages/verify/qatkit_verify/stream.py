@@ -62,7 +62,7 @@ def stream_of(session: ort.InferenceSession) -> Stream:
     told = session.get_modelmeta().custom_metadata_map.get(METADATA_KEY)
     entry = f"its metadata entry '{METADATA_KEY}'"
     if told is None:
-        reason = f"{entry} is missing, which says how chunks follow each other"
+        reason = f"{entry}, which says how chunks follow each other, is missing"
         raise ConfigError("onnx file", session_file(session), reason=reason)
     try:
         found = Stream.from_text(told)

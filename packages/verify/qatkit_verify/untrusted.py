@@ -26,7 +26,7 @@ def read_text(path: Path) -> str:
     if path.exists() and not path.is_file():
         raise ValueError("not a plain file")
     if path.stat().st_size > _BYTES:
-        raise ValueError(f"more than {_BYTES // 2**20} MB")
+        raise ValueError(f"more than {_BYTES // 2**20} MiB")
     return path.read_text(encoding="utf-8-sig")
 
 

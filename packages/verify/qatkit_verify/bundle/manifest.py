@@ -127,7 +127,7 @@ def read_manifest(folder: Path) -> Manifest:
             or text.count(own) != 1
             or _digest(text.replace(own, _NOTHING)) != own
         ):
-            raise ConfigError(_KEY, path, f"an undamaged bundle ({MANIFEST} differs from its own digest)")
+            raise ConfigError(_KEY, path, reason="the file is damaged: it differs from its own digest")
         return _manifest(stored)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, ConfigError):

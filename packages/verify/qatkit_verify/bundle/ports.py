@@ -56,8 +56,9 @@ class Port:
                 None if axis is None else int(axis),
             )
         except (KeyError, TypeError, ValueError) as error:
+            reason = f"{error} is missing" if isinstance(error, KeyError) else error
             raise ConfigError(
-                "model.json", stored, f"an input with name, type, shape and batch_axis ({error})"
+                "model.json", stored, f"an entry with name, type, shape and batch_axis ({reason})"
             ) from error
 
     def as_dict(self) -> dict[str, Any]:

@@ -148,5 +148,5 @@ def _answers(execute: Execute, run: Mapping[str, Array]) -> list[Array]:
     except Exception as error:  # ONNX Runtime's exceptions have no public common base
         given = ", ".join(f"{name} {one.dtype} {list(one.shape)}" for name, one in run.items())
         raise ConfigError(
-            "golden", given, f"arrays that fit the inputs of the file ({one_line(error)})"
+            "golden", given, reason=f"the runtime failed on these inputs ({one_line(error)})"
         ) from error

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qatkit_verify.errors import ConfigError
+from qatkit_verify.errors import ConfigError, counted
 from qatkit_verify.files import write_text
 from qatkit_verify.installed import check_onnxruntime
 from qatkit_verify.placement.decide import chosen, measured, noise
@@ -173,7 +173,8 @@ def main(typed: Sequence[str] | None = None) -> int:
         return 2
     machine = placed.machine
     where = (
-        f"{machine.cpu}, {machine.threads} threads, batch {machine.batch}, ONNX Runtime {machine.onnxruntime}"
+        f"{machine.cpu}, {counted(machine.threads, 'thread')}, batch {machine.batch}, "
+        f"ONNX Runtime {machine.onnxruntime}"
     )
     print(f"{placed.model}: {where}; ratios vary by {100 * placed.noise:.1f} % between sessions")
     print("\n".join(table(placed)))
@@ -181,7 +182,7 @@ def main(typed: Sequence[str] | None = None) -> int:
         print(f"{placed.unrest()}; run the same command again when the machine is idle")
     if placed.of(placed.chosen).ms > placed.of(FLOAT).ms:
         print("every file is slower than float here; keep the model in float on this machine")
-    print(f"{path} is written; train.py takes it as placement={path}")
+    print(f"{path} is written; to train with it, run train.py placement={path}")
     return 0
 
 

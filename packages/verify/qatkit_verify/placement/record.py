@@ -181,7 +181,7 @@ def check_fits(placed: Placed, model: str, backend: str, shape: tuple[int, ...],
     ]
     if differ:
         raise ConfigError(
-            "placement", path, f"a placement of this model; this one is for {', '.join(differ)}"
+            "placement", path, f"a placement for this model, backend and input; found {', '.join(differ)}"
         )
 
 
