@@ -1,4 +1,4 @@
-"""Quantizes a model of a script in one call: all stages of train.py, including the report.
+"""Quantizes a model from a script in one call: all stages of train.py, including the report.
 
     result = qatkit.quantize(model, example, batches, ["backend=qnnpack", "algorithm=auto"])
     result.file, result.met, result.report, result.module
@@ -111,12 +111,12 @@ def quantize(
         model: a float module, which is not changed, or the path of a float ONNX file.
         example: the example input of the module: a tensor, a tuple of positional tensors, or a mapping of
             keyword arguments, batch axis first. None for a file.
-        batches: calibration inputs in the form of `example` (for a file: mappings by the names of its
-            inputs). With `task=classification` or another task with targets, each is a pair (inputs,
-            targets).
+        batches: calibration inputs like `example` (for a file: mappings by the names of its inputs). With
+            `task=classification` or another task with targets, each is a pair (inputs, targets).
         config: settings as they are typed after train.py, such as `["backend=qnnpack", "schedule=qat_sgd"]`.
-            Without them nothing is trained, and outputs are compared with those of the float model.
-        test_batches: inputs for verification. By default every second sample of `batches` is used for it.
+            By default nothing is trained, and outputs are compared with those of the float model.
+        test_batches: inputs for verification. By default every second sample of `batches` is used for
+            verification instead of calibration.
 
     Returns:
         The file, whether it meets its bounds, the report and the converted module. A file that misses a bound
@@ -205,7 +205,10 @@ def _composed(typed: Sequence[str]) -> Config:
 
 
 def _fitted(config: Config, typed: Sequence[str], samples: int) -> Config:
-    """Returns the configuration with no more calibration images than there are, unless their number was typed."""
+    """Returns the configuration with at most `samples` calibration images, in batches of at most that many.
+
+    A number that was typed is kept.
+    """
     calibration = config.calibration
     if not any(one.startswith("calibration.images=") for one in typed):
         calibration = replace(calibration, images=min(calibration.images, samples))

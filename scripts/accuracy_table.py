@@ -1,6 +1,6 @@
 """Writes docs/accuracy.md: the recorded results of every recipe, and models in each mode.
 
-Run it by `uv run scripts/accuracy_table.py`.
+Run it with `uv run scripts/accuracy_table.py`.
 """
 
 from __future__ import annotations

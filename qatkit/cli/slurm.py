@@ -66,7 +66,7 @@ def take_over(asked: str, multirun: bool) -> None:
     """Replaces Hydra's launcher by that of `slurm_launcher`, since Hydra finds no launchers of other packages by name.
 
     Args:
-        asked: the override that requests Slurm, possibly with an option of the user's.
+        asked: the override that requests Slurm, with "slurm" or the user's own option of the group.
         multirun: whether the command line starts a sweep.
 
     Raises:
@@ -107,9 +107,10 @@ class Queued:
 
 
 def results(runs: Sequence[Queued], sweep: str) -> dict[int, Outcome]:
-    """Waits for the runs and returns an `Outcome` for each; no failed run raises.
+    """Waits for the runs and returns an `Outcome` for each by its number; a failed run raises no error.
 
-    A signal ends the wait; runs that have not ended are reported with their current states.
+    Raises:
+        Stopped: a signal ended the wait; runs that have not ended are reported with their current states.
     """
     told: dict[int, Outcome] = {}
     try:
@@ -165,7 +166,7 @@ def _as_it_stands(run: Queued, states: Mapping[str, str]) -> Outcome:
 
 
 def arrays(runs: Iterable[Queued]) -> list[str]:
-    """Returns the numbers of the runs in Slurm, one per array."""
+    """Returns the job numbers of the Slurm arrays to which the runs belong, sorted."""
     return sorted({run.job.job_id.split("_")[0] for run in runs})
 
 
@@ -224,7 +225,8 @@ def end(stop: stopping.Stopped, restarts: int) -> None:
         restarts: the allowed number of restarts.
 
     Raises:
-        ConfigError: the run has been restarted as often as allowed.
+        Stopped: Slurm itself requeues or cancels the run.
+        ConfigError: the run has been restarted as often as allowed, or Slurm does not requeue it.
     """
     number = int(stop.code or 0) - 128
     if number == signal.SIGTERM:

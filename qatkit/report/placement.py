@@ -60,7 +60,10 @@ def chosen_line(placed: Placed) -> str:
 
 
 def dearest(placed: Placed) -> list[tuple[str, float]]:
-    """Returns the sites that differ from the table, with the milliseconds that each would add as in the table."""
+    """Returns the sites that differ from the backend's table, the most expensive to undo first.
+
+    Each has the milliseconds that the file would take longer if the site were as in the table.
+    """
     return sorted(placed.costs.items(), key=lambda pair: -pair[1])
 
 

@@ -44,8 +44,8 @@ class Loading:
         file: the name of the file.
         prepare: the preprocessing with the keys of preprocess.json (image_size, resize, interpolation, mean,
             std, upright and so on).
-        integer: whether the file takes uint8 pixels and returns 8-bit scores.
-        batch: the number of images that the file takes at a time; None for any number.
+        integer: whether the file's input is uint8 pixels and its output 8-bit scores.
+        batch: the batch size that the file was exported for; None if it is dynamic.
         session_options: the session config entries of ONNX Runtime.
         labels: the file with the names of the classes (a run's model.json, or a bundle's labels.txt); None if
             there is none.
@@ -94,7 +94,7 @@ class Loading:
 
 
 def programs(loading: Loading) -> dict[str, str]:
-    """Returns programs, by language, that print the five most likely classes of image.jpg, or all outputs.
+    """Returns programs, by language, that print the five most likely classes of image.jpg, or its outputs' shapes.
 
     The C++ program is a function. For a run's own folder there is only the Python program, since the others
     read files that only a bundle has.
@@ -113,7 +113,10 @@ def as_markdown(loading: Loading) -> str:
 
 
 def arrays_program(bundle: Path, session_options: Mapping[str, str]) -> str:
-    """Returns a program for a bundle of arrays as Markdown for a model card, with the reason why there is only one."""
+    """Returns a Python program for a bundle of arrays, as Markdown for a model card.
+
+    For a model of texts, code that tokenizes a text follows.
+    """
     told = json.loads((bundle / ARRAYS_FILE).read_text(encoding="utf-8"))
     ports = [Port.from_dict(one) for one in told["inputs"]]
     loading = Loading(INT8_FILE, {}, session_options=session_options)
