@@ -141,7 +141,7 @@ def quantize(
     if not train or not test:
         raise ConfigError(
             "batches",
-            f"{len(train) + len(test)} samples",
+            counted(len(train) + len(test), "sample"),
             "at least one sample for calibration and one for verification",
         )
     given = _Given(
@@ -184,7 +184,10 @@ def given_data(root: str | None, download: bool, seed: int) -> Splits:
 def _current() -> _Given:
     given = _GIVEN.get()
     if given is None:
-        told = "model and data were passed to qatkit.quantize by a script; run it again with resume=auto to continue"
+        told = (
+            "model and data were passed to qatkit.quantize by a script; run that script again, with resume=auto "
+            "to continue"
+        )
         raise ConfigError("model.name", _MODEL, reason=told)
     return given
 
@@ -261,12 +264,12 @@ def _by_name(inputs: Any, names: Sequence[str], where: str) -> dict[str, Tensor]
         found = dict(zip(names or (LONE,), listed, strict=False))
     wrong = [name for name, one in found.items() if not isinstance(one, Tensor | np.ndarray) or not one.ndim]
     missing = [name for name in names if name not in found]
-    if wrong or missing or not found:
-        raise ConfigError(
-            where,
-            ", ".join(missing or wrong) or "nothing",
-            _FORM + (f" ({', '.join(names)})" if names else ""),
-        )
+    if missing:
+        given = ", ".join(map(str, found)) or "nothing"
+        raise ConfigError(where, given, f"tensors named {', '.join(names)}; {missing[0]} is missing")
+    if wrong or not found:
+        given = ", ".join(f"{name} ({type(found[name]).__name__})" for name in wrong) or "nothing"
+        raise ConfigError(where, given, _FORM)
     return {name: torch.as_tensor(one) for name, one in found.items()}
 
 

@@ -74,7 +74,8 @@ def take_over(asked: str, multirun: bool) -> None:
     """
     key, _, value = asked.partition("=")
     if not multirun:
-        raise ConfigError(key, value, reason=f"Slurm only runs sweeps; add -m (train.py -m {asked} ...)")
+        command = Path(sys.argv[0]).name
+        raise ConfigError(key, value, reason=f"Slurm only runs sweeps; add -m ({command} -m {asked} ...)")
     if importlib.util.find_spec("hydra_plugins") is None or importlib.util.find_spec(_PLUGIN) is None:
         allowed = f"local without the extra slurm (install it with {install_extra('slurm')})"
         raise ConfigError(key, value, allowed)
@@ -245,9 +246,10 @@ def end(stop: stopping.Stopped, restarts: int) -> None:
     say("queued again, to continue from the checkpoint")
     done = subprocess.run(["scontrol", "requeue", job], check=False, capture_output=True, text=True)
     if done.returncode > 0:  # below 0: the step ended together with this job, as requested
-        raise ConfigError(
-            "launcher", "slurm", f"a cluster whose jobs can be requeued ({done.stderr.strip()})"
-        ) from stop
+        reason = (
+            f"Slurm did not requeue the job ({done.stderr.strip()}); run the same command with resume=auto"
+        )
+        raise ConfigError("launcher", "slurm", reason=reason) from stop
     _sleep(_PATIENCE)
 
 
@@ -275,7 +277,10 @@ def submitted(count: int, job: Any, folder: Path) -> None:
     """Prints what was submitted, and how to end it."""
     array = job.job_id.split("_")[0]
     say(f"{counted(count, 'run')} submitted to Slurm, job {array}, logs in {folder}")
-    say(f"they continue if this command ends, and it finds them again; scancel {array} ends them")
+    say(
+        "they continue if this command ends, and the same command finds them again; "
+        f"scancel {array} ends them"
+    )
 
 
 def say(text: str) -> None:

@@ -164,8 +164,11 @@ def _there(
     ended = {run.number: slurm.ended(run.job) for run in queued}
     states = slurm.states_of([run for run in queued if ended[run.number] is None])
     if states is None:
-        allowed = f"a cluster where squeue answers; by {file.path}, runs of this sweep were already submitted"
-        raise ConfigError("launcher", "slurm", allowed)
+        reason = (
+            f"squeue does not answer, and {file.path} lists runs of this sweep that were submitted; "
+            "run the command again later"
+        )
+        raise ConfigError("launcher", "slurm", reason=reason)
     there = [run for run in queued if _needs_no_other(ended[run.number], run, states)]
     if there:
         numbers = ", ".join(slurm.arrays(there))

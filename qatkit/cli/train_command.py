@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 from qatkit_verify.errors import ConfigError
 
-_PREFIX, _RECIPES = "onnx/", "recipe=onnx_ptq or recipe=onnx_qat (or model=onnx in another)"
+_PREFIX, _RECIPES = "onnx/", "recipe=onnx_ptq or recipe=onnx_qat (or model=onnx in another recipe)"
 
 
 def train_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:

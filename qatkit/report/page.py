@@ -208,8 +208,8 @@ def _calibration(results: Results) -> str:
     note = (
         f"Chosen: {chosen}, by {results.calibration[0].images:,} images that no method has seen. The output error is "
         "the relative squared error of the operators that read each tensor, averaged over tensors; the last column "
-        f"is that of the file's {task.outputs}. Methods without {task.main.name if results.labelled else 'the latter'} "
-        "had too large an output error to be tried as files."
+        f"is the relative squared error of the file's {task.outputs}. Methods without a figure there had too large an "
+        "output error to be tried as files."
     )
     return section("Calibration", f'<p class="soft">{escape(note)}</p>', table(candidate_columns(task), rows))
 

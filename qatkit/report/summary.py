@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from qatkit.records.results import Results
 from qatkit.records.tried import Candidate, Tried
 from qatkit_verify.classification import NAMES
+from qatkit_verify.errors import counted
 from qatkit_verify.records import TaskNames
 from qatkit_verify.table import drawn
 
@@ -74,10 +75,8 @@ def conditions(results: Results) -> str:
         )
     if results.latency:
         latency = next(iter(results.latency.values()))
-        threads = "1 thread" if latency.threads == 1 else f"{latency.threads} threads"
-        parts.append(
-            f"latency: batch {latency.batch}, {threads}, median of {latency.runs} interleaved rounds"
-        )
+        threads, rounds = counted(latency.threads, "thread"), counted(latency.runs, "interleaved round")
+        parts.append(f"latency: batch {latency.batch}, {threads}, median of {rounds}")
     if results.hardware is not None:
         parts.append(results.hardware.cpu)
     return "; ".join(parts)

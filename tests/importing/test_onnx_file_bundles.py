@@ -164,7 +164,7 @@ def test_the_program_of_the_card_runs(run: Path, tmp_path: Path) -> None:
     assert done.stdout.splitlines() == [
         "probabilities float32 (1, 4)", "next_state float32 (2, 1, 8)", "best int64 (1,)",
     ]  # fmt: skip
-    assert "C++ and JavaScript take the same arrays by the same names." in card
+    assert "In C++ and JavaScript, the inputs have the same names and arrays." in card
     assert not (bundle / "javascript").exists() and not (bundle / "preprocess.json").exists()
 
 
