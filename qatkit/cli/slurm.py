@@ -93,7 +93,7 @@ def take_over(asked: str, multirun: bool) -> None:
 
 @dataclass(frozen=True)
 class Queued:
-    """A run that Slurm has queued or is running.
+    """A run that is queued or running on Slurm.
 
     Attributes:
         number, overrides: the number and the overrides of the run in the sweep.

@@ -40,7 +40,7 @@ def in_chunks(session: ort.InferenceSession, batch: Any) -> tuple[NDArray[Any], 
 
 
 def chunks(batch: NDArray[Any], axis: int) -> Iterator[NDArray[Any]]:
-    """Yields a batch in pieces of various lengths, including single steps."""
+    """Yields a batch in pieces of various lengths along `axis`, including single steps."""
     steps = batch.shape[axis]
     ends = list(takewhile(lambda end: end < steps, accumulate(cycle(_LENGTHS))))
     yield from np.split(batch, ends, axis)

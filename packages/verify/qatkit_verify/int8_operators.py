@@ -33,6 +33,7 @@ class Places:
     weight_zeros: tuple[int, ...]
 
 
+# Operators whose weights are judged, but whose sums are not emulated (`qatkit.verify.int8_nodes`).
 ONLY_JUDGED = {"QAttention": Places(6, (1,), (7,)), "DynamicQuantizeLSTM": Places(None, (1, 2), (9, 11))}
 # Operators that multiply uint8 by int8 in pairs. ConvInteger and MatMulNBits are exact. So is, on x86, a
 # product whose first operand is int8.

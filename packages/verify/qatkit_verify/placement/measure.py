@@ -76,7 +76,8 @@ def read_variants(folder: Path) -> Variants:
     """Reads a folder, and compares each file with its digest.
 
     Raises:
-        ConfigError: the folder does not exist, a file is missing or differs, or there is nothing to compare.
+        ConfigError: the folder or a file does not exist, a file differs from its digest, or variants.json is damaged
+            or has another format.
     """
     allowed = "a folder that export.py placement=variants wrote"
     try:
