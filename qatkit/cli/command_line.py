@@ -124,9 +124,7 @@ def main(job: Job, conf: Path, *, from_checkpoint: bool = False) -> int:
 
 
 def _collect_garbage() -> None:
-    """Turns garbage collection back on if `qatkit.cli.scripts` has turned it off, and exempts everything
-    imported so far.
-    """
+    """Turns garbage collection on again if `qatkit.cli.scripts` turned it off; objects imported so far are exempt."""
     if not gc.isenabled():
         gc.freeze()
         gc.enable()

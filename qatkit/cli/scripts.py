@@ -105,8 +105,9 @@ def _train(config: Config) -> int:
 
 
 def _export(config: Config) -> int:
-    """Exports and returns the exit status: 1 if the audit of a checkpoint finds a problem or an ONNX file misses
-    a bound.
+    """Exports and returns the exit status.
+
+    It is 1 if the audit of a checkpoint's file finds a problem, or if the file made from an ONNX file misses a bound.
     """
     from qatkit_verify.placement.sites import VARIANTS
 

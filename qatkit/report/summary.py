@@ -21,13 +21,13 @@ def figure(value: float | None, form: str = "{:.2f}") -> str:
 
 
 def columns(results: Results) -> tuple[str, ...]:
-    """Returns the column headings of the table; without labels, the agreement with the float file replaces accuracy."""
+    """Returns the column headings of the table; without labels, figures of agreement with float replace accuracy."""
     metrics = tuple(metric.title for metric in results.task.metrics)
     return ("", *(metrics if results.labelled else nearness_columns(results.task)), *_COSTS)
 
 
 def nearness_columns(task: TaskNames) -> tuple[str, ...]:
-    """Returns the column headings of the figures that replace the metrics without labels."""
+    """Returns the column headings of the figures that replace the metrics if there are no labels."""
     return f"same {task.decision} %", "KL", "SQNR dB"
 
 

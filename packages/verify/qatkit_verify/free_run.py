@@ -45,6 +45,7 @@ class FreeRun:
         outputs: the names to use for the outputs, in the file's order; None: the file's own names.
 
     Attributes:
+        states, fixed, outputs: as in Args; `outputs` are the file's own names by default.
         state: the state of the next step, by input name.
     """
 

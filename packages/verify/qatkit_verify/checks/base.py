@@ -102,7 +102,10 @@ class CheckInputs:
 
     @property
     def one_batch(self) -> dict[str, Array]:
-        """The golden inputs as one batch for the file; they are repeated if the file's batch is larger."""
+        """The golden inputs as one batch: repeated or cut to the file's batch size, or to one image if it is dynamic.
+
+        For a model of arrays, they are the inputs of the first run.
+        """
         if self.golden.runs:
             return dict(self.golden.inputs)
         rows = self.batch or 1

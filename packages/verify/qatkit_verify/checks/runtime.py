@@ -151,7 +151,10 @@ def _made_here(asked: CheckInputs) -> list[Node]:
 
 
 def _without_options(asked: CheckInputs, nodes: Sequence[Node]) -> str:
-    """Returns a text on how far the answers move without the session option that keeps `nodes` in float."""
+    """Returns a text on how far the answers move without the session option that keeps `nodes` in float.
+
+    It is "" if there are no such nodes, if the option is not set, or if rounding explains the distance.
+    """
     level = asked.options[ACCURACY_LEVEL]
     if not nodes or level == UNSET_OPTIONS[ACCURACY_LEVEL]:
         return ""

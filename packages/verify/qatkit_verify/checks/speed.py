@@ -51,7 +51,7 @@ def speed(asked: CheckInputs) -> Found:
 
 
 def kernels(asked: CheckInputs) -> Found:
-    """Compares which operators ONNX Runtime runs in int8 here and on the machine that made the bundle."""
+    """Compares the share of the work that runs in int8 here with that on the machine that made the bundle."""
     ran = executed(asked.int8, options=asked.options, threads=asked.threads,
                    given=asked.one_batch,
                    images=asked.batch or 1)  # fmt: skip
