@@ -120,9 +120,11 @@ def noise_feeds(
 def _shape(name: str, shape: Sequence[Any], batch: int) -> tuple[int, ...]:
     known = [batch if i == 0 and not isinstance(size, int) else size for i, size in enumerate(shape)]
     if not all(isinstance(size, int) for size in known):
-        raise ConfigError(
-            "onnx file", name, reason=f"its input {list(shape)} has dynamic axes; set input_shape"
+        sizes = ", ".join("?" if size is None else str(size) for size in shape)
+        reason = (
+            f"its shape [{sizes}] has dynamic axes; give an array for it (--inputs, or input_shape in Python)"
         )
+        raise ConfigError("input", name, reason=reason)
     return tuple(known)
 
 

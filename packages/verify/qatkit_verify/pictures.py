@@ -98,7 +98,7 @@ def read_picture(path: str, key: str, *, upright: bool = False) -> Image.Image:
             check_size(*image.size)
             return as_eight_bits(ImageOps.exif_transpose(image) if upright else image)
     except Exception as error:  # disk errors, and any error of Pillow's readers
-        raise ConfigError(key, path, f"a readable image ({reason(error)})") from error
+        raise ConfigError(key, path, reason=f"the file is not a readable image ({reason(error)})") from error
 
 
 @contextmanager

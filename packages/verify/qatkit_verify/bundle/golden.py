@@ -145,7 +145,9 @@ def read_golden(path: Path) -> Golden:
         return _golden(read_npz(path))
     except (OSError, ValueError, KeyError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else error
-        raise ConfigError("golden", path, f"golden vectors of a bundle ({reason})") from error
+        raise ConfigError(
+            "golden", path, reason=f"the file has no valid golden vectors ({reason})"
+        ) from error
 
 
 def _golden(arrays: Mapping[str, Array]) -> Golden:

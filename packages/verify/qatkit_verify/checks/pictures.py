@@ -73,9 +73,11 @@ def _samples(path: Path, rate: int) -> Samples:
     try:
         sound = read_sound(str(path))
     except (OSError, ValueError, ImportError) as error:
-        raise ConfigError("recordings", path, f"a readable WAV or FLAC file ({first_line(error)})") from error
+        reason = f"the file is not a readable WAV or FLAC file ({first_line(error)})"
+        raise ConfigError("recordings", path, reason=reason) from error
     if sound.rate != rate:
-        raise ConfigError("recordings", path, f"recordings at {rate} Hz; found {sound.rate} Hz")
+        reason = f"the recording has {sound.rate} Hz, but the model of this bundle needs {rate} Hz"
+        raise ConfigError("recordings", path, reason=reason)
     return sound.samples
 
 

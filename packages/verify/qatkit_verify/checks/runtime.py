@@ -92,7 +92,7 @@ def runtime(asked: CheckInputs) -> Found:
         seen += ", which rounding explains" if noise.here > _FLOOR else ""
         return Found("runtime", OK, seen + _without_options(asked, nodes) + note, figures=figures)
     seen = f"the outputs of ONNX Runtime {RUNTIME_VERSION} differ from those of {there}: {_db(noise.here)}"
-    seen += f" (the optimizations of {there} alone: {_db(noise.there)})" + _named(culprits) + note
+    seen += f" ({there} with and without optimizations: {_db(noise.there)})" + _named(culprits) + note
     return Found("runtime", SHORT, seen, _fix(asked, there, bool(culprits)), figures)
 
 

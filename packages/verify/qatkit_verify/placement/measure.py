@@ -182,7 +182,7 @@ def main(typed: Sequence[str] | None = None) -> int:
     if placed.unrest():
         print(f"{placed.unrest()}; run the same command again when the machine is idle")
     if placed.of(placed.chosen).ms > placed.of(FLOAT).ms:
-        print("every file is slower than float here; keep the model in float on this machine")
+        print("the chosen file is slower than float here; keep the model in float on this machine")
     print(f"{path} is written; to train with it, run train.py placement={path}")
     return 0
 
