@@ -226,7 +226,7 @@ def end(stop: stopping.Stopped, restarts: int) -> None:
         restarts: the allowed number of restarts.
 
     Raises:
-        Stopped: Slurm itself requeues or cancels the run.
+        Stopped: Slurm itself, or the first task of the job, decides what happens to the run.
         ConfigError: the run has been restarted as often as allowed, or Slurm does not requeue it.
     """
     number = int(stop.code or 0) - 128
