@@ -73,7 +73,7 @@ _MODELS = {
 
 
 def page() -> str:
-    """Returns the page."""
+    """Returns the text of docs/accuracy.md."""
     every = sorted(RECIPES.glob("results/*.json")) + sorted(RECIPES.glob("results/modes/*.json"))
     found = {
         path.relative_to(RECIPES / "results").with_suffix("").as_posix(): json.loads(

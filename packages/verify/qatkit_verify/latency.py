@@ -1,7 +1,7 @@
 """Compares the latency of several ONNX files in one process, round by round.
 
-The machine's speed drifts (other work, clocks), so files are never timed one after the other. Each round
-times every file once (A B A B ...), and a ratio is taken within a round before the median over the rounds.
+The machine's speed drifts (other work, clocks), so the files take turns: each round times every file once
+(A B A B ...), and a ratio is taken within a round before the median over the rounds.
 Two things that would spoil such a measurement are handled:
 
 - ONNX Runtime's worker threads keep spinning for milliseconds after a run and would steal cores from the next
@@ -138,9 +138,9 @@ def quickest(
 ) -> dict[str, list[float]]:
     """Returns the time in milliseconds of each file's fastest run in each session; files take turns.
 
-    Other work on the machine can only lengthen a run, so the fastest runs are compared. The place of a
-    session's weights in memory matters too (7 % between two sessions of one ResNet-18), so a file is opened
-    several times.
+    Other work on the machine can only lengthen a run, so the fastest runs are compared. The
+    position of a session's weights in memory matters too (7 % between two sessions of one ResNet-18), so a file
+    is opened several times.
 
     Args:
         files, input_shape, batch, threads, options: see `latency`.

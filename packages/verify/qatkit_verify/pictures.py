@@ -115,7 +115,7 @@ def open_regular_file(path: str) -> Iterator[io.BufferedReader]:
 
 
 def check_kind(mode: int) -> None:
-    """Raises ValueError unless `mode` is that of a regular file; the message says what it is."""
+    """Raises ValueError, which names the kind of file, unless `mode` belongs to a regular file."""
     if not stat.S_ISREG(mode):
         raise ValueError(next((name for is_one, name in _KINDS if is_one(mode)), "not a regular file"))
 

@@ -64,7 +64,7 @@ def check_signature(folder: Path, signer: str | None, public: str | Path | None)
         A description of the signature for the user.
 
     Raises:
-        ConfigError: the key is wrong, the signature is missing, damaged, or that of another manifest, or `public` is
+        ConfigError: the key is wrong; the signature is missing, is damaged or signs another manifest; or `public` is
             given and `cryptography` is not installed.
     """
     if signer is None:

@@ -1,4 +1,4 @@
-"""Measures top-1 on a folder of pictures or recordings, and compares it with that of the report."""
+"""Measures top-1 on a folder of pictures or recordings, and compares it with the report's."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def _measured(asked: CheckInputs, optimized: Sequence[Array]) -> _Noise:
 
 
 def noise(wanted: Iterable[Array], found: Iterable[Array]) -> float:
-    """Returns the power of the difference relative to that of `wanted`, for the output where it is largest.
+    """Returns the power of the noise relative to the power of `wanted`, for the output where this ratio is largest.
 
     It is 0 if they are equal in every bit, and infinite if a value is not finite or only zeros are wanted.
     """

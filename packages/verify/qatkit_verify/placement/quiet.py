@@ -26,9 +26,7 @@ if TYPE_CHECKING:
     from qatkit_verify.latency import Session
 
 _WAITED = 0.05  # maximum time of waiting, relative to the time that threads ran
-_SLOWER = (
-    1.15  # maximum time relative to the best session (median of files); the place of weights can cause 1.07
-)
+_SLOWER = 1.15  # maximum time relative to the best session (median of files); the position of weights can cause 1.07
 _MOST = 2  # maximum number of sessions, as a multiple of the requested number
 
 

@@ -25,7 +25,8 @@ class Machine:
     """The machine and the settings of a measurement.
 
     Attributes:
-        cpu, isa: the name of the CPU, and those of its instruction sets that decide int8 speed.
+        cpu: the name of the CPU.
+        isa: the names of its instruction sets that decide int8 speed.
         onnxruntime: the version of ONNX Runtime.
         threads, batch: the number of threads and the batch size of a run.
     """
@@ -186,7 +187,7 @@ def check_fits(placed: Placed, model: str, backend: str, shape: tuple[int, ...],
 
 
 def check_graph(placed: Placed, digest: str, known: Iterable[str], path: Any) -> None:
-    """Raises ConfigError, which names a missing operator, if the placement is that of another graph."""
+    """Raises ConfigError, which names a missing operator, if the placement was measured on another graph."""
     if placed.graph == digest:
         return
     sites = list(known)
