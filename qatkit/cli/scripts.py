@@ -1,4 +1,4 @@
-"""The commands: qatkit-train and qatkit-export, which train.py and export.py of a checkout also call, and qatkit.
+"""The commands qatkit, qatkit-train and qatkit-export; train.py and export.py of a checkout call the last two.
 
 The folders conf/ and recipes/ are next to the package in a checkout and inside it in a wheel.
 """

@@ -217,9 +217,9 @@ def _lost(job: Any, states: Mapping[str, str]) -> Outcome:
 def end(stop: stopping.Stopped, restarts: int) -> None:
     """Ends a run on Slurm after its checkpoint is written, and requeues it unless Slurm does so.
 
-    After a SIGTERM, Slurm kills the process; it requeues a preempted job, but not a cancelled one. A process
-    that ends before it is killed would count as failed. If it is not killed, the signal was a warning like
-    the others.
+    After a SIGTERM, Slurm kills the process, and requeues a preempted job but not a cancelled one. A process
+    that ended before that would count as failed, so this one waits. If it is not killed, the signal was a
+    warning like the others.
 
     Args:
         stop: the signal that ended the run.

@@ -91,7 +91,7 @@ class Slurm(SlurmLauncher):  # type: ignore[misc]  # from a package without type
         return queued
 
     def _config(self, overrides: Sequence[str]) -> Config | None:
-        """Returns the configuration of a run; None for a run that finds its folder from a checkpoint or its name."""
+        """Returns a run's configuration; None for a checkpoint or an ONNX file, whose runs find their folders later."""
         assert self.hydra_context is not None
         node = self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
         with open_dict(node):

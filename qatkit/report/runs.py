@@ -1,4 +1,4 @@
-"""A table of many runs: those of a sweep at its end, or the trials of a search."""
+"""A table of many runs: the runs of a sweep, or the trials of a search."""
 
 from __future__ import annotations
 

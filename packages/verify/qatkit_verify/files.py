@@ -80,9 +80,9 @@ def not_writable(folder: Path) -> str:
 
 
 def no_room(path: Path) -> OSError | None:
-    """Returns the disk error if a file, which is no longer needed, cannot grow; else None.
+    """Appends zeros to a file that is no longer needed; returns the disk error if that fails, else None.
 
-    It is for libraries that do not report such an error.
+    It shows whether a library, which does not say so, failed because the disk is full.
     """
     try:
         with path.open("ab") as stream:

@@ -50,7 +50,8 @@ class CheckInputs:
     Attributes:
         folder: the folder of the bundle, whose files match the manifest.
         manifest: the manifest that was read.
-        threads, runs: the number of threads of ONNX Runtime, and of timed runs of each file.
+        threads: the number of threads of ONNX Runtime.
+        runs: the number of timed runs of each file.
         runtimes: names or dotted paths of other runtimes.
         pictures: a folder of pictures with one folder per class; None to skip this check.
         recordings: a folder of WAV and FLAC files with one folder per class; None to skip this check.
