@@ -53,7 +53,9 @@ def chosen_line(placed: Placed) -> str:
     table = "" if placed.chosen == TABLE else f"the table {placed.of(TABLE).ms:.3f} ms, "
     others = f"{table}float {placed.of(FLOAT).ms:.3f} ms"
     noise = f"{100 * placed.noise:.1f} %"
-    files = f"the fastest of {len(placed.files)} files timed in alternation (ratios vary by {noise} between sessions)"
+    count = counted(sum(one.name != FLOAT for one in placed.files), "quantized file")
+    files = f"no clearly faster one among {count}" if placed.chosen == TABLE else f"the fastest of {count}"
+    files += f", timed in alternation (ratios vary by {noise} between sessions)"
     threads = counted(machine.threads, "thread")
     where = f"{machine.cpu}, {threads}, batch {machine.batch}, ONNX Runtime {machine.onnxruntime}"
     return f"{what}: {best.ms:.3f} ms{predicted}, {others}; {files}; {where}"
