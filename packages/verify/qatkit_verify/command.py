@@ -20,7 +20,7 @@ from pathlib import Path
 from qatkit_verify.bundle.archive import unpacked_bundle
 from qatkit_verify.bundle.manifest import check_files, read_manifest
 from qatkit_verify.bundle.signature import check_signature
-from qatkit_verify.checks.base import OK, SHORT, CheckInputs, Found
+from qatkit_verify.checks.base import OK, OPEN, SHORT, CheckInputs, Found
 from qatkit_verify.errors import ConfigError, first_line
 from qatkit_verify.files import write_text
 from qatkit_verify.installed import check_onnxruntime
@@ -74,9 +74,12 @@ def _bundle(given: argparse.Namespace) -> int:
     )
     for one in short:
         print(f"{one.check} falls short; to fix it: {one.fix}")
-    verdict = (
-        f"{len(short)} of {len(found)} checks fell short" if short else f"all {len(found)} checks passed"
-    )
+    passed, unjudged = (sum(one.verdict == verdict for one in found) for verdict in (OK, OPEN))
+    verdict = f"all {len(found)} checks passed"
+    if short:
+        verdict = f"{len(short)} of {len(found)} checks fell short"
+    elif unjudged:
+        verdict = f"{passed} of {len(found)} checks passed, and {unjudged} cannot be judged here"
     peak = f", {told['peak_mb']} MB" if told["peak_mb"] else ""
     print(f"{given.paths[0]}: {verdict} ({seconds:.1f} s{peak})")
     return 1 if short else 0
