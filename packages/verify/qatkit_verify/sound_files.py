@@ -86,7 +86,7 @@ def _flac(stream: io.BufferedReader) -> tuple[int, Samples]:
                 parts.append(part)
             rate, channels, length = file.samplerate, file.channels, file.frames
     except soundfile.LibsndfileError as error:
-        raise ValueError(f"the FLAC decoder failed ({error.error_string})") from error
+        raise ValueError(f"the FLAC decoder failed: {error.error_string}") from error
     found = np.concatenate(parts) if parts else np.empty((0, channels), np.float32)
     if len(found) < length < 2**60:  # a file of unknown length declares the largest number
         raise ValueError(f"cut off after {len(found):,} of {length:,} samples")

@@ -144,7 +144,8 @@ def read_golden(path: Path) -> Golden:
             raise ValueError(f"it has more than {_LARGEST:,} bytes")
         return _golden(read_npz(path))
     except (OSError, ValueError, KeyError) as error:
-        reason = f"{error} is missing" if isinstance(error, KeyError) else error
+        cause = getattr(error, "strerror", None) or error
+        reason = f"{error} is missing" if isinstance(error, KeyError) else cause
         raise ConfigError(
             "golden", path, reason=f"the file has no valid golden vectors ({reason})"
         ) from error

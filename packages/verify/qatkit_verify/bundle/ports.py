@@ -7,6 +7,7 @@ Types are named as in NumPy. A dynamic axis is null, and so is the batch axis of
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -58,7 +59,7 @@ class Port:
         except (KeyError, TypeError, ValueError) as error:
             reason = f"{error} is missing" if isinstance(error, KeyError) else error
             raise ConfigError(
-                "model.json", stored, f"an entry with name, type, shape and batch_axis ({reason})"
+                "model.json", json.dumps(stored), f"an entry with name, type, shape and batch_axis ({reason})"
             ) from error
 
     def as_dict(self) -> dict[str, Any]:
