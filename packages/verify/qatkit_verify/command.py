@@ -79,7 +79,7 @@ def _bundle(given: argparse.Namespace) -> int:
     if short:
         verdict = f"{len(short)} of {len(found)} checks fell short"
     elif unjudged:
-        verdict = f"{passed} of {len(found)} checks passed, and {unjudged} cannot be judged here"
+        verdict = f"{passed} of {len(found)} checks passed, {unjudged} not judged"
     peak = f", {told['peak_mb']} MB" if told["peak_mb"] else ""
     print(f"{given.paths[0]}: {verdict} ({seconds:.1f} s{peak})")
     return 1 if short else 0
