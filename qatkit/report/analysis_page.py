@@ -37,7 +37,7 @@ def analysis_section(results: Results) -> str:
     if found is None:
         return ""
     unlabelled = (
-        f"Judged without labels: by the share of the same {results.task.decision} as float, by KL and SQNR."
+        f"Judged without labels, by agreement with float (same {results.task.decision}), KL and SQNR."
     )
     return section(
         "Effects of quantization",

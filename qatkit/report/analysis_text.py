@@ -119,7 +119,7 @@ def _ways(results: Results, found: Analysis, line: str) -> list[str]:
 
 def without_labels(results: Results) -> str:
     """Returns a clause that says which figures replace the metric if there are no labels."""
-    return f"judged without labels: by the share of the same {results.task.decision} as float, by KL and SQNR"
+    return f"judged without labels, by agreement with float (same {results.task.decision}), KL and SQNR"
 
 
 def analysis_lines(results: Results) -> list[str]:
