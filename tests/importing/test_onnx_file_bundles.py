@@ -281,5 +281,5 @@ def test_a_port_is_read_with_its_type_and_axes() -> None:
     assert port.takes(np.zeros((2, 7), np.int32))
     assert not port.takes(np.zeros((2, 7), np.int64)) and not port.takes(np.zeros((3, 7), np.int32))
     for wrong in ({}, {**stored, "type": "words"}, {**stored, "shape": 3}):
-        with pytest.raises(ConfigError, match=r"model.json=.*expected an input with name, type, shape"):
+        with pytest.raises(ConfigError, match=r"model.json=.*expected an entry with name, type, shape"):
             Port.from_dict(wrong)
