@@ -6,8 +6,9 @@
     uv run export.py recipe=NAME placement=variants output_dir=DIR
 
 FOLDER is a run's output folder. The configuration is the `config.yaml` saved next to the checkpoint; `--help` says what
-can be set on top. The files go to FOLDER unless `output_dir` says otherwise. An ONNX file's go to
-outputs/NAME/DATE_TIME, with the report. The last form writes files for `qatkit-measure DIR` on another machine.
+can be set on top. The files go to FOLDER, or with `onnx=model.onnx` to outputs/NAME/DATE_TIME with
+the report, unless `output_dir` names another folder. The last command writes files for `qatkit-measure DIR` on another
+machine.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from qatkit import Result, export_onnx, quantize
 
 
 def float_file(path: Path) -> Path:
-    """Writes a small float network."""
+    """Writes a small float network as an ONNX file; returns its path."""
     torch.manual_seed(0)
     network = nn.Sequential(
         nn.Conv2d(3, 16, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(256, 10)

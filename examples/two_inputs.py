@@ -1,9 +1,9 @@
-"""A model that takes an image and a vector and returns a mapping, from your own training loop to a verified INT8 file.
+"""A model of an image and a vector that returns a mapping, from your own training loop to a verified INT8 file.
 
     uv run examples/two_inputs.py [FOLDER]
 
-The data are made up: blobs whose place in the image determines the class, and a size that the vector contains.
-`QATModule` gets an example of the model's arguments, here (image, vector), and batches have the same form. Calling
+The data are made up: blobs whose position in the image determines the class, and a size that the vector contains.
+`QATModule` gets an example of the model's arguments, here (image, vector), and batches have the same structure. Calling
 it returns the outputs as a tuple in the order of `graph.meta["outputs"]`. The file's inputs and outputs have the
 names of the arguments and of the mapping's keys.
 """

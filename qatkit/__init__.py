@@ -4,8 +4,8 @@
 
 The packages in the order in which a model passes through them: `models` and `data` (inputs), `graph` (trace,
 fuse, stub, prepare, convert) with the arithmetic of `quant`, `calibration` and `algorithms`, `train`,
-`export`, `verify`, `report`. `choose` decides by measurement. `jobs` contains the commands; `config` and
-`cli` contain their configuration.
+`export`, `verify`, `report`. `choose` decides by measurement. `jobs` contains the commands, `config` their
+settings and `cli` the command line.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-import qatkit_verify  # noqa: F401  it comes before ONNX Runtime, whose reports it switches off
+import qatkit_verify  # noqa: F401  before ONNX Runtime, whose telemetry it switches off
 from qatkit import former_names
 
 if TYPE_CHECKING:

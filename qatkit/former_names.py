@@ -40,12 +40,12 @@ FORMER_TASKS = {
 
 
 def present_task(task: str) -> str:
-    """Returns the current form of a value of `task`; any other text is returned unchanged."""
+    """Returns the current name for a former value of `task`; any other text is returned unchanged."""
     return FORMER_TASKS.get(task, task)
 
 
 def present_name(dotted: str) -> str:
-    """Returns the current form of a dotted path; any other text is returned unchanged."""
+    """Returns the current path for a dotted path with a former name; any other text is returned unchanged."""
     name = dotted
     while name:
         if name in FORMER_NAMES:

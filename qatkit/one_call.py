@@ -1,4 +1,4 @@
-"""Quantizes a model of a script in one call: all stages of train.py, including the report.
+"""Quantizes a model from a script in one call: all stages of train.py, including the report.
 
     result = qatkit.quantize(model, example, batches, ["backend=qnnpack", "algorithm=auto"])
     result.file, result.met, result.report, result.module
@@ -111,12 +111,12 @@ def quantize(
         model: a float module, which is not changed, or the path of a float ONNX file.
         example: the example input of the module: a tensor, a tuple of positional tensors, or a mapping of
             keyword arguments, batch axis first. None for a file.
-        batches: calibration inputs in the form of `example` (for a file: mappings by the names of its
-            inputs). With `task=classification` or another task with targets, each is a pair (inputs,
-            targets).
+        batches: calibration inputs like `example` (for a file: mappings by the names of its inputs). With
+            `task=classification` or another task with targets, each is a pair (inputs, targets).
         config: settings as they are typed after train.py, such as `["backend=qnnpack", "schedule=qat_sgd"]`.
-            Without them nothing is trained, and outputs are compared with those of the float model.
-        test_batches: inputs for verification. By default every second sample of `batches` is used for it.
+            By default nothing is trained, and outputs are compared with those of the float model.
+        test_batches: inputs for verification. By default every second sample of `batches` is used for
+            verification instead of calibration.
 
     Returns:
         The file, whether it meets its bounds, the report and the converted module. A file that misses a bound
@@ -141,7 +141,7 @@ def quantize(
     if not train or not test:
         raise ConfigError(
             "batches",
-            f"{len(train) + len(test)} samples",
+            counted(len(train) + len(test), "sample"),
             "at least one sample for calibration and one for verification",
         )
     given = _Given(
@@ -184,7 +184,10 @@ def given_data(root: str | None, download: bool, seed: int) -> Splits:
 def _current() -> _Given:
     given = _GIVEN.get()
     if given is None:
-        told = "model and data were passed to qatkit.quantize by a script; run it again with resume=auto to continue"
+        told = (
+            "model and data were passed to qatkit.quantize by a script; run that script again, with resume=auto "
+            "to continue"
+        )
         raise ConfigError("model.name", _MODEL, reason=told)
     return given
 
@@ -205,7 +208,10 @@ def _composed(typed: Sequence[str]) -> Config:
 
 
 def _fitted(config: Config, typed: Sequence[str], samples: int) -> Config:
-    """Returns the configuration with no more calibration images than there are, unless their number was typed."""
+    """Returns the configuration with at most `samples` calibration images, in batches of at most that many.
+
+    A number that was typed is kept.
+    """
     calibration = config.calibration
     if not any(one.startswith("calibration.images=") for one in typed):
         calibration = replace(calibration, images=min(calibration.images, samples))
@@ -258,12 +264,12 @@ def _by_name(inputs: Any, names: Sequence[str], where: str) -> dict[str, Tensor]
         found = dict(zip(names or (LONE,), listed, strict=False))
     wrong = [name for name, one in found.items() if not isinstance(one, Tensor | np.ndarray) or not one.ndim]
     missing = [name for name in names if name not in found]
-    if wrong or missing or not found:
-        raise ConfigError(
-            where,
-            ", ".join(missing or wrong) or "nothing",
-            _FORM + (f" ({', '.join(names)})" if names else ""),
-        )
+    if missing:
+        given = ", ".join(map(str, found)) or "nothing"
+        raise ConfigError(where, given, f"tensors named {', '.join(names)}; {missing[0]} is missing")
+    if wrong or not found:
+        given = ", ".join(f"{name} ({type(found[name]).__name__})" for name in wrong) or "nothing"
+        raise ConfigError(where, given, _FORM)
     return {name: torch.as_tensor(one) for name, one in found.items()}
 
 

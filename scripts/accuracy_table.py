@@ -1,6 +1,6 @@
 """Writes docs/accuracy.md: the recorded results of every recipe, and models in each mode.
 
-Run it by `uv run scripts/accuracy_table.py`.
+Run it with `uv run scripts/accuracy_table.py`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Written by `uv run scripts/accuracy_table.py` from recipes/results/; do not edit
 
 ## Recipes
 
-- Each row is one command, the first line of recipes/NAME.yaml, whose header says which data it needs, and which
-  settings were others where a run was.
+- Each row is one command, the first line of recipes/NAME.yaml. The header of that file says which data the command
+  needs, and which settings of the recorded run were different, if any.
 - Accuracy is that of the ONNX files in ONNX Runtime on all test samples. "change" is INT8 minus float, with two
   standard errors over the same samples where they are known.
 - "speed" is float's median latency over INT8's, batch 1, in interleaved rounds, with the 10th and 90th percentile over
-  rounds. A machine that is shared makes it uncertain, and another CPU makes it another number.
+  rounds. It is uncertain on a shared machine, and different on another CPU.
 
 """
 _COLUMNS = (
@@ -41,11 +41,11 @@ _MODES_HEAD = """
 ## Models in each mode
 
 - A cell has the accuracy, in brackets its change against float in the same run, then "speed" and "size" as above:
-  float's latency over this file's, and this file's size over float's. `-` is not measured.
+  float's latency over this file's, and this file's size over float's. `-` means that it was not measured.
 - PTQ and QAT are the INT8 files of the recipes above. The other columns are the PTQ recipe in another mode: "dynamic
   int8" `export.mode=dynamic`, "float16" `export.mode=float16`, "weight-only int4" `backend=weight_only algorithm=gptq`.
-- Compare speeds along a row only where the machine below the table is the same. It is shared, which makes them
-  uncertain.
+- Compare speeds along a row only where the machine below the table is the same. The machines are shared, which makes
+  speeds uncertain.
 
 """
 _COMMANDS = """
@@ -73,7 +73,7 @@ _MODELS = {
 
 
 def page() -> str:
-    """Returns the page."""
+    """Returns the text of docs/accuracy.md."""
     every = sorted(RECIPES.glob("results/*.json")) + sorted(RECIPES.glob("results/modes/*.json"))
     found = {
         path.relative_to(RECIPES / "results").with_suffix("").as_posix(): json.loads(

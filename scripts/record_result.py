@@ -15,7 +15,7 @@ from typing import Any
 from qatkit_verify.classification import names_of
 from qatkit_verify.files import write_text
 
-# Comparisons with the converted module. In other modes, the second compares with the first and with float.
+# Comparisons with the converted module; in other modes, of the optimized file with the unoptimized one and with float.
 _COMPARED = ("unoptimized", "optimized", "against_float")
 _MEASURED = ("paired", "decoder", "stream")  # figures in addition to accuracy, if they were measured
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -89,7 +89,7 @@ def place(report: dict[str, Any]) -> tuple[Path, list[str]]:
 
 
 def main() -> None:
-    """Writes one file."""
+    """Writes the results of the run in the given folder, and prints the path of the file."""
     parser = argparse.ArgumentParser(description="Record the results of a recipe.")
     parser.add_argument("folder", type=Path, help="output folder of a finished run")
     parser.add_argument("settings", nargs="*", help="further settings of the run, such as a bound of verify")

@@ -71,5 +71,5 @@ def test_only_plain_utf8_files_of_a_bounded_size_are_opened(tmp_path: Path) -> N
         read_text(_written(tmp_path, "ä".encode("latin-1")))
     with (tmp_path / "sparse").open("wb") as stream:
         stream.truncate(2**40)
-    with pytest.raises(ValueError, match="more than 64 MB"):
+    with pytest.raises(ValueError, match="more than 64 MiB"):
         read_text(tmp_path / "sparse")

@@ -50,7 +50,7 @@ MISTAKES: dict[str, tuple[str, list[str], str]] = {
         "def load():\n    return splits()",
         [SOURCE],
         "data.source={}.load: "
-        "expected a callable that takes (root, download, seed), not () (too many positional arguments)",
+        "expected a callable that accepts (root, download, seed), not () (too many positional arguments)",
     ),
     "no function": ("load = 3", [SOURCE], "data.source={}.load: expected a function or class, not int"),
     "no splits": (

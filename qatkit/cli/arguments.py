@@ -20,12 +20,16 @@ from qatkit.config.hydra_errors import translate
 from qatkit_verify.errors import ConfigError, first_line
 from qatkit_verify.untrusted import read_yaml
 
-LARGEST_AXIS = 10_000  # limit of values for one key of a sweep, each of which is a job
+LARGEST_AXIS = 10_000  # maximum number of values of one key of a sweep
 COMPOSED_AHEAD = 64  # number of jobs of a sweep that are checked before the first one starts, at 0.05 s each
 
 
 def typed_arguments() -> argparse.Namespace:
-    """Returns the flags and overrides as Hydra parses them."""
+    """Returns the flags and overrides as Hydra parses them.
+
+    Raises:
+        ConfigError: a flag is unknown, unsupported, or excludes another one, or its folder cannot be read.
+    """
     parser = flags_parser()
     parser.error = _refuse  # type: ignore[method-assign]  # argparse prints its usage over many lines
     arguments, unknown = parser.parse_known_args()
@@ -76,7 +80,11 @@ def _check_config_dir(folder: str) -> None:
 def jobs_of(conf: Path, overrides: Sequence[str]) -> list[list[str]]:
     """Returns the overrides of each job of a sweep, for the first `COMPOSED_AHEAD` jobs.
 
-    The key of an interval is not changed: only some sweepers draw from it, and it has no values yet.
+    An interval has no values until a sweeper draws from it, so its key is left out here.
+
+    Raises:
+        ConfigError: Hydra cannot parse an override, a key has more than `LARGEST_AXIS` values or none, or an
+            interval is typed without a sweeper.
     """
     with hydra.initialize_config_dir(version_base="1.3", config_dir=str(conf.resolve())):
         parser = OverridesParser.create(GlobalHydra.instance().config_loader())

@@ -8,8 +8,9 @@ composed and checked, and its dotted paths are imported. Errors of Hydra and Ome
 
 and exit status 2. The second time Hydra itself composes, and runs the jobs here or on a cluster.
 
-The exit status is that of the job (0, or 1 for a file that misses its bounds), 2 for a user's mistake, or 128
-plus the number of a signal (130 for Ctrl-C). Any other exception is a defect and keeps its traceback.
+The exit status is that of the job (0, or 1 for a file that misses its bounds), 1 for a full disk, 2 for a user's
+mistake, or 128 plus the number of a signal (130 for Ctrl-C). Any other exception is a defect and keeps its
+traceback.
 """
 
 from __future__ import annotations
@@ -124,9 +125,7 @@ def main(job: Job, conf: Path, *, from_checkpoint: bool = False) -> int:
 
 
 def _collect_garbage() -> None:
-    """Turns garbage collection back on if `qatkit.cli.scripts` has turned it off, and exempts everything
-    imported so far.
-    """
+    """Turns garbage collection on again if `qatkit.cli.scripts` turned it off; objects imported so far are exempt."""
     if not gc.isenabled():
         gc.freeze()
         gc.enable()

@@ -42,7 +42,14 @@ _ROOM = 2e9  # bytes that the checkpoints and files of a typical run may need
 
 @dataclass(frozen=True)
 class Finding:
-    """A line of the table; `works` is False if a run would fail."""
+    """A line of the table.
+
+    Attributes:
+        name: the name of what was checked.
+        found: the finding.
+        advice: the command or key that helps; "" if none is needed.
+        works: False if a run would fail.
+    """
 
     name: str
     found: str

@@ -54,7 +54,7 @@ PACKED_KEYS = (
 )
 _DRAWN = 64  # samples of `data=drawn`
 _GPTQ = {"gptq": {"target": "qatkit.algorithms.GPTQ"}}
-_STATIC_BATCH = 8  # number of samples as in the recipes of ONNX files: a few dozen suffice for calibration
+_STATIC_BATCH = 8  # as in the recipes of ONNX files, since a few dozen samples suffice for calibration
 # Entries of a model.json on images whose key in the data group has another name, or does not exist.
 _KEYS, _NOT_KEYS = {"channel_order": "channels"}, ("channels", "interpolation", "upright")
 # Share of equal decisions below which ONNX Runtime's optimizer must have changed the model.
@@ -62,7 +62,11 @@ _BROKEN = 0.9
 
 
 def export_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
-    """Returns the configuration of export.py: for a run's checkpoint, or for a float ONNX file."""
+    """Returns the configuration of export.py for a run's checkpoint, a float ONNX file or `placement=variants`.
+
+    Raises:
+        ConfigError: a key cannot be set for this export, or the checkpoint or its config.yaml does not exist.
+    """
     for key in ("checkpoint", "onnx"):
         if node[key] is not None:
             limit_of(Config, key).check(key, node[key])
@@ -96,9 +100,8 @@ def _onnx_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """Returns the defaults with the settings of the command line, without the recipe, a model or a schedule.
 
     Operators that stay float in a given file, and differences in the last digits of a float residual stream,
-    are only
-    reported: unless the command line sets these bounds, `verify.audit` is off and `verify.min_agreement` is
-        low.
+    are only reported: unless the command line sets these bounds, `verify.audit` is off and
+    `verify.min_agreement` is low.
     """
     if node.mode is None:
         raise ConfigError("mode", None, f"one of {', '.join(FILE_MODES.values)} with onnx=FILE")

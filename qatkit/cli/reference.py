@@ -45,7 +45,11 @@ class Group:
 
 
 def groups(folders: Iterable[Path]) -> list[Group]:
-    """Returns all keys in the order of the schema, and those of each algorithm with a file in one of `folders`."""
+    """Returns all keys in the order of the schema, and those of each algorithm with a file in one of `folders`.
+
+    Raises:
+        ConfigError: a file of an algorithm is not valid YAML, or its target cannot be imported.
+    """
     hints = typing.get_type_hints(Config)
     inner = {one.name: hints[one.name] for one in dataclasses.fields(Config)}
     found = [_group("", Config)]

@@ -1,4 +1,4 @@
-"""The commands: qatkit-train and qatkit-export, which train.py and export.py of a checkout also call, and qatkit.
+"""The commands qatkit, qatkit-train and qatkit-export; train.py and export.py of a checkout call the last two.
 
 The folders conf/ and recipes/ are next to the package in a checkout and inside it in a wheel.
 """
@@ -105,8 +105,9 @@ def _train(config: Config) -> int:
 
 
 def _export(config: Config) -> int:
-    """Exports and returns the exit status: 1 if the audit of a checkpoint finds a problem or an ONNX file misses
-    a bound.
+    """Exports and returns the exit status.
+
+    It is 1 if the audit of a checkpoint's file finds a problem, or if the file made from an ONNX file misses a bound.
     """
     from qatkit_verify.placement.sites import VARIANTS
 

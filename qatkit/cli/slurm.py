@@ -66,7 +66,7 @@ def take_over(asked: str, multirun: bool) -> None:
     """Replaces Hydra's launcher by that of `slurm_launcher`, since Hydra finds no launchers of other packages by name.
 
     Args:
-        asked: the override that requests Slurm, possibly with an option of the user's.
+        asked: the override that requests Slurm, with "slurm" or the user's own option of the group.
         multirun: whether the command line starts a sweep.
 
     Raises:
@@ -74,7 +74,8 @@ def take_over(asked: str, multirun: bool) -> None:
     """
     key, _, value = asked.partition("=")
     if not multirun:
-        raise ConfigError(key, value, reason=f"Slurm only runs sweeps; add -m (train.py -m {asked} ...)")
+        command = Path(sys.argv[0]).name
+        raise ConfigError(key, value, reason=f"Slurm only runs sweeps; add -m ({command} -m {asked} ...)")
     if importlib.util.find_spec("hydra_plugins") is None or importlib.util.find_spec(_PLUGIN) is None:
         allowed = f"local without the extra slurm (install it with {install_extra('slurm')})"
         raise ConfigError(key, value, allowed)
@@ -92,7 +93,7 @@ def take_over(asked: str, multirun: bool) -> None:
 
 @dataclass(frozen=True)
 class Queued:
-    """A run that Slurm has queued or is running.
+    """A run that is queued or running on Slurm.
 
     Attributes:
         number, overrides: the number and the overrides of the run in the sweep.
@@ -107,9 +108,10 @@ class Queued:
 
 
 def results(runs: Sequence[Queued], sweep: str) -> dict[int, Outcome]:
-    """Waits for the runs and returns an `Outcome` for each; no failed run raises.
+    """Waits for the runs and returns an `Outcome` for each by its number; a failed run raises no error.
 
-    A signal ends the wait; runs that have not ended are reported with their current states.
+    Raises:
+        Stopped: a signal ended the wait; runs that have not ended are reported with their current states.
     """
     told: dict[int, Outcome] = {}
     try:
@@ -165,7 +167,7 @@ def _as_it_stands(run: Queued, states: Mapping[str, str]) -> Outcome:
 
 
 def arrays(runs: Iterable[Queued]) -> list[str]:
-    """Returns the numbers of the runs in Slurm, one per array."""
+    """Returns the job numbers of the Slurm arrays to which the runs belong, sorted."""
     return sorted({run.job.job_id.split("_")[0] for run in runs})
 
 
@@ -215,16 +217,17 @@ def _lost(job: Any, states: Mapping[str, str]) -> Outcome:
 def end(stop: stopping.Stopped, restarts: int) -> None:
     """Ends a run on Slurm after its checkpoint is written, and requeues it unless Slurm does so.
 
-    After a SIGTERM, Slurm kills the process; it requeues a preempted job, but not a cancelled one. A process
-    that ends before it is killed would count as failed. If it is not killed, the signal was a warning like
-    the others.
+    After a SIGTERM, Slurm kills the process, and requeues a preempted job but not a cancelled one. A process
+    that ended before that would count as failed, so this one waits. If it is not killed, the signal was a
+    warning like the others.
 
     Args:
         stop: the signal that ended the run.
         restarts: the allowed number of restarts.
 
     Raises:
-        ConfigError: the run has been restarted as often as allowed.
+        Stopped: Slurm itself, or the first task of the job, decides what happens to the run.
+        ConfigError: the run has been restarted as often as allowed, or Slurm does not requeue it.
     """
     number = int(stop.code or 0) - 128
     if number == signal.SIGTERM:
@@ -243,9 +246,10 @@ def end(stop: stopping.Stopped, restarts: int) -> None:
     say("queued again, to continue from the checkpoint")
     done = subprocess.run(["scontrol", "requeue", job], check=False, capture_output=True, text=True)
     if done.returncode > 0:  # below 0: the step ended together with this job, as requested
-        raise ConfigError(
-            "launcher", "slurm", f"a cluster whose jobs can be requeued ({done.stderr.strip()})"
-        ) from stop
+        reason = (
+            f"Slurm did not requeue the job ({done.stderr.strip()}); run the same command with resume=auto"
+        )
+        raise ConfigError("launcher", "slurm", reason=reason) from stop
     _sleep(_PATIENCE)
 
 
@@ -273,7 +277,10 @@ def submitted(count: int, job: Any, folder: Path) -> None:
     """Prints what was submitted, and how to end it."""
     array = job.job_id.split("_")[0]
     say(f"{counted(count, 'run')} submitted to Slurm, job {array}, logs in {folder}")
-    say(f"they continue if this command ends, and it finds them again; scancel {array} ends them")
+    say(
+        "they continue if this command ends, and the same command finds them again; "
+        f"scancel {array} ends them"
+    )
 
 
 def say(text: str) -> None:

@@ -91,7 +91,7 @@ class Slurm(SlurmLauncher):  # type: ignore[misc]  # from a package without type
         return queued
 
     def _config(self, overrides: Sequence[str]) -> Config | None:
-        """Returns the configuration of a run; None for a run that finds its folder from a checkpoint or its name."""
+        """Returns a run's configuration; None for a checkpoint or an ONNX file, whose runs find their folders later."""
         assert self.hydra_context is not None
         node = self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
         with open_dict(node):
@@ -164,8 +164,11 @@ def _there(
     ended = {run.number: slurm.ended(run.job) for run in queued}
     states = slurm.states_of([run for run in queued if ended[run.number] is None])
     if states is None:
-        allowed = f"a cluster where squeue answers; by {file.path}, runs of this sweep were already submitted"
-        raise ConfigError("launcher", "slurm", allowed)
+        reason = (
+            f"squeue does not answer, and {file.path} lists runs of this sweep that were submitted; "
+            "run the command again later"
+        )
+        raise ConfigError("launcher", "slurm", reason=reason)
     there = [run for run in queued if _needs_no_other(ended[run.number], run, states)]
     if there:
         numbers = ", ".join(slurm.arrays(there))

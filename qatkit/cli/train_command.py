@@ -10,15 +10,15 @@ from omegaconf import DictConfig
 
 from qatkit_verify.errors import ConfigError
 
-_PREFIX, _RECIPES = "onnx/", "recipe=onnx_ptq or recipe=onnx_qat (or model=onnx in another)"
+_PREFIX, _RECIPES = "onnx/", "recipe=onnx_ptq or recipe=onnx_qat (or model=onnx in another recipe)"
 
 
 def train_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """Makes `onnx=FILE` the model of the recipe; the run is named after the file unless a name is typed.
 
     Raises:
-        ConfigError: a file is given for a recipe with another model, a recipe for files has no file, or a
-            mode is set.
+        ConfigError: a file is given for a recipe with another model, a recipe for files has no file, a mode is
+            set, or a state is listed twice.
     """
     imports = str(node.model.name).startswith(_PREFIX)
     if node.onnx is None:

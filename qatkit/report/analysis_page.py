@@ -36,7 +36,9 @@ def analysis_section(results: Results) -> str:
     found = results.analysis
     if found is None:
         return ""
-    unlabelled = f"Without labels, judged by the same {results.task.decision} as float, KL and SQNR."
+    unlabelled = (
+        f"Judged without labels, by agreement with float (same {results.task.decision}), KL and SQNR."
+    )
     return section(
         "Effects of quantization",
         "" if found.labelled else f'<p class="soft">{unlabelled}</p>',

@@ -61,7 +61,10 @@ def site_cells(row: SensitivityRow, labelled: bool) -> tuple[str, ...]:
 
 
 def rows_of(found: Analysis, direction: str) -> list[SensitivityRow]:
-    """Returns the rows of a direction, the most sensitive first; the estimated rows if nothing was measured."""
+    """Returns the rows of a direction: for ONLY the most sensitive site first, for ALL_BUT the most helpful one first.
+
+    If nothing was measured, they are the estimated rows.
+    """
     chosen = [row for row in found.sensitivity or found.estimate if row.direction == direction]
     return sorted(chosen, key=lambda row: row.loss, reverse=direction == ONLY)
 
@@ -115,8 +118,8 @@ def _ways(results: Results, found: Analysis, line: str) -> list[str]:
 
 
 def without_labels(results: Results) -> str:
-    """Returns the name of the figure that replaces the metric without labels."""
-    return f"without labels, judged by the same {results.task.decision} as float, KL and SQNR"
+    """Returns a clause that says which figures replace the metric if there are no labels."""
+    return f"judged without labels, by agreement with float (same {results.task.decision}), KL and SQNR"
 
 
 def analysis_lines(results: Results) -> list[str]:

@@ -35,7 +35,7 @@ def cells(curve: Curve) -> list[tuple[str, ...]]:
 
 
 def measured(curve: Curve) -> str:
-    """Returns a description of the images on which the figures were measured."""
+    """Returns a description of what was measured, and on how many images of which kind."""
     images = f"{curve.images:,} held-out training images"
     if not curve.chosen:
         images = images if curve.held_out else f"{curve.images:,} test images"

@@ -57,7 +57,10 @@ def _shape(shape: Shape, height: int) -> str:
 
 
 def classes_section(results: Results) -> str:
-    """Returns the main metric of each class in float and INT8, the largest loss first; "" without such figures."""
+    """Returns a table of each class's main metric in float and INT8, the largest loss first.
+
+    It is "" without such figures, or with fewer than three classes.
+    """
     exact, found = results.accuracy.get("float"), results.accuracy.get("int8")
     if exact is None or found is None or len(found.class_images) < _FEWEST:
         return ""

@@ -12,7 +12,7 @@ _TAIL = ("latency ms", "speed-up", "size ratio", "seconds", "")
 
 
 def ladder_columns(ladder: Ladder) -> tuple[str, ...]:
-    """Returns the column headings of the table; without labels, the agreement with float replaces accuracy."""
+    """Returns the column headings of the table; without labels, figures of agreement with float replace accuracy."""
     near = (ladder.task.main.title, "drop") if _labelled(ladder) else nearness_columns(ladder.task)
     return ("rung", *near, *_TAIL)
 

@@ -52,8 +52,8 @@ def write_page(path: str | Path, results: Results, checks: Sequence[Check] | Non
 def render_page(results: Results, checks: Sequence[Check] | None = None) -> str:
     """Returns the page as one HTML document, deterministic for given results.
 
-    Each of `checks` (by default those of the default configuration) has a section: one that is defined here,
-    or its lines.
+    Each of `checks` (by default those of the default configuration) has a section, which is defined here or
+    consists of the check's lines.
     """
     css = resources.files("qatkit.report").joinpath("page.css").read_text(encoding="utf-8")
     sections = (
@@ -99,10 +99,10 @@ def _header(results: Results) -> str:
 
 
 def _tiles(results: Results) -> str:
-    """Returns the answers to four questions.
+    """Returns the tiles with the most important figures of the file, as far as they were measured.
 
-    Is the file as accurate as float (or as close to it), is it faster, does it compute the same as the
-    trained model, and does it really run in int8?
+    They are accuracy (or agreement with float without labels), speed-up, size, parity, and the share of the work
+    in int8 (or the bits per packed weight).
     """
     tiles: list[tuple[str, str]] = []
     accuracy, latency, task = results.accuracy, results.latency, results.task
@@ -208,8 +208,8 @@ def _calibration(results: Results) -> str:
     note = (
         f"Chosen: {chosen}, by {results.calibration[0].images:,} images that no method has seen. The output error is "
         "the relative squared error of the operators that read each tensor, averaged over tensors; the last column "
-        f"is that of the file's {task.outputs}. Methods without {task.main.name if results.labelled else 'the latter'} "
-        "had too large an output error to be tried as files."
+        f"is the relative squared error of the file's {task.outputs}. Methods without a figure there had too large an "
+        "output error to be tried as files."
     )
     return section("Calibration", f'<p class="soft">{escape(note)}</p>', table(candidate_columns(task), rows))
 
@@ -256,7 +256,7 @@ _SECTIONS: dict[str, Callable[[Results], str]] = {
 
 
 _SHOWN_SECONDS = 0.05  # shorter stages would be shown as "0.0 s"
-# Marks around the programs. A bundle's page replaces them by programs for its own files.
+# Marks around the programs. A bundle's page replaces the programs with those for its own files.
 _PROGRAMS = ("<!-- programs -->", "<!-- /programs -->")
 
 
@@ -282,7 +282,7 @@ def run_section(loading: Loading) -> str:
 
 
 def for_bundle(page: str, loading: Loading) -> str:
-    """Returns a run's page with the programs of its bundle in place of its own."""
+    """Returns a run's page with its programs replaced by those for a bundle; a page without programs is unchanged."""
     start, end = (page.find(mark) for mark in _PROGRAMS)
     return page if start < 0 else page[:start] + run_section(loading) + page[end + len(_PROGRAMS[1]) :]
 
@@ -319,7 +319,7 @@ def _provenance(results: Results) -> str:
 
 
 def _config_lines(value: Any, prefix: str = "") -> list[str]:
-    """Returns `key.path=value` lines, the form that the command line accepts."""
+    """Returns a line `key.path=value` for each setting."""
     if isinstance(value, dict) and value:
         return [
             line for key, item in value.items() for line in _config_lines(item, f"{prefix}.{key}".lstrip("."))

@@ -53,14 +53,19 @@ def chosen_line(placed: Placed) -> str:
     table = "" if placed.chosen == TABLE else f"the table {placed.of(TABLE).ms:.3f} ms, "
     others = f"{table}float {placed.of(FLOAT).ms:.3f} ms"
     noise = f"{100 * placed.noise:.1f} %"
-    files = f"the fastest of {len(placed.files)} files timed in alternation (ratios vary by {noise} between sessions)"
+    count = counted(sum(one.name != FLOAT for one in placed.files), "quantized file")
+    files = f"no clearly faster one among {count}" if placed.chosen == TABLE else f"the fastest of {count}"
+    files += f", timed in alternation (ratios vary by {noise} between sessions)"
     threads = counted(machine.threads, "thread")
     where = f"{machine.cpu}, {threads}, batch {machine.batch}, ONNX Runtime {machine.onnxruntime}"
     return f"{what}: {best.ms:.3f} ms{predicted}, {others}; {files}; {where}"
 
 
 def dearest(placed: Placed) -> list[tuple[str, float]]:
-    """Returns the sites that differ from the table, with the milliseconds that each would add as in the table."""
+    """Returns the sites that differ from the backend's table, the most expensive to undo first.
+
+    Each has the milliseconds that the file would take longer if the site were as in the table.
+    """
     return sorted(placed.costs.items(), key=lambda pair: -pair[1])
 
 
@@ -96,13 +101,13 @@ def placement_section(results: Results) -> str:
         )
         for site, ms in dearest(placed)
     ]
-    listed = table(("operator", "precision", "extra ms as in the table"), sites, "dense") if sites else ""
+    listed = table(("operator", "precision", "extra ms if as in the table"), sites, "dense") if sites else ""
     return section(
         "Placement",
         f'<p class="soft">{escape(chosen_line(placed))}.</p>',
         table(COLUMNS, rows, "dense"),
-        f"<details><summary>{counted(len(sites), 'operator')} different from the backend's table, with the predicted"
-        f" extra time of each as in the table</summary>{listed}</details>"
+        f"<details><summary>{counted(len(sites), 'operator')} different from the backend's table, with the time that "
+        f"each is predicted to add if it were as in the table</summary>{listed}</details>"
         if sites
         else "",
     )

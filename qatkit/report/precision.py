@@ -104,8 +104,8 @@ def precision_section(results: Results) -> str:
         f'<p class="soft">{escape(_summary(results))}.</p>',
         _drawing(front, results.task),
         table(head, rows, "dense"),
-        '<p class="soft small">To build a point, run the command of this run with the last column instead of '
-        "precision=auto.</p>",
+        '<p class="soft small">To build a point, repeat the command of this run with the settings in the last '
+        "column instead of precision=auto.</p>",
         f"<details><summary>Float operators of each point</summary><ul>{floats}</ul></details>"
         if floats
         else "",

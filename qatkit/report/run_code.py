@@ -44,8 +44,8 @@ class Loading:
         file: the name of the file.
         prepare: the preprocessing with the keys of preprocess.json (image_size, resize, interpolation, mean,
             std, upright and so on).
-        integer: whether the file takes uint8 pixels and returns 8-bit scores.
-        batch: the number of images that the file takes at a time; None for any number.
+        integer: whether the file's input is uint8 pixels and its output 8-bit scores.
+        batch: the batch size that the file was exported for; None if it is dynamic.
         session_options: the session config entries of ONNX Runtime.
         labels: the file with the names of the classes (a run's model.json, or a bundle's labels.txt); None if
             there is none.
@@ -94,7 +94,7 @@ class Loading:
 
 
 def programs(loading: Loading) -> dict[str, str]:
-    """Returns programs, by language, that print the five most likely classes of image.jpg, or all outputs.
+    """Returns programs, by language, that print the five most likely classes of image.jpg, or its outputs' shapes.
 
     The C++ program is a function. For a run's own folder there is only the Python program, since the others
     read files that only a bundle has.
@@ -113,7 +113,10 @@ def as_markdown(loading: Loading) -> str:
 
 
 def arrays_program(bundle: Path, session_options: Mapping[str, str]) -> str:
-    """Returns a program for a bundle of arrays as Markdown for a model card, with the reason why there is only one."""
+    """Returns a Python program for a bundle of arrays, as Markdown for a model card.
+
+    For a model of texts, code that tokenizes a text follows.
+    """
     told = json.loads((bundle / ARRAYS_FILE).read_text(encoding="utf-8"))
     ports = [Port.from_dict(one) for one in told["inputs"]]
     loading = Loading(INT8_FILE, {}, session_options=session_options)
@@ -125,7 +128,7 @@ def arrays_program(bundle: Path, session_options: Mapping[str, str]) -> str:
     code = template.substitute(
         file=INT8_FILE, golden=GOLDEN_FILE, feeds=feeds, options=_entries(loading, _PYTHON_ENTRY)
     )
-    text = f"```python\n{code}```\n\nC++ and JavaScript take the same arrays by the same names."
+    text = f"```python\n{code}```\n\nIn C++ and JavaScript, the inputs have the same names and arrays."
     return f"{text}\n\n{_of_text(ports)}" if (bundle / TOKENIZER_FILE).is_file() else text
 
 
@@ -183,7 +186,7 @@ def _filled(loading: Loading) -> dict[str, str]:
         "resized": _python_resized(prepare["interpolation"]),
         "fitted": python_fitted(prepare),
         "batch": _python_batch(loading),
-        "repeated": f".repeat({rows}, axis=0)  # the file takes batches of {rows}" if rows > 1 else "",
+        "repeated": f".repeat({rows}, axis=0)  # the file has a fixed batch of {rows}" if rows > 1 else "",
         **_names(loading),
         **_cpp(loading),
     }
@@ -281,7 +284,7 @@ def _python_resized(interpolation: str) -> str:
             "pixels = pixels[:, along[1].astype(int)][:, :, along[0].astype(int)]\n"
         )
     return (
-        "grows = any(to > side for to, side in zip(sides, image.size))  # enlarged in floats\n"
+        "grows = any(to > side for to, side in zip(sides, image.size))  # enlarged in float\n"
         'bands = [band.convert("F") if grows else band for band in image.split()]\n'
         f"resized = [band.resize(sides, Image.Resampling.{interpolation.upper()}) for band in bands]\n"
         "pixels = np.stack([np.asarray(band, np.float32) for band in resized])\n"
@@ -313,7 +316,7 @@ def _javascript_batch(rows: int) -> str:
     if rows == 1:
         return "const input = new ort.Tensor(image.type, image.data, image.dims);\n"
     return (
-        f"const batch = new image.data.constructor({rows} * image.data.length); // the file takes batches of {rows}\n"
+        f"const batch = new image.data.constructor({rows} * image.data.length); // fixed batch of the file\n"
         f"for (let i = 0; i < {rows}; i++) batch.set(image.data, i * image.data.length);\n"
         f"const input = new ort.Tensor(image.type, batch, [{rows}, ...image.dims.slice(1)]);\n"
     )

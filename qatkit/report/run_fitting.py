@@ -1,4 +1,4 @@
-"""The code in a page's programs that fits a picture to the model's size: a short form of `qatkit_verify.fitting`."""
+"""The code in a page's programs that fits a picture to the model's size, as `qatkit_verify.fitting` does."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def python_fitted(prepare: Prepare) -> str:
 
 
 def cpp_fitted(prepare: Prepare) -> str:
-    """Returns a description of the pixels that the C++ program takes."""
+    """Returns a description of the pixels that the C++ program expects."""
     fit, how = prepare.get("fit", "crop"), f"({prepare['interpolation']}, antialiased)"
     if fit == "resize":
         return f"resized {how}"

@@ -1,4 +1,4 @@
-"""A table of many runs: those of a sweep at its end, or the trials of a search."""
+"""A table of many runs: the runs of a sweep, or the trials of a search."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from qatkit.records.figures import Figures, figures_of
 from qatkit.records.run_files import report_of
 from qatkit.report.summary import figure
 from qatkit_verify.classification import names_of
+from qatkit_verify.errors import counted
 from qatkit_verify.table import drawn
 
 STATUS = {0: "done", 1: "falls short"}
@@ -44,7 +45,9 @@ def print_runs(runs: Sequence[Ended]) -> None:
     shared = set(runs[0].overrides).intersection(*(run.overrides for run in runs)) if len(runs) > 1 else set()
     rows = [_row(run, shared) for run in sorted(runs, key=lambda run: run.number or 0)]
     print_table(
-        f"sweep of {len(rows)} runs", ("run", _score_name(runs), "ms", "MB", "status", "folder"), rows
+        f"sweep of {counted(len(rows), 'run')}",
+        ("run", _score_name(runs), "ms", "MB", "status", "folder"),
+        rows,
     )
 
 

@@ -1,4 +1,4 @@
-"""The page search.html: the trials of a study, beginning with the candidates. It needs no scripts or network.
+"""The page search.html: the trials of a study, beginning with the Pareto front, without scripts or network.
 
 With several objectives, the first two are drawn against each other. A single objective is drawn over the
 trials.

@@ -15,7 +15,7 @@ _ALWAYS = ("accuracy", "latency", "size")
 
 
 def columns(study: Study) -> list[str]:
-    """Returns the names of the figures to show: first the objectives, then the figures of every run."""
+    """Returns the names of the figures to show: the objectives, the constraints, then the figures of every run."""
     named = [*study.objectives, *(one.split("<")[0].split(">")[0] for one in study.constraints), *_ALWAYS]
     return list(dict.fromkeys(named))
 
@@ -74,12 +74,15 @@ def _became(study: Study, trial: Trial) -> str:
 
 
 def bounds_missed(trial: Trial) -> str:
-    """Returns the keys of the bounds that a trial's run misses, with their values."""
+    """Returns the bounds that a trial's run misses, as `key=value`."""
     return ", ".join(dict.fromkeys(one.partition(": ")[0] for one in trial.shortfalls))
 
 
 def print_study(study: Study, folder: Path) -> None:
-    """Prints the front, best in the first objective first, or all trials' outcomes; and the path of the page."""
+    """Prints the front, best in the first objective first, and the path of the page.
+
+    If the front is empty, the outcomes of all trials are printed instead.
+    """
     names = columns(study)
     bounds = f" within {', '.join(study.constraints)}" if study.constraints else ""
     if study.front:

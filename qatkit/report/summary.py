@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from qatkit.records.results import Results
 from qatkit.records.tried import Candidate, Tried
 from qatkit_verify.classification import NAMES
+from qatkit_verify.errors import counted
 from qatkit_verify.records import TaskNames
 from qatkit_verify.table import drawn
 
@@ -20,13 +21,13 @@ def figure(value: float | None, form: str = "{:.2f}") -> str:
 
 
 def columns(results: Results) -> tuple[str, ...]:
-    """Returns the column headings of the table; without labels, the agreement with the float file replaces accuracy."""
+    """Returns the column headings of the table; without labels, figures of agreement with float replace accuracy."""
     metrics = tuple(metric.title for metric in results.task.metrics)
     return ("", *(metrics if results.labelled else nearness_columns(results.task)), *_COSTS)
 
 
 def nearness_columns(task: TaskNames) -> tuple[str, ...]:
-    """Returns the column headings of the figures that replace the metrics without labels."""
+    """Returns the column headings of the figures that replace the metrics if there are no labels."""
     return f"same {task.decision} %", "KL", "SQNR dB"
 
 
@@ -74,10 +75,8 @@ def conditions(results: Results) -> str:
         )
     if results.latency:
         latency = next(iter(results.latency.values()))
-        threads = "1 thread" if latency.threads == 1 else f"{latency.threads} threads"
-        parts.append(
-            f"latency: batch {latency.batch}, {threads}, median of {latency.runs} interleaved rounds"
-        )
+        threads, rounds = counted(latency.threads, "thread"), counted(latency.runs, "interleaved round")
+        parts.append(f"latency: batch {latency.batch}, {threads}, median of {rounds}")
     if results.hardware is not None:
         parts.append(results.hardware.cpu)
     return "; ".join(parts)

@@ -156,6 +156,6 @@ def test_pictures_open_as_in_pillow_and_bad_ones_are_named(tmp_path: Path) -> No
     Image.fromarray(pixels).save(tmp_path / "e.png", exif=exif)
     np.testing.assert_array_equal(open_picture(tmp_path / "e.png", upright=False), pixels)
     np.testing.assert_array_equal(open_picture(tmp_path / "e.png", upright=True), np.rot90(pixels, -1))
-    with pytest.raises(ConfigError, match=r"pictures=.*d\.jpg: expected a readable image"):
+    with pytest.raises(ConfigError, match=r"pictures=.*d\.jpg: the file is not a readable image"):
         open_picture(tmp_path / "d.jpg", upright=False)
     assert all(is_image_name(f"x{end}") for end in IMG_EXTENSIONS)

@@ -159,7 +159,7 @@ def test_a_step_that_the_file_does_not_run_is_one_sentence(tmp_path: Path) -> No
     root = _saved(tmp_path / "data", a=sequence(3, 1), b=sequence(3, 2))
     ports = (Port("x", "float32", (None, 6), 0), Port("h", "float32", (1, None), None))
     with pytest.raises(
-        ConfigError, match=r"does not run a step of x \[1, 6\], h \[1, 1\] \(.*invalid dimensions"
+        ConfigError, match=r"ONNX Runtime failed on a step with x \[1, 6\], h \[1, 1\] \(.*invalid dimensions"
     ):
         _made(root, model, ports=ports)
 

@@ -131,7 +131,7 @@ def test_an_image_that_becomes_unreadable_is_named(tmp_path: Path, workers: int)
     (tmp_path / "val" / "cat" / "1.png").write_bytes(b"this is no image")
     with pytest.raises(
         ConfigError,
-        match=r"data\.root=.*val.cat.1\.png: expected a readable image \(Pillow does not know its format",
+        match=r"data\.root=.*val.cat.1\.png: the file is not a readable image \(Pillow does not know its format",
     ):
         list(data.test_batches())
 

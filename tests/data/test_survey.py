@@ -102,7 +102,7 @@ def test_what_is_no_image_is_known_without_reading_it_whole(kind: str, tmp_path:
     make(path)
 
     assert why in look_at([str(path)])[str(path)].reason != ""
-    with pytest.raises(ConfigError, match=r"data\.root=.*one\.jpg: expected a readable image \("):
+    with pytest.raises(ConfigError, match=r"data\.root=.*one\.jpg: the file is not a readable image \("):
         read_picture(str(path), "data.root")
 
 

@@ -127,7 +127,9 @@ def test_a_broken_picture_is_named_when_it_is_read(workers: int, tmp_path: Path)
     data.config.workers = workers
     half = (tmp_path / "b.jpg").read_bytes()
     (tmp_path / "b.jpg").write_bytes(half[: len(half) // 2])
-    with pytest.raises(ConfigError, match=r"data\.root=.*b\.jpg: expected a readable image \(.*truncated"):
+    with pytest.raises(
+        ConfigError, match=r"data\.root=.*b\.jpg: the file is not a readable image \(.*truncated"
+    ):
         list(data.test_batches())
 
 

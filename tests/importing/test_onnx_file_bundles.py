@@ -164,7 +164,7 @@ def test_the_program_of_the_card_runs(run: Path, tmp_path: Path) -> None:
     assert done.stdout.splitlines() == [
         "probabilities float32 (1, 4)", "next_state float32 (2, 1, 8)", "best int64 (1,)",
     ]  # fmt: skip
-    assert "C++ and JavaScript take the same arrays by the same names." in card
+    assert "In C++ and JavaScript, the inputs have the same names and arrays." in card
     assert not (bundle / "javascript").exists() and not (bundle / "preprocess.json").exists()
 
 
@@ -197,7 +197,7 @@ def test_a_damaged_array_is_seen(run: Path, tmp_path: Path, capsys: pytest.Captu
 
 def test_pictures_are_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert judged(run / "run" / "bundle", "--pictures", str(tmp_path)) == 2
-    assert "the model of this bundle takes arrays, not pictures" in capsys.readouterr().err
+    assert "the model of this bundle has no pictures as inputs" in capsys.readouterr().err
 
 
 def test_another_model_json_is_seen(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -281,5 +281,5 @@ def test_a_port_is_read_with_its_type_and_axes() -> None:
     assert port.takes(np.zeros((2, 7), np.int32))
     assert not port.takes(np.zeros((2, 7), np.int64)) and not port.takes(np.zeros((3, 7), np.int32))
     for wrong in ({}, {**stored, "type": "words"}, {**stored, "shape": 3}):
-        with pytest.raises(ConfigError, match=r"model.json=.*expected an input with name, type, shape"):
+        with pytest.raises(ConfigError, match=r"model.json=.*expected an entry with name, type, shape"):
             Port.from_dict(wrong)

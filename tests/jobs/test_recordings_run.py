@@ -101,7 +101,7 @@ def test_its_bundle_is_checked_without_torch(made: tuple[Config, Path]) -> None:
     refused = subprocess.run(
         [*typed, "--pictures", str(made[1])], capture_output=True, text=True, check=False
     )
-    assert refused.returncode == 2 and "takes recordings, not pictures; use --recordings" in refused.stderr
+    assert refused.returncode == 2 and "needs recordings, not pictures; use --recordings" in refused.stderr
 
 
 @pytest.mark.slow

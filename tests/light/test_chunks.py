@@ -60,14 +60,14 @@ def test_another_models_chunks_fall_short_by_sample(bundle: Path, capsys: pytest
         "model.stream.onnx against model.onnx: the SQNR of 'y' after the last chunk is 20.0 dB"
         in found["seen"]
     )
-    assert f"the worst golden sample is {found['figures']['sample']} " in found["seen"]
+    assert f"the worst golden sample is number {found['figures']['sample']} " in found["seen"]
     assert "answers, in chunks falls short; to fix it: export the bundle again" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("told", "why"),
     [
-        (None, "its metadata entry 'qatkit.stream' is missing"),
+        (None, "its metadata entry 'qatkit.stream', which says how"),
         ("[1]", "is damaged (axis or states is missing)"),
         ('{"axis": 5, "states": {"state_0": "state_0_next"}}', "does not have one input with an axis 5"),
         (

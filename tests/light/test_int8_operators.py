@@ -196,11 +196,11 @@ def test_what_a_bundle_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         told = speed.saturation(CheckInputs(folder, read_manifest(folder)))
         return told.verdict, told.seen
 
-    proven = "cannot saturate on any x86: proven from the integers of 1 operators"
+    proven = "cannot saturate on any x86: proven from the integers of 1 operator"
     assert found(np.full((8, 3), 64, np.int8)) == (OK, proven)
     weight = np.full((8, 3), 64, np.int8)
     weight[4:6, 1] = 127
     verdict, seen = found(weight)
     assert verdict == (OPEN if here else OK)
-    assert seen.startswith("1 of 1 operators can saturate on x86 without VNNI (product: 1 of 3 channels)")
+    assert seen.startswith("1 of 1 operator can saturate on x86 without VNNI (product: 1 of 3 channels)")
     assert ("none does on this processor" in seen) == (not here)

@@ -37,8 +37,10 @@ def test_a_whole_bundle_passes_as_a_folder_and_as_a_zip(
     assert status(bundle) == 0
     assert status(tmp_path / "bundle.zip", "--json", str(answer)) == 0
     out = capsys.readouterr().out
-    assert "all 10 checks passed" in out and "1 of 1 convolutions and products run in int8" in out
+    assert "1 of 1 convolutions and products run in int8" in out
     told = json.loads(answer.read_text())
+    unjudged = sum(one["verdict"] == "not judged" for one in told["checks"])  # at least the preprocessing
+    assert f"{10 - unjudged} of 10 checks passed, {unjudged} not judged" in out
     assert told["passed"] and {one["verdict"] for one in told["checks"]} <= {"ok", "not judged"}
 
 

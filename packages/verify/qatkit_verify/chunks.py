@@ -23,7 +23,7 @@ def in_chunks(session: ort.InferenceSession, batch: Any) -> tuple[NDArray[Any], 
 
     Args:
         session: a session of a file with states.
-        batch: a batch for the file that takes whole inputs, which is cut into chunks.
+        batch: a batch of complete inputs [N, ...], which is cut into chunks.
 
     Raises:
         ConfigError: the file does not say how chunks follow each other, or does not run on them.
@@ -40,14 +40,14 @@ def in_chunks(session: ort.InferenceSession, batch: Any) -> tuple[NDArray[Any], 
 
 
 def chunks(batch: NDArray[Any], axis: int) -> Iterator[NDArray[Any]]:
-    """Yields a batch in pieces of various lengths, including single steps."""
+    """Yields a batch in pieces of various lengths along `axis`, including single steps."""
     steps = batch.shape[axis]
     ends = list(takewhile(lambda end: end < steps, accumulate(cycle(_LENGTHS))))
     yield from np.split(batch, ends, axis)
 
 
 def kept_db(whole: NDArray[Any], found: NDArray[Any]) -> float:
-    """Returns the signal-to-noise ratio of `found` against the exact `whole`, in dB from -200 to 200."""
+    """Returns the signal-to-noise ratio of `found`, with `whole` as the exact signal, in dB from -200 to 200."""
     noise = float(((whole.astype(np.float64) - found) ** 2).sum())
     power = float((whole.astype(np.float64) ** 2).sum())
     if noise == 0:

@@ -44,13 +44,18 @@ def classified(
 
 
 def decision(outputs: NDArray[Any]) -> NDArray[np.int64]:
-    """Returns the class with the largest logit: [N] for [N, classes], with any further axes after [N]."""
+    """Returns the index of the largest value along axis 1: [N] for [N, classes], [N, H, W] for [N, classes, H, W].
+
+    For outputs [N], it is 0.
+    """
     found: NDArray[np.int64] = (outputs if outputs.ndim > 1 else outputs[:, None]).argmax(1)
     return found
 
 
 def divergence(exact: NDArray[np.float64], found: NDArray[np.float64]) -> float:
-    """Returns the Kullback-Leibler divergence of the softmaxes of outputs [rows, classes], summed, in nats.
+    """Returns the Kullback-Leibler divergence D(softmax(exact) || softmax(found)) in nats, summed over the rows.
+
+    Both outputs are logits [rows, classes].
 
     Source: Kullback and Leibler, "On information and sufficiency", 1951.
     """

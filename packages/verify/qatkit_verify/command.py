@@ -3,8 +3,8 @@
     qatkit-verify BUNDLE
     qatkit-verify A.onnx B.onnx
 
-Exit status: 0 if every check passed, 1 if one falls short, and 2 if the file cannot be judged (it is
-damaged or has another format, or a package is missing).
+Exit status: 0 if no check falls short, 1 if one does, and 2 if the files cannot be judged (a file is damaged
+or has another format, an argument is wrong, or a package is missing).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from qatkit_verify.bundle.archive import unpacked_bundle
 from qatkit_verify.bundle.manifest import check_files, read_manifest
 from qatkit_verify.bundle.signature import check_signature
-from qatkit_verify.checks.base import OK, SHORT, CheckInputs, Found
+from qatkit_verify.checks.base import OK, OPEN, SHORT, CheckInputs, Found
 from qatkit_verify.checks.bounds import ACCEPT, bounds
 from qatkit_verify.errors import ConfigError, first_line
 from qatkit_verify.files import write_text
@@ -41,7 +41,7 @@ def main(typed: Sequence[str] | None = None) -> int:
         if len(given.paths) > 2:
             raise ConfigError("paths", " ".join(map(str, given.paths)), "a bundle, or two ONNX files")
         if given.paths[0].suffix == ".onnx":
-            raise ConfigError("paths", given.paths[0], "a bundle, or two ONNX files; this is only one")
+            raise ConfigError("paths", given.paths[0], "a bundle, or two ONNX files; found one ONNX file")
         return _bundle(given)
     except (ValueError, OSError) as error:  # rejected values, and files that are not what their names say
         print(f"error: {first_line(error)}", file=sys.stderr)
@@ -75,16 +75,19 @@ def _bundle(given: argparse.Namespace) -> int:
     )
     for one in short:
         print(f"{one.check} falls short; to fix it: {one.fix}")
-    verdict = (
-        f"{len(short)} of {len(found)} checks fell short" if short else f"all {len(found)} checks passed"
-    )
+    passed, unjudged = (sum(one.verdict == verdict for one in found) for verdict in (OK, OPEN))
+    verdict = f"all {len(found)} checks passed"
+    if short:
+        verdict = f"{len(short)} of {len(found)} checks fell short"
+    elif unjudged:
+        verdict = f"{passed} of {len(found)} checks passed, {unjudged} not judged"
     peak = f", {told['peak_mb']} MB" if told["peak_mb"] else ""
     print(f"{given.paths[0]}: {verdict} ({seconds:.1f} s{peak})")
     return 1 if short else 0
 
 
 def verified(folder: Path, given: argparse.Namespace) -> Iterator[Found]:
-    """Yields the result of each check as it comes.
+    """Yields the result of each check as soon as the check has run.
 
     Raises:
         ConfigError: the bundle is damaged, or this machine cannot judge it.
@@ -162,9 +165,7 @@ def _peak_mb() -> int | None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("qatkit-verify", description=__doc__.partition("\n")[0])
     parser.add_argument("paths", nargs="+", type=Path, help="a bundle (folder or zip), or two ONNX files")
-    parser.add_argument(
-        "--key", type=Path, help="PEM file of the public key that must have signed the bundle"
-    )
+    parser.add_argument("--key", type=Path, help="PEM file of the public key that the signature must match")
     parser.add_argument("--threads", type=count, default=2, help="threads of ONNX Runtime (default: 2)")
     parser.add_argument("--runs", type=count, default=50, help="timed runs per file (default: 50)")
     parser.add_argument(

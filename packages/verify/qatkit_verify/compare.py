@@ -1,4 +1,4 @@
-"""Compares computations of the same outputs over all batches: their distance, and their equal decisions.
+"""Compares computations of the same outputs over all batches: how far they differ and how often they agree.
 
 Every output is compared over all its values, floats in steps of their own scale; the worst output is
 reported. Agreement is computed for the first float output with a class axis and for every integer output, and
@@ -52,7 +52,7 @@ class _Distance:
     small: list[Array] = field(default_factory=list)  # differences of an output without classes
     lost: list[Array] = field(
         default_factory=list
-    )  # how much the reference preferred its own answer over the other's
+    )  # the reference's margins for its own answers over differing ones
 
     def add(
         self, reference: Array, other: Array, decided: Array | None, decide: Decide | Alike | None
@@ -72,7 +72,7 @@ class _Distance:
                 differs = (decided != answers).reshape(len(reference), -1).any(1)
                 self.lost.append(
                     apart[differs]
-                )  # the task's rule gives no distance between answers, so that of the outputs is used
+                )  # the task's rule gives no distance between answers; the outputs' distance replaces it
             elif reference.dtype.kind == "f":
                 self.lost.append(_lost(reference, decided, answers))
 
@@ -97,7 +97,7 @@ class Output:
         self._distances = [_Distance() for _ in range(others)]
 
     def add(self, reference: Array, others: Sequence[Array]) -> None:
-        """Adds one batch of the output: the reference's values, and those of each other computation."""
+        """Adds one batch of the output: the values of the reference, and of each other computation."""
         self.floats = reference.dtype.kind == "f"
         if reference.size:
             self.low, self.high = min(self.low, reference.min()), max(self.high, reference.max())
@@ -118,7 +118,7 @@ class Output:
 
     @property
     def classes(self) -> bool:
-        """Returns whether the output decides something: floats along a class axis, or integers."""
+        """Returns whether the output decides something: along a class axis, as integers, or by the task's rule."""
         return self._decided > 0
 
     def comparisons(self, step: float) -> list[Comparison]:

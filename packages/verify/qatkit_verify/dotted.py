@@ -69,7 +69,7 @@ def check_path(path: str, key: str) -> None:
 
 
 def _parts(path: str, key: str) -> tuple[str, str]:
-    """Returns the module and the name."""
+    """Returns the module and the name of a dotted path; raises ConfigError for other texts."""
     module_path, _, name = path.rpartition(".")
     if not all(part.isidentifier() for part in (*module_path.split("."), name)):
         raise ConfigError(key, path, "a dotted path, such as my_package.my_module.name")

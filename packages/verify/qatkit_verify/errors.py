@@ -26,6 +26,7 @@ class ConfigError(ValueError):
         reason: a clause that says what went wrong and how to fix it, if no expectation can be named.
 
     Attributes:
+        key, value: as given.
         problem: the message without key and value, for an error that is raised again under another key.
     """
 

@@ -16,7 +16,7 @@ _LOG_TERMS, _COS_TERMS = 11, 14
 
 
 def natural_log(values: Doubles) -> Doubles:
-    """Returns the logarithm of positive normal numbers, within 3e-16, absolute or relative, of the exact one.
+    """Returns the logarithm of positive normal numbers, to within 3e-16 times the larger of 1 and |ln x|.
 
     With x = m 2^e, m in [sqrt(1/2), sqrt(2)) and s = (m - 1) / (m + 1):
     ln x = e ln 2 + 2 (s + s^3/3 + s^5/5 + ...).

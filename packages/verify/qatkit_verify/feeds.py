@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qatkit_verify.errors import ConfigError
+from qatkit_verify.errors import ConfigError, counted
 from qatkit_verify.integer_ends import IntegerIO
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def by_name(names: Sequence[str], batch: Any) -> dict[str, Any]:
     """Returns the tensors of a batch by name, for the inputs `names`.
 
     Raises:
-        ConfigError: a mapping lacks one of the inputs, or the number of tensors differs from theirs.
+        ConfigError: the batch neither contains all names nor has as many tensors as there are names.
     """
     if isinstance(batch, Mapping) and set(names) <= set(batch):
         return {name: batch[name] for name in names}
@@ -42,7 +42,7 @@ def by_name(names: Sequence[str], batch: Any) -> dict[str, Any]:
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return by_name(names, batch[0])  # with labels
     given = ", ".join(path or "a tensor" for path, _ in found)
-    raise ConfigError("batch", given, f"{len(names)} tensors ({', '.join(names)})")
+    raise ConfigError("batch", given or "no tensors", f"{counted(len(names), 'tensor')} ({', '.join(names)})")
 
 
 def _leaves(batch: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -67,7 +67,7 @@ def inputs_alone(names: Sequence[str], batch: Any) -> Any:
 
 
 def rows(batch: Any) -> int:
-    """Returns the number of images of a batch without labels: the length of its first tensor with axes."""
+    """Returns the number of images of a batch without labels: the length of its first tensor with axes, else 1."""
     if isinstance(batch, Mapping):
         batch = tuple(batch.values())
     if isinstance(batch, (tuple, list)):
@@ -98,12 +98,14 @@ def noise_feeds(
 
     Args:
         session: a session of the file.
-        given: the shape of a single input, or a whole batch by name; None: the shapes that the file declares.
+        given: the shape of the only input. A batch by input name is used instead of noise. None: the shapes that
+            the file declares.
         seed: the seed of the random numbers.
         batch: the size of a dynamic first axis.
 
     Raises:
-        ConfigError: another axis is dynamic, or a shape is given for a file with several inputs.
+        ConfigError: another axis is dynamic, a shape is given for a file with several inputs, or the batch lacks
+            an input.
     """
     if isinstance(given, Mapping):
         return feeds(session, given)
@@ -118,9 +120,11 @@ def noise_feeds(
 def _shape(name: str, shape: Sequence[Any], batch: int) -> tuple[int, ...]:
     known = [batch if i == 0 and not isinstance(size, int) else size for i, size in enumerate(shape)]
     if not all(isinstance(size, int) for size in known):
-        raise ConfigError(
-            "onnx file", name, reason=f"its input {list(shape)} has dynamic axes; set input_shape"
+        sizes = ", ".join("?" if size is None else str(size) for size in shape)
+        reason = (
+            f"its shape [{sizes}] has dynamic axes; give an array for it (--inputs, or input_shape in Python)"
         )
+        raise ConfigError("input", name, reason=reason)
     return tuple(known)
 
 

@@ -1,11 +1,12 @@
-"""Writes files in the only permitted way: under a temporary name in the same folder, which is then renamed.
+"""Writes files in the only permitted way: under a temporary name in the target's folder, then renamed.
 
     with whole(path) as temporary:      # .NAME.PROCESS.RANDOM.part, in the folder of `path`
         ...                             # write `temporary`, check it, load it
 
-The target is complete, absent, or what it was before: a reader never finds half a file, and a killed run
-leaves none. The temporary name starts with a dot and ends in `.part`, so that no search for `*.onnx` or
-`*.ckpt` finds it. Two processes that write the same target use two temporary names.
+The target is complete, absent, or what it was before, even if the run is killed: a reader never finds half a
+file. The temporary name starts with a dot and ends in `.part`, so that no search for `*.onnx` or `*.ckpt` finds
+it. `clear_parts` removes the temporary files of killed runs. Two processes that write the same target use two
+temporary names.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _PART = re.compile(rf"\..*\.(\d+)\.[0-9a-f]{{8}}{re.escape(PART)}")
 
 @contextmanager
 def whole(path: str | Path) -> Iterator[Path]:
-    """Yields a temporary file's path; the file replaces `path` when the block ends, or is removed if it fails.
+    """Yields a temporary file's path; the file replaces `path` when the block ends, or is removed if the block fails.
 
     The new file has the permissions that a plain `open` for writing would leave: those of the previous file,
     or those that the process gives new files.
@@ -43,7 +44,7 @@ def whole(path: str | Path) -> Iterator[Path]:
         An empty file in the same folder, to write or to replace.
 
     Raises:
-        OSError: the folder does not exist or cannot be written; for a full disk, the error names `path`.
+        OSError: the folder does not exist or cannot be written to; for a full disk, the error names `path`.
     """
     target = Path(path)
     temporary = unfinished(target)
@@ -79,9 +80,9 @@ def not_writable(folder: Path) -> str:
 
 
 def no_room(path: Path) -> OSError | None:
-    """Returns the disk error if a file, which is no longer needed, cannot grow; else None.
+    """Appends zeros to a file that is no longer needed; returns the disk error if that fails, else None.
 
-    It is for libraries that do not report such an error.
+    It shows whether a library, which does not say so, failed because the disk is full.
     """
     try:
         with path.open("ab") as stream:
@@ -121,7 +122,7 @@ def clear_parts(folder: Path) -> None:
 
 
 def lives(process: int) -> bool:
-    """Returns whether a process with this number exists on this machine."""
+    """Returns whether a process with this number exists on this machine; always True on other systems than POSIX."""
     if os.name != "posix":
         return True  # elsewhere, os.kill would send a signal
     try:

@@ -121,5 +121,8 @@ def crop_start(size: int, crop: int) -> int:
 
 
 def is_whole(height: int, width: int, size: Sides) -> bool:
-    """Returns whether an image is resized in 8 bits: no side grows, or becomes one pixel, where ATen errs."""
+    """Returns whether an image is resized in 8 bits: both sides shrink or stay, and neither becomes one pixel.
+
+    ATen's 8-bit resize to one pixel is wrong.
+    """
     return height >= size[0] and width >= size[1] and min(size) > 1

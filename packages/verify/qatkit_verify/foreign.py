@@ -148,7 +148,7 @@ def check_call(key: str, path: str, called: Callable[..., Any], *args: str, **kw
         signature.bind(*args, **kwargs)
     except TypeError as error:
         wanted = ", ".join([*args, *(f"{name}=..." for name in kwargs)])
-        expected = f"a callable that takes ({wanted}), not {signature} ({error})"
+        expected = f"a callable that accepts ({wanted}), not {signature} ({error})"
         raise ConfigError(key, path, expected) from error
 
 
@@ -178,7 +178,10 @@ def _is_theirs(frame: _Frame, packages: Sequence[str]) -> bool:
 
 
 def _named(theirs: Sequence[_Frame], paths: Sequence[Called]) -> Called:
-    """Returns the setting whose module, or else whose package, is that of the outermost matching frame."""
+    """Returns the setting whose module, or else whose package, is that of the outermost matching frame.
+
+    If no frame matches, it returns "code" and the file of the innermost frame.
+    """
     modules = [(_module(path), key, path) for key, path in paths]
     for frame in theirs:
         for module, key, path in modules:

@@ -45,6 +45,7 @@ class FreeRun:
         outputs: the names to use for the outputs, in the file's order; None: the file's own names.
 
     Attributes:
+        states, fixed, outputs: as in Args; `outputs` are the file's own names by default.
         state: the state of the next step, by input name.
     """
 
@@ -82,7 +83,7 @@ class FreeRun:
             raise
         except Exception as error:  # ONNX Runtime's exceptions have no public common base
             shapes = ", ".join(f"{name} {list(np.shape(one))}" for name, one in given.items())
-            reason = f"it does not run a step of {shapes} ({one_line(error)})"
+            reason = f"ONNX Runtime failed on a step with {shapes} ({one_line(error)})"
             raise ConfigError("onnx file", self._file, reason=reason) from error
         found = dict(zip(self.outputs, made, strict=True))
         for name, output in self.states.items():

@@ -16,9 +16,9 @@ from qatkit_verify.errors import ConfigError
 # The oldest and the newest ONNX Runtime that were tested. The oldest is this package's lower bound;
 # qatkit, which also creates files, requires a newer one (docs/decisions/0035-bundle-checks.md).
 OLDEST, NEWEST = "1.23", "1.32"
-# The first version whose convolutions take weights with a separate zero point for each output channel.
+# The first version whose convolutions accept weights with a separate zero point for each output channel.
 ZERO_POINTS_OF_CHANNELS = "1.27"
-# The first version whose MatMulNBits takes weights of 2 bits.
+# The first version whose MatMulNBits accepts weights of 2 bits.
 TWO_BITS = "1.24"
 
 

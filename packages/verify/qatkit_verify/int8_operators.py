@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from qatkit_verify.onnx_file import INT8, Graph, Node, Tensor, read_onnx
 from qatkit_verify.pairs import convolution_rows, overflowing_channels, overflowing_on_arm, product_rows
 
-# If "1", ONNX Runtime turns int8 weights into uint8 on loading: exact everywhere, and slow on x86 without
-# VNNI.
+# If "1", ONNX Runtime turns int8 weights into uint8 on loading. The results are then exact on every processor,
+# but slow to compute on x86 without VNNI.
 PRECISE = "session.x64quantprecision"
 
 
@@ -33,9 +33,10 @@ class Places:
     weight_zeros: tuple[int, ...]
 
 
+# Operators whose weights are judged, but whose sums are not emulated (`qatkit.verify.int8_nodes`).
 ONLY_JUDGED = {"QAttention": Places(6, (1,), (7,)), "DynamicQuantizeLSTM": Places(None, (1, 2), (9, 11))}
-# Operators that multiply uint8 by int8 in pairs. ConvInteger and MatMulNBits are exact, and so is a product
-# whose first operand is int8.
+# Operators that multiply uint8 by int8 in pairs. ConvInteger and MatMulNBits are exact. So is, on x86, a
+# product whose first operand is int8.
 PLACES = {
     "QLinearConv": Places(2, (3,), (5,)),
     "QLinearMatMul": Places(2, (3,), (5,)),
@@ -54,7 +55,7 @@ class Int8Operator:
     Attributes:
         name: the name of the node, or of its output if it has none.
         op_type: the type of ONNX Runtime's operator.
-        channels: the number of channels of its weights.
+        channels: the number of channels of its weights; 0 if the weights are computed.
         saturating: the number of channels that exceed 16 bits for some input; 0 proves that there are none.
             None: the weights are computed, so the number is unknown.
     """
@@ -68,7 +69,9 @@ class Int8Operator:
 def int8_operators(
     path: str | Path, *, options: Mapping[str, str] | None = None, signed: bool = False
 ) -> list[Int8Operator]:
-    """Returns the uint8 x int8 operators of a file in execution order, including the bodies of If and Loop.
+    """Returns the uint8 x int8 operators of a file in execution order, including those in bodies of If and Loop.
+
+    With the session option `PRECISE`, there are none.
 
     Args:
         path: an ONNX file.

@@ -1,4 +1,4 @@
-"""Converts the inputs and outputs of a file that takes uint8 images and gives quantized outputs.
+"""Converts the inputs and outputs of a file with uint8 images as inputs and quantized outputs.
 
 Data and verification keep using normalised float images and float outputs; this module converts them to the
 file's integers and back, as the file's metadata says. A pixel that preprocessing left between two levels (in
@@ -26,12 +26,12 @@ def bias_steps(mean: Sequence[float]) -> NDArray[np.float64]:
 
 @dataclass(frozen=True)
 class IntegerIO:
-    """The meaning of the integers at the two ends of a file.
+    """The meaning of the integer inputs and outputs of a file.
 
     Attributes:
         mean, std: the normalisation, per channel, that the file applies to pixels in 0..1.
         dtype: the type of the outputs, "uint8" or "int8".
-        scale, zero_point: the quantization of the outputs: a logit is (q - zero_point) * scale.
+        scale, zero_point: the quantization of the outputs: an output value is (q - zero_point) * scale.
     """
 
     mean: tuple[float, ...]
@@ -46,7 +46,7 @@ class IntegerIO:
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, str]) -> IntegerIO | None:
-        """Reads the output of `to_metadata`; returns None for a file with float ends."""
+        """Reads the output of `to_metadata`; returns None for a file with float inputs and outputs."""
         if METADATA_KEY not in metadata:
             return None
         values = json.loads(metadata[METADATA_KEY])
@@ -59,13 +59,13 @@ class IntegerIO:
         return found
 
     def normalised(self, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """Normalises pixels as the file does, in whole steps of 1/(127·255·std)."""
+        """Normalises pixels as the file does: to multiples of 1/(127·255·std)."""
         steps = WEIGHT * pixels.astype(np.float64) + bias_steps(self.mean).reshape(-1, 1, 1)
         scale = np.asarray(self.std).reshape(-1, 1, 1) * (WEIGHT * 255)
         return np.asarray(steps / scale, np.float32)
 
     def floats(self, quantized: NDArray[Any]) -> NDArray[np.float32]:
-        """Returns the file's output as float."""
+        """Returns the file's output, dequantized to float32."""
         return ((quantized.astype(np.float32) - self.zero_point) * np.float32(self.scale)).astype(np.float32)
 
     def rounded(self, outputs: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -43,14 +43,13 @@ MATMULS = frozenset(
         "MatMulNBits", "QGemm", "QLinearMatMul",
     }
 )  # fmt: skip
-# Operators that take float activations and quantize them themselves, or lack the prefix of the QLinear
-# family.
+# 8-bit operators whose names lack the prefix QLinear; DynamicQuantizeMatMul quantizes float activations itself.
 _FROM_FLOAT_TO_INT8 = ("QGemm", "MatMulIntegerToFloat", "DynamicQuantizeMatMul")
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """The report of a kernel: element types and shapes as ONNX Runtime names them ("uint8", "float")."""
+    """The report of a kernel; element types have ONNX Runtime's names ("uint8", "float")."""
 
     input_types: tuple[str, ...]
     input_shapes: tuple[tuple[int, ...], ...]
@@ -87,7 +86,8 @@ def executed(
         images: number of images in the batch.
 
     Raises:
-        ConfigError: ONNX Runtime cannot load the file.
+        ConfigError: ONNX Runtime cannot load the file, or noise is wanted for a dynamic axis.
+        OSError: the disk is full.
     """
     with tempfile.TemporaryDirectory() as folder:
         saved = Path(folder) / "optimized.onnx"
@@ -138,7 +138,7 @@ def _macs(node: Node, kernel: Kernel, graph: OnnxFile) -> int:
 
 
 def conv_macs(op_type: str, kernel: Kernel, weight: Sequence[int] | None) -> int:
-    """Returns the multiply-accumulates of a convolution for the profiled batch, from its weight's shape."""
+    """Returns the multiply-accumulates of a convolution for the profiled batch; 0 if a shape is unknown."""
     if weight is None or not kernel.output_shapes or not kernel.input_shapes:
         return 0
     grid = kernel.input_shapes[0] if "Transpose" in op_type else kernel.output_shapes[0]
@@ -146,9 +146,9 @@ def conv_macs(op_type: str, kernel: Kernel, weight: Sequence[int] | None) -> int
 
 
 def matmul_macs(kernel: Kernel, *, transposed: bool = False) -> int:
-    """Returns the multiply-accumulates of a matrix product for the profiled batch.
+    """Returns the multiply-accumulates of a matrix product for the profiled batch; 0 if a shape is unknown.
 
-    `transposed` tells whether the first operand is transposed.
+    `transposed` says whether the first operand is transposed.
     """
     if not kernel.output_shapes or not kernel.input_shapes:
         return 0
@@ -172,7 +172,7 @@ def events(file: Path) -> Any:
 
 
 def kernels(found: Sequence[Mapping[str, Any]], quantile: float) -> dict[str, Kernel]:
-    """Returns the kernels by node name, with the given quantile of their times; drops the first run."""
+    """Returns the kernels by node name, with the given quantile of their times; drops the first of several runs."""
     reports: dict[str, list[Mapping[str, Any]]] = {}
     for event in found:
         if event.get("cat") == "Node" and event["name"].endswith(_SUFFIX):

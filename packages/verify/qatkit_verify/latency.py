@@ -1,7 +1,7 @@
 """Compares the latency of several ONNX files in one process, round by round.
 
-The machine's speed drifts (other work, clocks), so files are never timed one after the other. Each round
-times every file once (A B A B ...), and a ratio is taken within a round before the median over the rounds.
+The machine's speed drifts (other work, clocks), so the files take turns: each round times every file once
+(A B A B ...), and a ratio is taken within a round before the median over the rounds.
 Two things that would spoil such a measurement are handled:
 
 - ONNX Runtime's worker threads keep spinning for milliseconds after a run and would steal cores from the next
@@ -66,7 +66,8 @@ def latency(
         `Latency` by name, in the order of `files`.
 
     Raises:
-        ConfigError: there are no rounds, or a file has another fixed batch size.
+        ConfigError: `runs` is below 1, ONNX Runtime cannot load a file, a file has another fixed batch size, or
+            the size of a dynamic axis is unknown.
     """
     found = run_times(files, input_shape, batch=batch, threads=threads, runs=runs, seed=seed, options=options)
     reference = next(iter(found.values()))
@@ -137,9 +138,9 @@ def quickest(
 ) -> dict[str, list[float]]:
     """Returns the time in milliseconds of each file's fastest run in each session; files take turns.
 
-    Other work on the machine can only lengthen a run, so the fastest runs are compared. The place of a
-    session's weights in memory matters too (7 % between two sessions of one ResNet-18), so a file is opened
-    several times.
+    Other work on the machine can only lengthen a run, so the fastest runs are compared. The
+    position of a session's weights in memory matters too (7 % between two sessions of one ResNet-18), so a file
+    is opened several times.
 
     Args:
         files, input_shape, batch, threads, options: see `latency`.

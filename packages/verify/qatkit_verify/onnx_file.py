@@ -54,7 +54,7 @@ class Tensor:
 
     @property
     def uniform(self) -> bool:
-        """Returns whether all bytes of a small 8-bit tensor are equal."""
+        """Returns whether all bytes of an 8-bit tensor, which is stored in the file itself, are equal."""
         return len(set(bytes(self._raw)) | set(self._integers)) < 2
 
     def int8(self, folder: Path) -> NDArray[np.int8]:
@@ -68,7 +68,7 @@ class Tensor:
         """
         size = math.prod(self.shape)
         if self.type != INT8:
-            raise ValueError(f"a tensor of type {self.type}, not int8")
+            raise ValueError(f"the tensor has type {self.type}, not int8 ({INT8})")
         if self._external:
             raw = _beside(folder, self._external, size)
         else:
@@ -81,7 +81,7 @@ class Tensor:
 def _beside(folder: Path, external: Mapping[str, str], size: int) -> bytes:
     path = (folder / external["location"]).resolve()
     if not path.is_relative_to(folder.resolve()):
-        raise ValueError(f"values outside of its folder ({external['location']})")
+        raise ValueError(f"its values are outside of its folder ({external['location']})")
     with path.open("rb") as stream:
         stream.seek(int(external.get("offset", 0)))
         return stream.read(size)
@@ -150,7 +150,7 @@ def _model(message: Buffer) -> OnnxFile:
         elif name == "graph":
             graph = _graph(_bytes(value))
     if graph is None or not opsets:
-        raise ValueError("it holds no graph")
+        raise ValueError("it has no graph or no opset")
     return OnnxFile(ir_version, opsets, graph)
 
 
@@ -222,7 +222,7 @@ def _fields(message: Buffer) -> Iterator[tuple[int, int | Buffer]]:
         elif kind in (_FIXED64, _FIXED32):
             size = 8 if kind == _FIXED64 else 4
         else:
-            raise ValueError(f"a field of kind {kind}")
+            raise ValueError(f"a field has the unknown kind {kind}")
         if place + size > end:
             raise ValueError("it is cut off")
         yield number, message[place : place + size]
@@ -240,7 +240,7 @@ def _varint(message: Buffer, place: int) -> tuple[int, int]:
             return value, place
         shift += 7
         if shift > 63:
-            raise ValueError("a number of more than 64 bits")
+            raise ValueError("a number has more than 64 bits")
 
 
 def _packed(message: Buffer) -> Iterator[int]:
@@ -252,17 +252,17 @@ def _packed(message: Buffer) -> Iterator[int]:
 
 def _text(value: int | Buffer | bytes) -> str:
     if isinstance(value, int):
-        raise ValueError("a number in place of a string")
+        raise ValueError("a string was expected, but a number was found")
     return bytes(value).decode()
 
 
 def _bytes(value: int | Buffer) -> Buffer:
     if isinstance(value, int):
-        raise ValueError("a number in place of a message")
+        raise ValueError("a message was expected, but a number was found")
     return value
 
 
 def _number(value: int | Buffer) -> int:
     if not isinstance(value, int):
-        raise ValueError("a message in place of a number")
+        raise ValueError("a number was expected, but a message was found")
     return value

@@ -42,7 +42,7 @@ def overflowing_channels(rows: NDArray[Any]) -> NDArray[np.bool_]:
 
 
 def overflowing_on_arm(rows: NDArray[Any]) -> NDArray[np.bool_]:
-    """Returns the channels, bool [N], of int8 [N, K] with two weights of -128, however they are paired."""
+    """Returns the channels, bool [N], of int8 [N, K] with at least two weights of -128, paired or not."""
     return np.asarray((rows == -128).sum(1) > 1)
 
 

@@ -83,14 +83,17 @@ def file_parity(
     outputs = [_run(session, dict(zip(own, (given[name] for name in names[0]), strict=True)), path)
                for session, own, path in ((first, names[0], a), (second, names[1], b))]  # fmt: skip
     one, other = (np.concatenate([part.astype(np.float64).ravel() for part in found]) for found in outputs)
-    shapes = [[part.shape for part in found] for found in outputs]
+    shapes = [", ".join(str([*part.shape]) for part in found) for found in outputs]
     if shapes[0] != shapes[1]:
         raise ConfigError(
-            "onnx file", b, f"outputs of the same shapes as {a.name} ({shapes[0]}); found {shapes[1]}"
+            "onnx file", b, f"outputs with the shapes of {a.name} ({shapes[0]}); found {shapes[1]}"
         )
     apart = np.abs(one - other)
     if not np.isfinite(apart).all():
-        raise ConfigError("onnx file", b, reason="its outputs hold NaN or infinity, which cannot be compared")
+        path = b if np.isfinite(one).all() else a
+        raise ConfigError(
+            "onnx file", path, reason="its outputs contain NaN or infinity, which cannot be compared"
+        )
     largest, mean = float(apart.max(initial=0)), float(apart.mean()) if apart.size else 0.0
     length = float(np.linalg.norm(one) * np.linalg.norm(other))
     rows = [part.reshape(len(part), -1).argmax(1) for part in (outputs[0][0], outputs[1][0])]
@@ -110,7 +113,8 @@ def _read(path: Path) -> dict[str, Array]:
     try:
         return read_npz(path)
     except (OSError, ValueError) as error:
-        raise ConfigError("inputs", path, f"an npz file of arrays by input ({error})") from error
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError("inputs", path, f"an npz file with one array per input ({reason})") from error
 
 
 def _run(session: Any, given: Mapping[str, Array], path: Path) -> list[Array]:

@@ -98,7 +98,7 @@ def read_picture(path: str, key: str, *, upright: bool = False) -> Image.Image:
             check_size(*image.size)
             return as_eight_bits(ImageOps.exif_transpose(image) if upright else image)
     except Exception as error:  # disk errors, and any error of Pillow's readers
-        raise ConfigError(key, path, f"a readable image ({reason(error)})") from error
+        raise ConfigError(key, path, reason=f"the file is not a readable image ({reason(error)})") from error
 
 
 @contextmanager
@@ -115,13 +115,13 @@ def open_regular_file(path: str) -> Iterator[io.BufferedReader]:
 
 
 def check_kind(mode: int) -> None:
-    """Raises ValueError unless `mode` is that of a regular file; the message says what it is."""
+    """Raises ValueError, which names the kind of file, unless `mode` belongs to a regular file."""
     if not stat.S_ISREG(mode):
         raise ValueError(next((name for is_one, name in _KINDS if is_one(mode)), "not a regular file"))
 
 
 def check_size(width: int, height: int) -> None:
-    """Raises ValueError for an image that is too large for a machine's memory once unpacked or resized."""
+    """Raises ValueError for an image without pixels, or one whose unpacked or resized pixels need too much memory."""
     if min(width, height) < 1:
         raise ValueError("no pixels")
     if width * height > MOST_PIXELS:
@@ -131,7 +131,7 @@ def check_size(width: int, height: int) -> None:
 
 
 def reason(error: Exception) -> str:
-    """Returns a clause that says why a file is not an image."""
+    """Returns a phrase that says why a file is not an image."""
     if type(error).__name__ == "UnidentifiedImageError":
         return "Pillow does not know its format"
     if isinstance(error, OSError) and error.strerror:

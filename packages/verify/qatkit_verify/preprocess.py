@@ -6,10 +6,10 @@ Training does the same with torch (`qatkit.data.preprocessing`), and takes the w
 the sizes from `fitting`. So that the two agree in every bit on every CPU, nothing here depends on the order
 of sums or on fused multiply-adds:
 
-- an image that shrinks is resized in 8 bits as in Pillow and ATen: weights in whole steps of 2^-p that fit
-  16 bits, sums of integers, rounded to a byte after the rows and again after the columns;
+- an image that shrinks is resized in 8 bits as in Pillow and ATen: weights are multiples of 2^-p that fit
+  16 bits, and sums of integers are rounded to a byte after the rows and again after the columns;
 - an image with a growing side is resized in float32, rows first: each product and each sum is rounded by
-  itself, the taps from left to right;
+  itself, and the taps are added from left to right;
 - weights come from float64, one operation at a time.
 
 Weights are those of an antialiased resize: the filter is stretched by in/out where an axis shrinks, its taps
@@ -51,7 +51,7 @@ INTERPOLATIONS = ("nearest", "bilinear", "bicubic")
 # Weights of red, green and blue in grey, in parts of GREY_UNIT: ITU-R BT.601, with torchvision's digits.
 GREY, GREY_UNIT = (2989, 5870, 1140), 10_000
 
-_MOST_BITS = 22  # maximum p for weights in whole steps of 2^-p
+_MOST_BITS = 22  # maximum p for weights that are multiples of 2^-p
 _MOST_SIDE = 2**16
 
 Pixels = NDArray[np.uint8]
@@ -164,7 +164,7 @@ class Preprocess:
         """Reads the contents of preprocess.json; older files lack the keys of later features.
 
         Raises:
-            ConfigError: a value is missing or unknown to this version.
+            ConfigError: a value is missing or unknown to this version, or two values contradict each other.
         """
         for key, (allowed, is_allowed) in _ALLOWED.items():
             found = values.get(key)

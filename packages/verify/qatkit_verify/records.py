@@ -49,7 +49,7 @@ class Metric:
 
     @property
     def text(self) -> str:
-        """The value with its unit: "97.50 %"."""
+        """The value with its unit: "97.50 %"; "-" if it was not measured."""
         return "-" if self.value is None else f"{self.value:.2f} {self.unit}".rstrip()
 
     def of(self, value: float | None) -> Metric:

@@ -38,7 +38,7 @@ UNSET_OPTIONS: Mapping[str, str] = MappingProxyType({ACCURACY_LEVEL: "4"})
 def session_options(options: Mapping[str, str] | None = None) -> dict[str, str]:
     """Returns the config entries of a session: `SESSION_OPTIONS`, updated with a backend's `options`.
 
-    Figures are valid only under these entries, so reports, bundles and the programs of a page state all of them.
+    Figures are valid only under these entries, so reports, bundles and the code on report pages state all of them.
     """
     return {**SESSION_OPTIONS, **(options or {})}
 
@@ -76,7 +76,9 @@ def open_session(
         without: names of ONNX Runtime's optimizers to disable; unknown names have no effect.
 
     Raises:
-        ConfigError: the file is missing, or ONNX Runtime cannot load it (with its whole message).
+        ConfigError: the file is missing, `threads` is below 1, or ONNX Runtime cannot load the file; its complete
+            message is included.
+        OSError: the disk is too full for `optimized_path`.
     """
     if not Path(path).is_file():
         raise ConfigError("onnx file", path, reason="the file does not exist")
@@ -152,13 +154,13 @@ def _level(optimize: bool | ort.GraphOptimizationLevel) -> ort.GraphOptimization
 
 
 def session_file(session: ort.InferenceSession) -> str:
-    """Returns the name of a session's file, for messages."""
+    """Returns the name of a session's file, for messages; "model" if it is unknown."""
     path = getattr(session, "_model_path", None)  # ONNX Runtime has no public way from a session to its file
     return Path(path).name if path else "model"
 
 
 def fixed_batch(session: ort.InferenceSession) -> int | None:
-    """Returns the batch size that the file was exported for, or None if it is dynamic."""
+    """Returns the batch size that the file was exported for; None if it is dynamic, or if no input has an axis."""
     shapes = [one.shape for one in session.get_inputs() if one.shape]
     if not shapes or any(not isinstance(shape[0], int) for shape in shapes):
         return None
@@ -166,7 +168,7 @@ def fixed_batch(session: ort.InferenceSession) -> int | None:
 
 
 def integer_io(session: ort.InferenceSession) -> IntegerIO | None:
-    """Returns the meaning of the integers at both ends of the file; None for a file with float ends."""
+    """Returns the meaning of the file's integer inputs and outputs; None if they are float."""
     return IntegerIO.from_metadata(session.get_modelmeta().custom_metadata_map)
 
 
@@ -184,8 +186,8 @@ def outputs_by(execute: Execute, session: ort.InferenceSession, batch: Any) -> t
     """Returns all outputs for a batch; `execute` runs the file, and `session` is a session of the same file.
 
     A fixed-batch file gets full batches: the last one is padded with zeros, and the outputs of its padding
-    are dropped. A file with integer ends gets the pixels of the images, and its outputs are converted to
-    float.
+    are dropped. A file with integer inputs and outputs gets the pixels of the images, and its outputs
+    are converted to float.
     """
     ends = integer_io(session)
     given, fixed = feeds(session, batch, ends), fixed_batch(session)
@@ -196,7 +198,8 @@ def outputs_by(execute: Execute, session: ort.InferenceSession, batch: Any) -> t
 def in_its_batches(run: Execute, given: Mapping[str, Array], size: int | None) -> tuple[Array, ...]:
     """Returns the outputs of `run` for `given`, `size` rows at a time if all inputs have equally many rows.
 
-    Inputs of different lengths (a state [2, 1, 128] and a frame [1, 512]) are run as a single batch.
+    If `size` is None, or the inputs differ in length (a state [2, 1, 128] and a frame [1, 512]), they are run as
+    a single batch.
     """
     lengths = {len(one) if one.ndim else 0 for one in given.values()}
     if size is None or (len(given) > 1 and (len(lengths) > 1 or lengths <= {0, size})):
@@ -205,7 +208,7 @@ def in_its_batches(run: Execute, given: Mapping[str, Array], size: int | None) -
 
 
 def in_full_batches(run: Execute, given: Mapping[str, Array], size: int) -> tuple[Array, ...]:
-    """Returns the outputs of `run` for `given`, `size` rows at a time; the last rows are zero-padded.
+    """Returns the outputs of `run` for `given`, `size` rows at a time; the last batch is padded with zeros.
 
     An output without one row per image (a list of boxes, a number) is not cut. The outputs of all runs are
     concatenated.

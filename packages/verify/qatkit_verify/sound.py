@@ -7,7 +7,7 @@ Training calls this very code. The result is the same in every bit on every CPU,
 NumPy and in JavaScript (`javascript/sound.mjs`), since nothing depends on the order of a sum or on a
 mathematical library:
 
-- samples are whole steps of 2^-15 and the windowed cosines and sines whole steps of 2^-20, so each sum of the
+- samples are multiples of 2^-15, and windowed cosines and sines are multiples of 2^-20, so each sum of the
   DFT is an integer below 2^53, which float64 holds exactly in any order of summation;
 - bands and the DCT are float64 sums, each product and each sum rounded by itself, in ascending order;
 - cosines and logarithms are those of `exact_math`.
@@ -79,7 +79,7 @@ class SoundPreprocess:
         """Reads the preprocessing from the output of `as_dict`; other keys are ignored.
 
         Raises:
-            ConfigError: a value is missing or unknown to this version.
+            ConfigError: a value is missing, unknown to this version, or too large for the others.
         """
         kind = values.get("features")
         if kind not in FEATURES:
@@ -130,7 +130,7 @@ class SoundPreprocess:
         return self.batch([recording])
 
     def batch(self, recordings: Sequence[NDArray[Any]]) -> Floats:
-        """Returns the input for recordings of any lengths, [N, *shape]."""
+        """Returns the input for recordings of any lengths, [N, *shape], each as for `__call__`."""
         steps = np.stack([self._fitted(one) for one in recordings])
         if self.features == WAVEFORM:
             return (steps / _STEPS).astype(np.float32)
@@ -140,7 +140,7 @@ class SoundPreprocess:
         return ((bands - self.mean) / self.std).astype(np.float32)[:, None]
 
     def _fitted(self, recording: NDArray[Any]) -> Doubles:
-        """Returns a recording, cut or zero-padded, in whole steps of 2^-15, [samples]."""
+        """Returns a recording, cut or zero-padded, as integer multiples of 2^-15, [samples]."""
         found = np.asarray(recording)
         if found.ndim != 1 or not found.size or not (found.dtype.kind == "f" or found.dtype == np.int16):
             told = f"{found.dtype} {list(found.shape)}"
@@ -166,7 +166,7 @@ class SoundPreprocess:
 
 @functools.lru_cache(4)
 def waves(window: int) -> tuple[Doubles, Doubles]:
-    """Returns the windowed cosines and sines in whole steps of 2^-20, [window, window // 2 + 1] each."""
+    """Returns the windowed cosines and sines as integer multiples of 2^-20, [window, window // 2 + 1] each."""
     times, bins = np.arange(window), np.arange(window // 2 + 1)
     hann = 0.5 - 0.5 * cosine_of_turns(times, window)
     turns, parts = np.outer(times, bins) * 4, 4 * window

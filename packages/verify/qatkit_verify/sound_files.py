@@ -1,6 +1,6 @@
 """Reads WAV and FLAC files as samples of one channel, in [-1, 1].
 
-    chunks of a WAV file ── integers / 2 ** (bits - 1), or floats as they are ──┐
+    chunks of a WAV file ── integers / 2 ** (bits - 1), or floats, unchanged ───┐
     frames of a FLAC file (package soundfile) ──────────────────────────────────┴── mean of the channels ── [T]
 
 The first bytes tell the kind of file. Both kinds give the same values for the same integers, bit for bit.
@@ -47,11 +47,11 @@ class _Format(NamedTuple):
 
 
 def read_sound(path: str) -> Sound:
-    """Reads a file.
+    """Reads a WAV or FLAC file.
 
     Raises:
         OSError: the file does not exist or cannot be opened.
-        ValueError: it has no readable samples; the message is a clause that says why.
+        ValueError: it is no regular file or has no readable samples; the message says why.
         ImportError: it is a FLAC file, and the package soundfile is missing.
     """
     with open_regular_file(path) as stream:
@@ -79,11 +79,14 @@ def _flac(stream: io.BufferedReader) -> tuple[int, Samples]:
     """Returns the rate and the samples [T, channels]."""
     import soundfile
 
-    with soundfile.SoundFile(stream) as file:
-        parts = list[Samples]()
-        while len(part := file.read(_BLOCK, dtype="float32", always_2d=True)):
-            parts.append(part)
-        rate, channels, length = file.samplerate, file.channels, file.frames
+    try:
+        with soundfile.SoundFile(stream) as file:
+            parts = list[Samples]()
+            while len(part := file.read(_BLOCK, dtype="float32", always_2d=True)):
+                parts.append(part)
+            rate, channels, length = file.samplerate, file.channels, file.frames
+    except soundfile.LibsndfileError as error:
+        raise ValueError(f"the FLAC decoder failed: {error.error_string}") from error
     found = np.concatenate(parts) if parts else np.empty((0, channels), np.float32)
     if len(found) < length < 2**60:  # a file of unknown length declares the largest number
         raise ValueError(f"cut off after {len(found):,} of {length:,} samples")
@@ -123,7 +126,7 @@ def _format(raw: bytes) -> _Format:
     if not channels or block != channels * width:
         raise ValueError(f"{channels} channels of {bits} bits in {block} bytes")
     if (kind, width) not in {*((_PCM, one) for one in (1, 2, 3, 4)), (_FLOAT, 4), (_FLOAT, 8)}:
-        told = "PCM of 8 to 32 bits and floats of 32 and 64 bits are read"
+        told = "only PCM of 8 to 32 bits and floats of 32 or 64 bits can be read"
         raise ValueError(f"samples of {bits} bits in format {kind}; {told}")
     return _Format(kind, channels, rate, width)
 

@@ -1,4 +1,4 @@
-"""Describes a file that takes its input in chunks: its metadata and its path."""
+"""Describes a file that processes its input in chunks: its metadata and its path."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Stream:
         """Reads a stream from the output of `to_text`.
 
         Raises:
-            ValueError: the text is not such JSON.
+            ValueError, TypeError: the text is not such JSON.
         """
         stored = json.loads(text)
         if not isinstance(stored, dict) or not isinstance(stored.get("states"), dict):
@@ -62,7 +62,7 @@ def stream_of(session: ort.InferenceSession) -> Stream:
     told = session.get_modelmeta().custom_metadata_map.get(METADATA_KEY)
     entry = f"its metadata entry '{METADATA_KEY}'"
     if told is None:
-        reason = f"{entry} is missing, which says how chunks follow each other"
+        reason = f"{entry}, which says how chunks follow each other, is missing"
         raise ConfigError("onnx file", session_file(session), reason=reason)
     try:
         found = Stream.from_text(told)
@@ -86,5 +86,5 @@ def stream_of(session: ort.InferenceSession) -> Stream:
 
 
 def stream_file(path: Path) -> Path:
-    """Returns the path of the file that takes chunks, next to the whole file `path`: model.int8.stream.onnx."""
+    """Returns the path of the file for chunks next to `path`: model.int8.stream.onnx for model.int8.onnx."""
     return path.with_suffix(f".stream{path.suffix}")

@@ -1,4 +1,4 @@
-"""Formats columns of text, and numbers with nouns."""
+"""Formats rows of cells as columns of text."""
 
 from __future__ import annotations
 

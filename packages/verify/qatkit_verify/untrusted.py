@@ -26,7 +26,7 @@ def read_text(path: Path) -> str:
     if path.exists() and not path.is_file():
         raise ValueError("not a plain file")
     if path.stat().st_size > _BYTES:
-        raise ValueError(f"more than {_BYTES // 2**20} MB")
+        raise ValueError(f"more than {_BYTES // 2**20} MiB")
     return path.read_text(encoding="utf-8-sig")
 
 
@@ -46,8 +46,8 @@ def read_yaml(path: Path) -> str:
     """Returns the text of a YAML file that is harmless to load; whether it is YAML is left to the loader.
 
     Raises:
-        OSError, ValueError: as in `read_text`, or the text is nested too deeply, or its aliases multiply or
-            contain themselves.
+        OSError, ValueError: as in `read_text`, or the text is nested too deeply, has too many values (with every
+            alias expanded), or has an alias that refers to itself or to nothing.
     """
     import yaml  # the files of a bundle are also read without YAML
 

@@ -1,3 +1,8 @@
-"""Defines the bundle of a run: its files (`manifest`), in a folder or a zip (`archive`), the signature of its
-author (`signature`), and the expected outputs of the model (`golden`).
+"""Defines the bundle of a run.
+
+manifest    its files, with their sizes and digests
+archive     the folder or zip that contains them
+signature   the signature of its author
+golden      the expected outputs of the model
+ports       the inputs and outputs of a model of arrays
 """

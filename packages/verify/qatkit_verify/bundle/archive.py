@@ -84,7 +84,7 @@ def _unpack(path: Path, folder: Path) -> None:
     ) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError("bundle", path, f"an undamaged zip ({error})") from error
+        raise ConfigError("bundle", path, reason=f"the file is damaged or is not a zip ({error})") from error
 
 
 def _check(path: Path, entries: list[zipfile.ZipInfo]) -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from qatkit_verify.errors import ConfigError
+from qatkit_verify.errors import ConfigError, counted
 from qatkit_verify.feeds import Array
 from qatkit_verify.files import whole
 from qatkit_verify.npz import read_npz
@@ -144,8 +144,11 @@ def read_golden(path: Path) -> Golden:
             raise ValueError(f"it has more than {_LARGEST:,} bytes")
         return _golden(read_npz(path))
     except (OSError, ValueError, KeyError) as error:
-        reason = f"{error} is missing" if isinstance(error, KeyError) else error
-        raise ConfigError("golden", path, f"golden vectors of a bundle ({reason})") from error
+        cause = getattr(error, "strerror", None) or error
+        reason = f"{error} is missing" if isinstance(error, KeyError) else cause
+        raise ConfigError(
+            "golden", path, reason=f"the file has no valid golden vectors ({reason})"
+        ) from error
 
 
 def _golden(arrays: Mapping[str, Array]) -> Golden:
@@ -174,7 +177,8 @@ def _golden(arrays: Mapping[str, Array]) -> Golden:
         return found
     lengths = {len(one) for part in (found.inputs, found.on, found.off) for one in part.values()}
     if len(lengths) != 1 or lengths == {0} or (found.raw and lengths != {len(found.raw)}):
-        raise ValueError(f"{', '.join(map(str, sorted(lengths)))} answers for {len(found.raw)} images")
+        told = f"its arrays have {', '.join(map(str, sorted(lengths)))} rows"
+        raise ValueError(told + (f" for {counted(len(found.raw), 'golden sample')}" if found.raw else ""))
     return found
 
 

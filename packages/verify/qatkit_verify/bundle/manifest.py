@@ -127,7 +127,7 @@ def read_manifest(folder: Path) -> Manifest:
             or text.count(own) != 1
             or _digest(text.replace(own, _NOTHING)) != own
         ):
-            raise ConfigError(_KEY, path, f"an undamaged bundle ({MANIFEST} differs from its own digest)")
+            raise ConfigError(_KEY, path, reason="the file is damaged: it differs from its own digest")
         return _manifest(stored)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, ConfigError):
@@ -137,7 +137,9 @@ def read_manifest(folder: Path) -> Manifest:
             if isinstance(error, KeyError)
             else getattr(error, "strerror", None) or error
         )
-        raise ConfigError(_KEY, path, f"the manifest of a bundle ({reason})") from error
+        raise ConfigError(
+            _KEY, path, reason=f"the file is missing or is not a manifest ({reason})"
+        ) from error
 
 
 def _digest(text: str) -> str:
@@ -186,12 +188,13 @@ def check_files(folder: Path, manifest: Manifest) -> int:
         The total number of bytes.
 
     Raises:
-        ConfigError: a file is missing, differs, is a link, or is not listed; the message names the first ones.
+        ConfigError: a file is missing, differs, is a link, or is not listed; the message names the first five.
     """
     wrong = [*_wrong(folder, manifest.files), *_unlisted(folder, manifest.files)]
     if wrong:
         more = f", and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-        raise ConfigError(_KEY, folder, f"the files that {MANIFEST} lists ({', '.join(wrong[:5])}{more})")
+        reason = f"its files differ from {MANIFEST} ({', '.join(wrong[:5])}{more})"
+        raise ConfigError(_KEY, folder, reason=reason)
     return sum(one.size for one in manifest.files)
 
 

@@ -2,11 +2,12 @@
 
     {"format": 1, "inputs": [{"name", "type", "shape", "batch_axis"}, ...], "outputs": [the same, ...]}
 
-Types are NumPy's names. A dynamic axis is null, and so is the batch axis of an input without one.
+Types are named as in NumPy. A dynamic axis is null, and so is the batch axis of an input without one.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -56,8 +57,9 @@ class Port:
                 None if axis is None else int(axis),
             )
         except (KeyError, TypeError, ValueError) as error:
+            reason = f"{error} is missing" if isinstance(error, KeyError) else error
             raise ConfigError(
-                "model.json", stored, f"an input with name, type, shape and batch_axis ({error})"
+                "model.json", json.dumps(stored), f"an entry with name, type, shape and batch_axis ({reason})"
             ) from error
 
     def as_dict(self) -> dict[str, Any]:

@@ -64,7 +64,8 @@ def check_signature(folder: Path, signer: str | None, public: str | Path | None)
         A description of the signature for the user.
 
     Raises:
-        ConfigError: the key is wrong, or the signature is missing, damaged, or that of another manifest.
+        ConfigError: the key is wrong; the signature is missing, is damaged or signs another manifest; or `public` is
+            given and `cryptography` is not installed.
     """
     if signer is None:
         return _unsigned(folder, public)
@@ -75,7 +76,7 @@ def check_signature(folder: Path, signer: str | None, public: str | Path | None)
         serialization, ed25519 = _library("key", public or signer)
     except ConfigError:
         if public is None:
-            return f"signed by {_short(signer)}, not checked: checking needs {_INSTALL}"
+            return f"signed by {_short(signer)}, but not checked, since this needs {_INSTALL}"
         raise
     key = ed25519.Ed25519PublicKey.from_public_bytes(_decoded(folder / MANIFEST, signer, 32))
     if (
@@ -106,7 +107,7 @@ def _check(folder: Path, key: Any, signer: str) -> None:
 
 def _unsigned(folder: Path, public: str | Path | None) -> str:
     if public is not None:
-        raise ConfigError("key", public, f"a signed bundle, which {folder} is not")
+        raise ConfigError("key", public, reason="the bundle is not signed; leave out --key")
     if (folder / SIGNATURE).exists():
         unnamed = f"the signature cannot be checked, since {MANIFEST} names no signer"
         raise ConfigError("bundle", folder / SIGNATURE, reason=unnamed)
@@ -130,7 +131,8 @@ def _decoded(path: Path, text: str, size: int) -> bytes:
     except ValueError:
         found = b""
     if len(found) != size or base64.b64encode(found).decode() != text:
-        raise ConfigError("bundle", path, f"{size} bytes in base64")
+        kind = "a public key" if size == 32 else "a signature"
+        raise ConfigError("bundle", path, f"{kind} of {size} bytes in base64")
     return found
 
 
@@ -143,5 +145,5 @@ def _library(key: str, value: object) -> tuple[Any, Any]:
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ed25519
     except ImportError as error:
-        raise ConfigError(key, value, reason=f"checking it needs {_INSTALL}") from error
+        raise ConfigError(key, value, reason=f"signatures need {_INSTALL}") from error
     return serialization, ed25519

@@ -28,7 +28,7 @@ def preprocessing(asked: CheckInputs) -> Found:
     if golden.runs:
         return _inputs(asked)
     if not golden.raw or not path.is_file():
-        return Found("preprocessing", OPEN, "the inputs are not images")
+        return Found("preprocessing", OPEN, "the inputs are neither images nor recordings")
     made, raw = _prepared(golden, path)
     wanted = next(iter(golden.inputs.values()))
     if made.shape == wanted.shape and made.dtype == wanted.dtype and made.tobytes() == wanted.tobytes():
@@ -36,7 +36,7 @@ def preprocessing(asked: CheckInputs) -> Found:
     apart = (
         float(np.abs(made.astype(np.float64) - wanted).max()) if made.shape == wanted.shape else float("inf")
     )
-    fix = "install the versions of numpy and qatkit-verify that manifest.json names"
+    fix = "install the version of numpy that manifest.json names, and qatkit-verify in the version of qatkit there"
     return Found("preprocessing", SHORT, f"inputs differ by up to {apart:.3g}", fix, {"max_abs_diff": apart})
 
 
@@ -62,7 +62,7 @@ def _inputs(asked: CheckInputs) -> Found:
     listed = f"({', '.join(map(str, told))})"
     declared = [Port.of(one) for one in session.get_inputs()]
     wrong = [str(port) for port, own in zip(told, declared, strict=False) if not port.declares(own)]
-    wrong += [f"{len(declared)} inputs"] if len(told) != len(declared) else []
+    wrong += [counted(len(declared), "input")] if len(told) != len(declared) else []
     for run in asked.golden.runs:
         wrong += [str(port) for port in told if port.name not in run or not port.takes(run[port.name])]
     if not wrong:

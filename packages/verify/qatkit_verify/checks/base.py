@@ -50,11 +50,12 @@ class CheckInputs:
     Attributes:
         folder: the folder of the bundle, whose files match the manifest.
         manifest: the manifest that was read.
-        threads, runs: the number of threads of ONNX Runtime, and of timed runs of each file.
+        threads: the number of threads of ONNX Runtime.
+        runs: the number of timed runs of each file.
         runtimes: names or dotted paths of other runtimes.
         pictures: a folder of pictures with one folder per class; None to skip this check.
         recordings: a folder of WAV and FLAC files with one folder per class; None to skip this check.
-        min_speedup: the minimum speed-up over float.onnx; None: the run's own bound, if it has one.
+        min_speedup: the minimum speed-up over float.onnx; None: the run's own bound, else 1 for an INT8 file.
         max_drop: the maximum loss of top-1 on pictures or recordings against the report, in points.
         accept_missed: whether a bundle passes although its run missed bounds.
     """
@@ -104,7 +105,10 @@ class CheckInputs:
 
     @property
     def one_batch(self) -> dict[str, Array]:
-        """The golden inputs as one batch for the file; they are repeated if the file's batch is larger."""
+        """The golden inputs as one batch: repeated or cut to the file's batch size, or to one image if it is dynamic.
+
+        For a model of arrays, they are the inputs of the first run.
+        """
         if self.golden.runs:
             return dict(self.golden.inputs)
         rows = self.batch or 1
@@ -150,5 +154,5 @@ def _answers(execute: Execute, run: Mapping[str, Array]) -> list[Array]:
     except Exception as error:  # ONNX Runtime's exceptions have no public common base
         given = ", ".join(f"{name} {one.dtype} {list(one.shape)}" for name, one in run.items())
         raise ConfigError(
-            "golden", given, f"arrays that fit the inputs of the file ({one_line(error)})"
+            "golden", given, reason=f"the runtime failed on these inputs ({one_line(error)})"
         ) from error

@@ -1,4 +1,4 @@
-"""Checks whether the file for chunks agrees with the file for whole recordings after the last chunk."""
+"""Checks whether the file for chunks agrees with the file for complete recordings after the last chunk."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from qatkit_verify.bundle.manifest import INT8_FILE
 from qatkit_verify.checks.base import OK, SHORT, CheckInputs, Found
 from qatkit_verify.chunks import in_chunks, kept_db
-from qatkit_verify.errors import ConfigError
+from qatkit_verify.errors import ConfigError, counted
 from qatkit_verify.feeds import Array
 from qatkit_verify.session import open_session, run_outputs
 from qatkit_verify.stream import LEAST_DB, stream_file
@@ -30,7 +30,7 @@ def answers_in_chunks(asked: CheckInputs) -> list[Found]:
 
 
 def _outputs(asked: CheckInputs, path: Path) -> dict[str, list[tuple[Array, Array]]]:
-    """Returns pairs by output name: for each golden sample, the value of the whole file and of the chunks."""
+    """Returns pairs by output name: for each golden sample, the value for the complete input and that for chunks."""
     whole, stream = (
         open_session(one, threads=asked.threads, options=asked.options) for one in (asked.int8, path)
     )
@@ -39,9 +39,12 @@ def _outputs(asked: CheckInputs, path: Path) -> dict[str, list[tuple[Array, Arra
     for given in asked.golden.runs or (asked.golden.inputs,):
         batch = _lone(given)
         exact, found = run_outputs(whole, batch), in_chunks(stream, batch)
-        shapes = [[list(one.shape) for one in outputs] for outputs in (exact, found)]
+        shapes = [", ".join(str([*one.shape]) for one in outputs) for outputs in (exact, found)]
         if shapes[0] != shapes[1]:
-            reason = f"after the last chunk its outputs have shape {shapes[1]}, and those of {INT8_FILE} {shapes[0]}"
+            reason = (
+                f"its outputs after the last chunk have the shapes {shapes[1]}, and those of {INT8_FILE} have "
+                f"{shapes[0]}"
+            )
             raise ConfigError("onnx file", path.name, reason=reason)
         for name, *both in zip(names, exact, found, strict=True):
             pairs[name] += zip(*map(np.atleast_1d, both), strict=True)
@@ -49,14 +52,14 @@ def _outputs(asked: CheckInputs, path: Path) -> dict[str, list[tuple[Array, Arra
 
 
 def _lone(given: Mapping[str, Array]) -> Array:
-    """Returns the single input, which is cut into chunks; raises ConfigError if there are several."""
+    """Returns the single input; raises ConfigError if there are several."""
     if len(given) != 1:
         raise ConfigError("golden", ", ".join(given), "one input, which is cut into chunks")
     return next(iter(given.values()))
 
 
 def _judged(name: str, pairs: Mapping[str, Sequence[tuple[Array, Array]]]) -> Found:
-    """Judges the worst output, and names its golden sample that is farthest from the whole file's answer."""
+    """Judges the worst output, and names the golden sample with its lowest SQNR."""
     kept = {output: kept_db(*map(np.stack, zip(*of_it, strict=True))) for output, of_it in pairs.items()}
     worst = min(kept, key=lambda output: kept[output])
     by_sample = [kept_db(*both) for both in pairs[worst]]
@@ -65,12 +68,15 @@ def _judged(name: str, pairs: Mapping[str, Sequence[tuple[Array, Array]]]) -> Fo
     if kept[worst] >= LEAST_DB:
         near = f"SQNR {kept[worst]:.1f} dB (at least {LEAST_DB:g})" if apart else "bit-identical"
         return Found(
-            NAME, OK, f"{name} against {INT8_FILE} on {len(by_sample)} samples: {near}", figures=figures
+            NAME,
+            OK,
+            f"{name} against {INT8_FILE} on {counted(len(by_sample), 'sample')}: {near}",
+            figures=figures,
         )
     place = int(np.argmin(by_sample))
     seen = (
         f"{name} against {INT8_FILE}: the SQNR of '{worst}' after the last chunk is {kept[worst]:.1f} dB, less than "
-        f"{LEAST_DB:g} dB; the worst golden sample is {place} ({by_sample[place]:.1f} dB)"
+        f"{LEAST_DB:g} dB; the worst golden sample is number {place} ({by_sample[place]:.1f} dB)"
     )
     return Found(NAME, SHORT, seen, _fix(name), {**figures, "output": worst, "sample": place})
 

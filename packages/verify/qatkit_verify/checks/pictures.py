@@ -1,4 +1,4 @@
-"""Measures top-1 on a folder of pictures or recordings, and compares it with that of the report."""
+"""Measures top-1 on a folder of pictures or recordings, and compares it with the report's."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _BATCH = 32
 
 
 def pictures(asked: CheckInputs) -> Found:
-    """Judges the pictures of `asked.pictures`, one folder per class (named as in labels.txt).
+    """Measures top-1 on the pictures in `asked.pictures`: one folder per class, named as in labels.txt.
 
     Raises:
         ConfigError: the folder or its class folders do not exist, labels.txt lacks a class, a picture cannot
-            be opened, or the bundle's model takes no pictures.
+            be opened, or the bundle's model has no pictures as inputs.
     """
     assert asked.pictures is not None
     if not (asked.folder / PREPROCESS_FILE).is_file():
-        reason = "the model of this bundle takes arrays, not pictures; leave out --pictures"
+        reason = "the model of this bundle has no pictures as inputs; leave out --pictures"
         raise ConfigError("pictures", asked.pictures, reason=reason)
     how = read_json(asked.folder / PREPROCESS_FILE)
     if isinstance(how, dict) and "features" in how:
-        reason = "the model of this bundle takes recordings, not pictures; use --recordings"
+        reason = "the model of this bundle needs recordings, not pictures; use --recordings"
         raise ConfigError("pictures", asked.pictures, reason=reason)
     files = _labelled(asked, "pictures", asked.pictures, picture_files)
     prepare = Preprocess.from_dict(how)
@@ -46,7 +46,7 @@ def pictures(asked: CheckInputs) -> Found:
 
 
 def recordings(asked: CheckInputs) -> Found:
-    """Judges the WAV and FLAC files of `asked.recordings`, one folder per class (named as in labels.txt).
+    """Measures top-1 on the WAV and FLAC files in `asked.recordings`: one folder per class, named as in labels.txt.
 
     Raises:
         ConfigError: as in `pictures`, or a file has another sampling rate.
@@ -55,7 +55,7 @@ def recordings(asked: CheckInputs) -> Found:
     path = asked.folder / PREPROCESS_FILE
     how = read_json(path) if path.is_file() else None
     if not isinstance(how, dict) or "features" not in how:
-        reason = "the model of this bundle does not take recordings; leave out --recordings"
+        reason = "the model of this bundle has no recordings as inputs; leave out --recordings"
         raise ConfigError("recordings", asked.recordings, reason=reason)
     prepare = SoundPreprocess.from_dict(how)
     files = _labelled(asked, "recordings", asked.recordings, _sound_files)
@@ -73,9 +73,11 @@ def _samples(path: Path, rate: int) -> Samples:
     try:
         sound = read_sound(str(path))
     except (OSError, ValueError, ImportError) as error:
-        raise ConfigError("recordings", path, f"a readable WAV or FLAC file ({first_line(error)})") from error
+        reason = f"the file is not a readable WAV or FLAC file ({first_line(error)})"
+        raise ConfigError("recordings", path, reason=reason) from error
     if sound.rate != rate:
-        raise ConfigError("recordings", path, f"recordings at {rate} Hz; this one is at {sound.rate} Hz")
+        reason = f"the recording has {sound.rate} Hz, but the model of this bundle needs {rate} Hz"
+        raise ConfigError("recordings", path, reason=reason)
     return sound.samples
 
 
@@ -106,8 +108,8 @@ def _compared(asked: CheckInputs, kind: str, right: int, images: int) -> Found:
     if found.value >= told - asked.max_drop - noise:
         return Found(kind, OK, seen, figures=figures)
     fix = (
-        f"check that the {kind} are of the kind the model was trained for, and that the folders are its classes: if "
-        f"the answers above match, the file itself is unchanged; or raise --max-drop ({asked.max_drop:g} points)"
+        f"check that the {kind} resemble the training data and that each folder contains its own class (if the "
+        f"answers above match, the file itself is unchanged), or raise --max-drop (now {asked.max_drop:g})"
     )
     return Found(kind, SHORT, seen, fix, figures)
 
@@ -122,6 +124,9 @@ def _labelled(
         raise ConfigError(kind, root, f"a folder that contains one folder of {kind} per class")
     folders = sorted(path for path in root.iterdir() if path.is_dir())
     numbers = {name: number for number, name in enumerate(labels)}
+    if not labels:
+        reason = f"the bundle has no {LABELS_FILE} that names the classes; leave out --{kind}"
+        raise ConfigError(kind, root, reason=reason)
     if not folders:
         raise ConfigError(kind, root, f"one folder per class, such as {', '.join(labels[:3])}")
     for folder in folders:

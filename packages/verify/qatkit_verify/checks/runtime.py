@@ -39,6 +39,7 @@ from qatkit_verify.session import (
 
 _TIMES = 10.0  # maximum factor over the explained noise: 10 dB
 _FLOOR = 1e-8  # 80 dB: float32 in another order, and 16-bit values that round the other way
+_UNKNOWN = "the version that verified it"
 _INT8_LEVEL = 4  # the accuracy level of MatMulNBits that rounds its activations to 8 bits
 _WIDE = frozenset({4, 5, 6, 12})  # uint16, int16, int32 and uint32 of TensorProto.DataType
 _ROUNDS = (
@@ -73,11 +74,7 @@ class _Noise:
 
 def runtime(asked: CheckInputs) -> Found:
     """Compares this ONNX Runtime's answers with those of the version that verified the file."""
-    there = (
-        asked.manifest.onnxruntime
-        or asked.manifest.made_by.get("onnxruntime")
-        or "the version that verified it"
-    )
+    there = asked.manifest.onnxruntime or asked.manifest.made_by.get("onnxruntime") or _UNKNOWN
     noise = _measured(asked, asked.answers[True])
     nodes = _made_here(asked)
     culprits = [node.name for node in nodes if node.ints.get("accuracy_level") == _INT8_LEVEL]
@@ -89,13 +86,13 @@ def runtime(asked: CheckInputs) -> Found:
         "db": _finite(noise.here), "db_optimizations_there": _finite(noise.there),
         "db_as_written": _finite(noise.written), "quantize_activations": culprits,
     }  # fmt: skip
-    note = f"; it is {told}" if (told := untested(RUNTIME_VERSION)) else ""
+    note = f"; ONNX Runtime {RUNTIME_VERSION} is {told}" if (told := untested(RUNTIME_VERSION)) else ""
     if noise.explained or stepwise:
         seen = f"the outputs of ONNX Runtime {RUNTIME_VERSION} match those of {there}: {_db(noise.here)}"
         seen += ", which rounding explains" if noise.here > _FLOOR else ""
         return Found("runtime", OK, seen + _without_options(asked, nodes) + note, figures=figures)
     seen = f"the outputs of ONNX Runtime {RUNTIME_VERSION} differ from those of {there}: {_db(noise.here)}"
-    seen += f" (its own optimizations: {_db(noise.there)})" + _named(culprits) + note
+    seen += f" ({there} with and without optimizations: {_db(noise.there)})" + _named(culprits) + note
     return Found("runtime", SHORT, seen, _fix(asked, there, bool(culprits)), figures)
 
 
@@ -104,7 +101,7 @@ def _named(culprits: Sequence[str]) -> str:
         return ""
     names = ", ".join(culprits[:3]) + (", ..." if len(culprits) > 3 else "")
     nodes = "1 MatMulNBits node" if len(culprits) == 1 else f"{len(culprits)} MatMulNBits nodes"
-    return f"; it quantizes the activations of {nodes} to 8 bits ({names})"
+    return f"; this version quantizes the activations of {nodes} to 8 bits ({names})"
 
 
 def _measured(asked: CheckInputs, optimized: Sequence[Array]) -> _Noise:
@@ -115,7 +112,7 @@ def _measured(asked: CheckInputs, optimized: Sequence[Array]) -> _Noise:
 
 
 def noise(wanted: Iterable[Array], found: Iterable[Array]) -> float:
-    """Returns the power of the difference relative to that of `wanted`, for the output where it is largest.
+    """Returns the power of the noise relative to the power of `wanted`, for the output where this ratio is largest.
 
     It is 0 if they are equal in every bit, and infinite if a value is not finite or only zeros are wanted.
     """
@@ -154,7 +151,10 @@ def _made_here(asked: CheckInputs) -> list[Node]:
 
 
 def _without_options(asked: CheckInputs, nodes: Sequence[Node]) -> str:
-    """Returns a text on how far the answers move without the session option that keeps `nodes` in float."""
+    """Returns a text on how far the answers move without the session option that keeps `nodes` in float.
+
+    It is "" if there are no such nodes, if the option is not set, or if rounding explains the distance.
+    """
     level = asked.options[ACCURACY_LEVEL]
     if not nodes or level == UNSET_OPTIONS[ACCURACY_LEVEL]:
         return ""
@@ -168,7 +168,9 @@ def _fix(asked: CheckInputs, there: str, quantizes: bool) -> str:
         if restored.explained:
             entry = f"{ACCURACY_LEVEL}={SESSION_OPTIONS[ACCURACY_LEVEL]}"
             return f"set the session option {entry}, which restores the outputs ({_db(restored.here)})"
-    return f"use the version of ONNX Runtime that verified the file: {there}"
+    return "use the version of ONNX Runtime that verified the file" + (
+        f": {there}" if there != _UNKNOWN else ""
+    )
 
 
 def _db(share: float) -> str:

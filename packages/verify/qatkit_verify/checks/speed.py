@@ -45,13 +45,13 @@ def speed(asked: CheckInputs) -> Found:
         return Found("speed", OK, seen, figures=figures)
     fix = (
         "run export.py placement=variants where the model was trained, then qatkit-measure here, which finds the "
-        f"fastest placement; or lower the bound by --min-speedup (now {bound:g})"
+        f"fastest placement; or lower the bound with --min-speedup (now {bound:g})"
     )
     return Found("speed", SHORT, seen, fix, figures)
 
 
 def kernels(asked: CheckInputs) -> Found:
-    """Compares which operators ONNX Runtime runs in int8 here and on the machine that made the bundle."""
+    """Compares the share of the work that runs in int8 here with that on the machine that made the bundle."""
     ran = executed(asked.int8, options=asked.options, threads=asked.threads,
                    given=asked.one_batch,
                    images=asked.batch or 1)  # fmt: skip
@@ -86,9 +86,9 @@ def saturation(asked: CheckInputs) -> Found:
     if not found:
         return _signed_products(asked, figures)
     if not open_ones:
-        return Found("saturation", OK, never_on_x86(f"{len(found)} operators"), figures=figures)
+        return Found("saturation", OK, never_on_x86(counted(len(found), "operator")), figures=figures)
     named = ", ".join(_told(one) for one in open_ones[:_NAMED]) + (", ..." if len(open_ones) > _NAMED else "")
-    seen = f"{len(open_ones)} of {len(found)} operators can saturate on x86 without VNNI ({named})"
+    seen = f"{len(open_ones)} of {counted(len(found), 'operator')} can saturate on x86 without VNNI ({named})"
     if not here:
         return Found("saturation", OK, f"{seen}; none does on this processor", figures=figures)
     return Found(
@@ -114,8 +114,8 @@ def _signed_products(asked: CheckInputs, figures: dict[str, Any]) -> Found:
     else:
         named = ", ".join(_told(one) for one in open_ones[:_NAMED])
         seen = (
-            f"{len(open_ones)} of {len(found)} int8 x int8 operators can exceed 16 bits on ARM without the dot product"
-            f" ({named}{', ...' if len(open_ones) > _NAMED else ''})"
+            f"{len(open_ones)} of {counted(len(found), 'int8 x int8 operator')} can exceed 16 bits on ARM without "
+            f"the dot product ({named}{', ...' if len(open_ones) > _NAMED else ''})"
         )
     return Found("saturation", OK, seen, figures=figures)
 

@@ -1,6 +1,6 @@
 // Reads the zip archives and NumPy arrays of a bundle, in pages and in Node.
 
-// NumPy's names, and those of ONNX Runtime's tensors.
+// JavaScript's arrays and ONNX Runtime's names for NumPy's types.
 const DTYPES = {
   "|b1": [Uint8Array, "bool"],
   "|u1": [Uint8Array, "uint8"],

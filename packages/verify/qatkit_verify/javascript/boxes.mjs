@@ -4,7 +4,7 @@
  * Returns the boxes of one picture that are kept, best first.
  * @param {ArrayLike<number>} corners x1, y1, x2, y2 of each box, one after the other.
  * @param {ArrayLike<number>} scores of each class, box after box.
- * @param {{score: number, overlap: number, most: number}} limits the minimum score of a box, the overlap from
+ * @param {{score: number, overlap: number, most: number}} limits the score that a box must exceed, the overlap above
  *   which a better box of the same class suppresses a box, and the maximum number of boxes per class.
  * @returns {{corners: number[], score: number, label: number}[]}
  */

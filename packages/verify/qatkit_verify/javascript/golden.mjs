@@ -1,7 +1,7 @@
 // Runs a bundle's golden vectors in the ONNX Runtime of a page or of Node.
 //
-// Each answer is compared with both answers of the maker's ONNX Runtime, without optimizations ("off") and with them
-// ("on"), in steps of the output's quantization. It must be within the bundle's tolerance of one of the two.
+// Each answer is compared with both answers from the machine that made the bundle, without optimizations ("off") and with
+// them ("on"), in steps of the output's quantization. It must be within the bundle's tolerance of one of the two.
 
 import { preprocess, shapeOf } from "./preprocess.mjs";
 import { prepareSound, soundShape } from "./sound.mjs";
@@ -29,7 +29,7 @@ export async function runGolden(ort, session, golden, how) {
     const { answers, ms } = await run(ort, session, feeds, how?.input.shape[0], i ? 0 : WARM);
     times.push(ms);
     for (const way of ["off", "on"]) found[way] = Math.max(found[way], stepsOff(golden, way, i, answers));
-    found.same += Number(how?.task === "detection" || decidesAlike(golden, i, answers)); // boxes have steps alone
+    found.same += Number(how?.task === "detection" || decidesAlike(golden, i, answers)); // boxes are only compared in steps
     const pixels = golden[`pixels_${i}`];
     const sound = golden[`samples_${i}`];
     if (sound) found.levels = Math.max(found.levels ?? 0, featuresOff(sound, Object.values(feeds)[0].data, how));
@@ -46,7 +46,7 @@ export async function runGolden(ort, session, golden, how) {
  * @returns {Promise<{answers: Object<string, ArrayLike<number>>, ms: number}>} by the names of the outputs.
  */
 export async function run(ort, session, tensors, batch, warm = 0) {
-  const rows = Number.isInteger(batch) ? batch : 1; // a file of a fixed batch takes no single image
+  const rows = Number.isInteger(batch) ? batch : 1; // a file with a fixed batch rejects a single image
   const feeds = {};
   for (const [name, { type, data, dims }] of Object.entries(tensors)) {
     const repeated = new data.constructor(rows * data.length);
@@ -61,7 +61,7 @@ export async function run(ort, session, tensors, batch, warm = 0) {
   return { answers: Object.fromEntries(Object.entries(outputs).map(first)), ms };
 }
 
-/** Returns the indices of the `k` highest values, highest first. */
+/** Returns the indices of the `k` highest values, highest first; ties go to the lower index. */
 export function best(values, k) {
   return Array.from(values, (_, i) => i).sort((a, b) => values[b] - values[a] || a - b).slice(0, k);
 }
@@ -114,7 +114,7 @@ function decidesAlike(golden, i, answers) {
   return Array.from({ length: places }, (_, p) => highest(wanted, p) === highest(answers[name], p)).every(Boolean);
 }
 
-/** Returns the largest difference of this preprocessing from the maker's, in levels of 255. */
+/** Returns the largest difference between these preprocessed pixels and the golden ones, in levels of 255. */
 function levelsOff(pixels, expected, how) {
   const [height, width, channels = 1] = pixels.dims;
   const { data } = preprocess({ data: pixels.data, width, height, channels }, how);
@@ -125,7 +125,7 @@ function levelsOff(pixels, expected, how) {
   return data.reduce((most, value, i) => Math.max(most, apart(value, expected[i]) * inLevels(channel(i))), 0);
 }
 
-/** Returns the largest difference of a recording's features from the maker's. */
+/** Returns the largest difference between a recording's features and the golden ones. */
 function featuresOff(sound, expected, how) {
   const { data } = prepareSound(sound.data, how);
   return data.reduce((most, value, i) => Math.max(most, apart(value, expected[i])), 0);

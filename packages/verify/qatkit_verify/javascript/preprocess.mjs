@@ -17,7 +17,7 @@ function cubic(x) {
 }
 
 /**
- * Returns the tensor that the file takes.
+ * Returns the file's input tensor.
  * @param {{data: ArrayLike<number>, width: number, height: number, channels?: number}} picture 8-bit pixels, row by
  *   row, of 1 (grey), 3 (RGB) or 4 channels (RGBA, as from a canvas; the fourth is ignored).
  * @param {object} how the contents of preprocess.json.
@@ -42,7 +42,7 @@ export function preprocess(picture, how) {
   return { data, dims: [1, ...shapeOf(how)], type: how.input.dtype };
 }
 
-/** Returns the axes of one image as the model takes it. */
+/** Returns the shape of the model's input for one image. */
 export function shapeOf(how) {
   const size = bothSides(how.image_size);
   return how.layout === "NHWC" ? [...size, how.channels] : [how.channels, ...size];

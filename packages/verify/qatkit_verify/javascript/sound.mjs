@@ -10,9 +10,9 @@ const [STEPS, WEIGHT_STEPS] = [2 ** 15, 2 ** 20];
 const [LOG_TERMS, COS_TERMS] = [11, 14];
 
 /**
- * Returns the tensor that the file takes.
+ * Returns the file's input tensor.
  * @param {ArrayLike<number>} recording samples of one channel at the rate of `how`, in -1..1 (Web Audio's
- *   `AudioBuffer.getChannelData`); an Int16Array holds whole steps of 2^-15.
+ *   `AudioBuffer.getChannelData`); an Int16Array contains multiples of 2^-15.
  * @param {object} how the contents of preprocess.json.
  * @returns {{data: Float32Array, dims: number[], type: string}} for `new ort.Tensor(type, data, dims)`.
  */
@@ -37,14 +37,14 @@ export function prepareSound(recording, how) {
   return { data, dims, type: "float32" };
 }
 
-/** Returns the axes of one recording as the model takes it. */
+/** Returns the shape of the model's input for one recording. */
 export function soundShape(how) {
   if (how.features === "waveform") return [how.samples];
   const frames = 1 + Math.floor((how.samples - how.window) / how.hop);
   return [1, frames, how.features === "mfcc" ? how.coefficients : how.mels];
 }
 
-/** Returns the samples in whole steps of 2^-15, cut off or padded with zeros. */
+/** Returns the samples as integer multiples of 2^-15, cut off or padded with zeros. */
 function wholeSteps(recording, count) {
   const [steps, whole] = [new Float64Array(count), recording instanceof Int16Array];
   for (let i = 0; i < Math.min(count, recording.length); i++) {
@@ -56,7 +56,7 @@ function wholeSteps(recording, count) {
 /** Returns the power of each bin of the window from `start`. */
 function spectrum(steps, start, waves, window) {
   const [cosine, sine] = waves.map((wave) => wave.map((row) => {
-    let sum = 0; // of whole numbers: exact
+    let sum = 0; // of integers: exact
     for (let n = 0; n < window; n++) sum += steps[start + n] * row[n];
     const found = sum * (1 / (STEPS * WEIGHT_STEPS));
     return found * found;
@@ -64,7 +64,7 @@ function spectrum(steps, start, waves, window) {
   return cosine.map((power, bin) => power + sine[bin]);
 }
 
-/** Returns windowed cosines and sines in whole steps of 2^-20, one row per bin. */
+/** Returns windowed cosines and sines as integer multiples of 2^-20, one row per bin. */
 function wavesOf(window) {
   const hann = Array.from({ length: window }, (_, n) => 0.5 - 0.5 * cosineOfTurns(n, window));
   const bins = Array.from({ length: Math.floor(window / 2) + 1 }, (_, bin) => bin);

@@ -75,7 +75,7 @@ async function folder(path) {
 /** Returns the differences from the manifest, one line each. */
 function againstManifest(files) {
   const manifest = parsed(files, "manifest.json");
-  if (manifest.format !== FORMAT) throw new Unreadable(`manifest.json: format ${manifest.format}, but this program reads format ${FORMAT}`);
+  if (manifest.format !== FORMAT) throw new Unreadable(`manifest.json: format ${manifest.format}, but this program reads format ${FORMAT}; use qatkit-verify`);
   const text = Buffer.from(files.get("manifest.json")).toString("utf8");
   const own = manifest.sha256; // of the text with zeros in its place
   if (typeof own !== "string" || createHash("sha256").update(text.replace(own, "0".repeat(64))).digest("hex") !== own)

@@ -55,7 +55,7 @@ def _spread(ratios: Sequence[float]) -> float:
 
 
 def measured(name: str, floats: int, opened: int, predicted: float | None, times: Times) -> Measured:
-    """Returns the record of the file `name` in `times`."""
+    """Returns the record of the file `name` in `times`; the other arguments are as in `Measured`."""
     ratios = _over(times, name)
     return Measured(
         name, floats, opened, predicted, min(times[name]), median(ratios), min(ratios), max(ratios)

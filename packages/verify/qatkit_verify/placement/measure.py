@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qatkit_verify.errors import ConfigError
+from qatkit_verify.errors import ConfigError, counted
 from qatkit_verify.files import write_text
 from qatkit_verify.installed import check_onnxruntime
 from qatkit_verify.placement.decide import chosen, measured, noise
@@ -44,7 +44,14 @@ class Variant:
 
 @dataclass(frozen=True)
 class Variants:
-    """The contents of a folder: the model, and the files by name, including FLOAT and TABLE."""
+    """The contents of a folder.
+
+    Attributes:
+        model, backend, input_shape: the model, the backend and the shape (C, H, W) of one image.
+        graph: a digest of the graph's operators and shapes.
+        options: the backend's session config entries.
+        files: the files by name, including FLOAT and TABLE.
+    """
 
     model: str
     backend: str
@@ -69,7 +76,8 @@ def read_variants(folder: Path) -> Variants:
     """Reads a folder, and compares each file with its digest.
 
     Raises:
-        ConfigError: the folder does not exist, a file is missing or differs, or there is nothing to compare.
+        ConfigError: the folder or a file does not exist, a file differs from its digest, or variants.json is damaged
+            or has another format.
     """
     allowed = "a folder that export.py placement=variants wrote"
     try:
@@ -166,15 +174,16 @@ def main(typed: Sequence[str] | None = None) -> int:
         return 2
     machine = placed.machine
     where = (
-        f"{machine.cpu}, {machine.threads} threads, batch {machine.batch}, ONNX Runtime {machine.onnxruntime}"
+        f"{machine.cpu}, {counted(machine.threads, 'thread')}, batch {machine.batch}, "
+        f"ONNX Runtime {machine.onnxruntime}"
     )
     print(f"{placed.model}: {where}; ratios vary by {100 * placed.noise:.1f} % between sessions")
     print("\n".join(table(placed)))
     if placed.unrest():
         print(f"{placed.unrest()}; run the same command again when the machine is idle")
     if placed.of(placed.chosen).ms > placed.of(FLOAT).ms:
-        print("every file is slower than float here; keep the model in float on this machine")
-    print(f"{path} is written; train.py takes it as placement={path}")
+        print("the chosen file is slower than float here; keep the model in float on this machine")
+    print(f"{path} is written; to train with it, run train.py placement={path}")
     return 0
 
 

@@ -6,7 +6,7 @@ DequantizeLinear with a single thread anyway. So a file that is faster under loa
 is free.
 Two signs reveal such work:
 
-- threads that were ready to run and had no core (`waiting`);
+- threads that were ready to run and had no core (`latency.Waiting`);
 - a session in which all files take longer than in another: the clock went down, or another virtual machine
   on the same host uses a core.
 
@@ -26,9 +26,7 @@ if TYPE_CHECKING:
     from qatkit_verify.latency import Session
 
 _WAITED = 0.05  # maximum time of waiting, relative to the time that threads ran
-_SLOWER = (
-    1.15  # maximum time relative to the best session (median of files); the place of weights can cause 1.07
-)
+_SLOWER = 1.15  # maximum time relative to the best session (median of files); the position of weights can cause 1.07
 _MOST = 2  # maximum number of sessions, as a multiple of the requested number
 
 
@@ -59,7 +57,7 @@ def timed_quietly(
     sessions: int,
     options: Mapping[str, str] | None = None,
 ) -> Timed:
-    """Times files in turns until the requested number of sessions was quiet, but in at most twice as many.
+    """Times files in turns until the requested number of sessions was quiet, but in at most twice as many sessions.
 
     Args:
         files, input_shape, batch, threads, runs, sessions, options: see `latency.quickest`.

@@ -25,7 +25,8 @@ class Machine:
     """The machine and the settings of a measurement.
 
     Attributes:
-        cpu, isa: the name of the CPU, and those of its instruction sets that decide int8 speed.
+        cpu: the name of the CPU.
+        isa: the names of its instruction sets that decide int8 speed.
         onnxruntime: the version of ONNX Runtime.
         threads, batch: the number of threads and the batch size of a run.
     """
@@ -37,7 +38,7 @@ class Machine:
     batch: int
 
     def differs(self, other: Machine) -> list[str]:
-        """Returns descriptions of what differs on the other machine."""
+        """Returns descriptions of what differs on the other machine; instruction sets are not compared."""
         return [
             f"{name} {_plainly(mine)} (here {_plainly(theirs)})"
             for name, mine in asdict(self).items()
@@ -181,12 +182,12 @@ def check_fits(placed: Placed, model: str, backend: str, shape: tuple[int, ...],
     ]
     if differ:
         raise ConfigError(
-            "placement", path, f"a placement of this model; this one is for {', '.join(differ)}"
+            "placement", path, f"a placement for this model, backend and input; found {', '.join(differ)}"
         )
 
 
 def check_graph(placed: Placed, digest: str, known: Iterable[str], path: Any) -> None:
-    """Raises ConfigError, which names a missing operator, if the placement is that of another graph."""
+    """Raises ConfigError, which names a missing operator, if the placement was measured on another graph."""
     if placed.graph == digest:
         return
     sites = list(known)

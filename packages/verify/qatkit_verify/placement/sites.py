@@ -12,7 +12,7 @@ from typing import Any
 
 FIXED, MEASURED, VARIANTS = "fixed", "measured", "variants"  # values of `placement` that are not a file
 
-# Paths of operators in the order in which they become overrides: that of the graph, or that of the names.
+# Paths of operators in the order in which they become overrides, which is graph order or alphabetical order.
 # They are stored as a list in JSON.
 FloatSites = tuple[str, ...]
 
@@ -49,7 +49,7 @@ class Sites:
 
     @property
     def float_sites(self) -> FloatSites:
-        """The float operators, by name."""
+        """The paths of the float operators, sorted."""
         return tuple(sorted(self.floats))
 
     def as_dict(self) -> dict[str, list[str] | bool]:

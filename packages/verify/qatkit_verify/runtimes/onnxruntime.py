@@ -1,4 +1,4 @@
-"""ONNX Runtime as one of the runtimes; checks open it by `qatkit_verify.session`, with a backend's options."""
+"""ONNX Runtime as one of the runtimes; checks use `qatkit_verify.session` instead, with a backend's options."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _KEPT = 4  # maximum number of compiled models: whole batches, the last part of 
 
 
 def _open(path: Path, threads: int) -> Execute:
-    sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type] # absent, it has a stub
+    sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type] # openvino then uses a stub
     import openvino
 
     core = openvino.Core()

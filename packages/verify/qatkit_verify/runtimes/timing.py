@@ -91,7 +91,12 @@ def _gathered(runtime: str, files: Iterable[str], started: Mapping[tuple[str, st
 
 
 class _Process:
-    """A file in a runtime, which is stopped except in its own turns; `failed` says why it was given up."""
+    """A process that runs a file in a runtime, and is stopped except in its own turns.
+
+    Attributes:
+        failed: why the process was given up; "" while it works.
+        times: the milliseconds of the runs, per call of `run`.
+    """
 
     def __init__(self, request: Mapping[str, Any]) -> None:
         self.failed, self.times = "", list[NDArray[np.float64]]()
