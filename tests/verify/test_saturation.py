@@ -223,7 +223,7 @@ def test_weights_that_rule_it_out_need_no_images(tmp_path: Path) -> None:
     onnx.save(Op("QLinearMatMul", X[:, :14], SOFT).model(), path)
     results, short, lines = checked(path, Config())
     assert not short and results.measured["saturation"]["images"] == 0
-    assert lines == ["cannot saturate on any x86: proven from the integers of 1 uint8 x int8 operators"]
+    assert lines == ["cannot saturate on any x86: proven from the integers of 1 uint8 x int8 operator"]
 
 
 @pytest.mark.parametrize("least", [-127, -128])

@@ -86,7 +86,10 @@ def _kept(results: Results, found: Mapping[str, Fidelity]) -> Results:
     near = found.get("int8")
     if near is None or not near.doubt:
         return replace(results, fidelity=found)
-    note = f"same {results.task.decision}: it says nothing about these {near.images:,} images, since {near.doubt}"
+    note = (
+        f"same {results.task.decision}: it says nothing about these {near.images:,} {results.task.samples}, since"
+        f" {near.doubt}"
+    )
     return replace(results, fidelity=found, notes=(*results.notes, note))
 
 

@@ -44,8 +44,9 @@ class ParityCheck(Check):
             first, found = found, _measured(subject, round(_RESOLVED / (1 - wanted.min_agreement)))
             if found.images > first.images:
                 note = (
-                    f"parity: the decision differs for {_otherwise(first)} of the first {first.images:,} images,"
-                    f" too few to judge verify.min_agreement={wanted.min_agreement}; measured on {found.images:,}"
+                    f"parity: the decision differs for {_otherwise(first)} of the first {first.images:,}"
+                    f" {results.task.samples}, too few to judge verify.min_agreement={wanted.min_agreement};"
+                    f" measured on {found.images:,}"
                 )
                 results = replace(results, notes=(*results.notes, note))
         results = replace(results, parity=found)

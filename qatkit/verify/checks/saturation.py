@@ -16,7 +16,7 @@ from qatkit.records.scores import with_key
 from qatkit.verify.checks.base import Check, Shortfall, Subject, capped
 from qatkit.verify.checks.requested import RequestedSettings
 from qatkit_verify.classification import NAMES
-from qatkit_verify.errors import counted
+from qatkit_verify.errors import as_typed, counted
 from qatkit_verify.proofs import never_on_arm, never_on_x86
 from qatkit_verify.records import Metric, TaskNames
 
@@ -56,14 +56,14 @@ class SaturationCheck(Check):
         short = []
         if found["others"] and (bounds.target_isa is not None or found["here"]):
             line = (
-                f"verify.target_isa=avx2: {counted(len(found['others']), 'operator')} that can saturate cannot be"
-                f" emulated (first: '{found['others'][0]}')"
+                f"verify.target_isa={as_typed(bounds.target_isa)}: {counted(len(found['others']), 'operator')}"
+                f" that can saturate cannot be emulated (first: '{found['others'][0]}')"
             )
             short.append(Shortfall(line, _fix(results)))
         if found["emulated"] is not None and found["emulated"]["agreement"] < bounds.min_agreement:
             line = (
                 f"verify.min_agreement={bounds.min_agreement}: without VNNI the file gives the same answer on"
-                f" {100 * found['emulated']['agreement']:.2f} % of {found['images']} images"
+                f" {100 * found['emulated']['agreement']:.2f} % of {found['images']} {results.task.samples}"
             )
             short.append(Shortfall(line, _fix(results)))
         return short
@@ -162,7 +162,7 @@ def saturation_lines(found: Mapping[str, Any], task: TaskNames = NAMES) -> list[
         return _signed_lines(found.get("signed", {}))
     said = f"without VNNI (AVX2): {proven} of {len(layers)} uint8 x int8 operators cannot saturate"
     if not open_ones and not others:
-        return [never_on_x86(f"{proven} uint8 x int8 operators")]
+        return [never_on_x86(counted(proven, "uint8 x int8 operator"))]
     if not open_ones or not found["images"]:
         named = ", ".join([*open_ones, *others][:3])
         more = len(open_ones) + len(others) - 3
@@ -176,7 +176,7 @@ def saturation_lines(found: Mapping[str, Any], task: TaskNames = NAMES) -> list[
     )
     head = (
         f"{said}, proven from their weights; {counted(len(clipped), 'operator')} saturated on"
-        f" {found['images']} images: same answer as with VNNI on {100 * found['emulated']['agreement']:.2f} %"
+        f" {found['images']} {task.samples}: same answer as with VNNI on {100 * found['emulated']['agreement']:.2f} %"
     )
     exact, emulated = (task.main.of(found[name][task.main.key]) for name in ("exact", "emulated"))
     if exact.value is not None:
