@@ -45,7 +45,11 @@ class Hook(nn.Module):
 
 
 def open_held(graph_module: fx.GraphModule) -> int:
-    """Replaces modules with computed weights in the traced graph, in place; returns their number."""
+    """Replaces modules whose weight or bias is computed outside of forward, in place; returns their number.
+
+    Args:
+        graph_module: a traced graph.
+    """
     opened = 0
     called = [n for n in graph_module.graph.nodes if n.op == "call_module" and facts(n).weighted]
     for path, node in {str(n.target): n for n in called}.items():

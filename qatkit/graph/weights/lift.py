@@ -49,7 +49,7 @@ def lift_weights(graph_module: fx.GraphModule) -> PassResult:
     if result.changed:
         for node in reversed(
             list(graph_module.graph.nodes)
-        ):  # such a node reads a tensor below a path where an operator is now
+        ):  # the tensor of such a node may have moved into an operator
             if node in builder.constants and not node.users:
                 graph_module.graph.erase_node(node)
         tidy(graph_module)
@@ -69,7 +69,7 @@ def _drop_identities(graph_module: fx.GraphModule) -> None:
 
 
 def _drop_unread(graph_module: fx.GraphModule) -> None:
-    """Removes tensors that moved into operators from their former modules, unless these are still called."""
+    """Removes tensors that are not read from modules that are not called; operators have the others."""
     called = {str(n.target) for n in graph_module.graph.nodes if n.op == "call_module"}
     read = {str(n.target) for n in graph_module.graph.nodes if n.op == "get_attr"}
     for path, module in graph_module.named_modules():

@@ -1,9 +1,9 @@
 """Rewrites a transposed convolution as a convolution, which has an 8-bit kernel, and operators that move values.
 
-With stride s, output q·s + r - padding is a sum over only the taps r, r + s, r + 2s, ... of the kernel. Each phase r
-is thus a convolution with ceil(k / s) taps. All phases together are one convolution with s times the channels, whose
-output is interleaved (in ONNX: DepthToSpace) and cut to size. For k = s, the usual upsampling in a U-Net, that is a 1x1
-convolution without a cut.
+With stride s and a kernel of k taps, the output at q·s + r - padding, where 0 ≤ r < s, is a sum over only the taps r,
+r + s, r + 2s, ... of the kernel. Each phase r is thus a convolution with ceil(k / s) taps. All phases together are one
+convolution with s times the channels, whose output is interleaved (in ONNX: DepthToSpace) and cut to size. For k = s,
+the usual upsampling in a U-Net, that is a 1x1 convolution without a cut.
 
     weight [in, out / groups, k, ...]  →  [out · s · ..., in / groups, taps, ...], computed at each step
 """
