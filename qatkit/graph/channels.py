@@ -79,7 +79,7 @@ def follow_shifts(source: fx.Node, axis: int, reads: Mapping[int, int]) -> Follo
     """Follows constants that are added to the channels, instead of factors (see `follow`).
 
     Constants pass through operators that move values, and through sums with weights that add up to 1, as in attention.
-    A Conv that pads, or an operator without a bias, cannot compensate for them.
+    An operator that pads, has no bias of its own or still has its BatchNorm cannot compensate for them.
     """
     shape = shape_of(source)
     assert shape is not None

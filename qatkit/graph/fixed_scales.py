@@ -23,10 +23,12 @@ from qatkit_verify.errors import ConfigError
 
 
 def fix_activation(quantizer: FakeQuantize, pattern: str, override: OverrideConfig) -> None:
-    """Fixes the quantizer of an activation to the scale and zero point, or the range, of an override if it has any.
+    """Fixes the quantizer of an activation to the scale and zero point, or to the range, of an override.
+
+    An override without scale and range changes nothing.
 
     Raises:
-        ConfigError: they do not fit the type, its symmetry, or the ReLU that bounds the range.
+        ConfigError: the values do not fit the type, its symmetry, or the ReLU that bounds the range.
     """
     scale, zero = override.activation_scale, override.activation_zero_point
     ends, key, spec = override.activation_range, f"backend.overrides.{pattern}.activation_", quantizer.spec
@@ -47,10 +49,12 @@ def fix_activation(quantizer: FakeQuantize, pattern: str, override: OverrideConf
 
 
 def fix_weight(quantizer: WeightFakeQuantize, weight: Tensor, pattern: str, override: OverrideConfig) -> None:
-    """Fixes the quantizer of a weight to the scales and zero point, or the range, of an override if it has any.
+    """Fixes the quantizer of a weight to the scales and zero points, or to the range, of an override.
+
+    An override without scale and range changes nothing.
 
     Raises:
-        ConfigError: they do not fit its output channels, its type or its symmetry.
+        ConfigError: the values do not fit the weight's output channels, its type or its symmetry.
     """
     scale, zero, ends = override.weight_scale, override.weight_zero_point, override.weight_range
     key, spec = f"backend.overrides.{pattern}.weight_", quantizer.spec

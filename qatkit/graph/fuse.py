@@ -57,6 +57,10 @@ def fuse(
         depthwise: whether a BatchNorm2d that can't be fused becomes a depthwise convolution, which has an int8 kernel.
         branches: "train" or "merged" (`qatkit.graph.weights.branches`).
 
+    Returns:
+        The graph, the number of fused BatchNorms, merged branches and lifted weights, and the BatchNorms and products
+        that stay separate, each with the reason.
+
     Raises:
         ConfigError: `batch_norm` or `branches` is unknown, or the graph can't be recorded.
     """
@@ -152,7 +156,7 @@ def _folded(weight: Tensor, bias: Tensor | None, norm: nn.Module) -> tuple[nn.Pa
 
 
 def _alive(module: nn.Module, reads: Mapping[int, int]) -> bool:
-    """Returns whether no BatchNorm can be folded into a module's weight: it is computed, or has other readers."""
+    """Returns whether a module's weight or bias is computed or read elsewhere, so that nothing can be folded in."""
     return isinstance(module, Computed) or any(reads[id(p)] > 1 for p in module.parameters())
 
 

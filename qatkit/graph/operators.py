@@ -34,11 +34,11 @@ class Operator:
 
     Attributes:
         name: the name of the class in overrides (`op/NAME`) and backends.
-        modules, functions, methods: its PyTorch forms: module types, functions, names of Tensor's methods.
+        modules, functions, methods: what it is in PyTorch: module types, functions, names of Tensor's methods.
             Types and functions are given by dotted name or as objects.
         weighted: whether it has a weight, which makes it run in 8 bits.
         values: how the values of its output are made: "new" (computed), "kept" (a selection of the input's values) or
-            "moved" (all of them at other places). With "kept" and "moved", input and output have one range.
+            "moved" (all of them, at other positions). With "kept" and "moved", input and output have one range.
         fixed: the range of its output if it is known without observing.
         scalar: whether it is an elementwise function without parameters of its own.
         activation: the bounds that it clamps to; a quantized range with these ends replaces the operator.
@@ -326,7 +326,7 @@ def _by_member(kind: str) -> dict[Any, str]:
 
 
 def look_up(member: Any) -> Any:
-    """Returns the type or function with a dotted name; None if its package no longer has this name."""
+    """Returns the type or function with a dotted name; None if its package is missing or lacks this name."""
     if not isinstance(member, str):
         return member
     module, _, name = member.rpartition(".")

@@ -42,10 +42,14 @@ class Overrides:
     Attributes:
         by_node: the selected operators, each with the last selector that chose it and its override.
         by_tensor: the nodes whose outputs a selector of tensors chose, likewise.
+        by_weight: the operators whose weights a selector of tensors chose, likewise.
+        by_point: the nodes of the points that quantize the outputs in `by_tensor`, likewise; empty before
+            `check_effect`.
         records: the record of what each selector chose.
 
     Raises:
-        ConfigError: a selector chooses nothing; the message has similar names.
+        ConfigError: a selector chooses nothing (the message has similar names), or has settings of activations for a
+            weight or the reverse.
     """
 
     def __init__(self, graph: fx.Graph, patterns: Mapping[str, OverrideConfig]) -> None:
@@ -129,12 +133,16 @@ class Overrides:
     def said(self, node: fx.Node, backend: Backend) -> bool:
         """Returns whether the report lists an operator as float because of an override.
 
-        An operator that no rule would quantize anyway is not listed.
+        An operator that `backend.only` leaves out is not listed if no rule would quantize it anyway.
         """
         return not self.by_node[node][0].startswith(ONLY) or facts(node).name in backend.rules
 
     def weight(self, node: fx.Node, backend: Backend) -> QuantSpec:
-        """Returns the spec of an operator's weight, with its overrides."""
+        """Returns the spec of an operator's weight, with its overrides.
+
+        Raises:
+            ConfigError: int8 kernels do not support the granularity, the type of the scales or the axis.
+        """
         pattern, override = self.of_weight(node)
         spec = backend.weight
         if override.weight_granularity is not None:
@@ -190,7 +198,7 @@ class Overrides:
 
 
 def _point_of(node: fx.Node, placement: Placement) -> Point | None:
-    """Returns the point that quantizes the output of a node."""
+    """Returns the point that quantizes the output of a node; None if there is none."""
     givers = {n: p for p in placement.points for n in (p.node, p.absorbed) if n is not None}
     while node not in givers and facts(node).keeps_range and node.all_input_nodes:
         node = node.all_input_nodes[0]

@@ -40,13 +40,13 @@ _FLOAT = OpRule("never")
 
 @dataclass
 class Point:
-    """A place where a FakeQuantize will be inserted.
+    """The position in the graph where a FakeQuantize will be inserted.
 
     Attributes:
         node: the node whose output is quantized.
         readers: the nodes that read the quantized tensor; other readers keep the float tensor.
         absorbed: a ReLU or ReLU6 between `node` and the readers that `bounds` replaces.
-        bounds: the ends of the range that are known, else None.
+        bounds: the lower and the upper end of the range; None for an end that is not known.
         fixed: whether `bounds` is the whole range, so that nothing has to be observed.
         axis: the axis of the tensor over which the readers sum products; blocks of a number format lie along it.
         further: whether an earlier point quantizes the same tensor along another axis.

@@ -58,8 +58,13 @@ def prepare_qat(
         overrides: the overrides by selector (`qatkit.graph.overrides`).
         quantizers: the factories of the quantizers of activations and weights, and of the observers.
 
+    Returns:
+        The graph, the number of quantized activations, and notes on the operators that stay float or have only
+        quantized weights.
+
     Raises:
-        ConfigError: an override matches or changes nothing, or nothing in the model can be quantized.
+        ConfigError: an override matches or changes nothing or has values that do not fit, or nothing in the model can
+            be quantized.
     """
     graph_module.meta["backend"] = backend
     ready_to_place(graph_module, example)
@@ -143,7 +148,10 @@ def _skipped(chosen: Overrides, placement: Placement, backend: Backend) -> list[
 
 
 def _unknown(graph: fx.Graph) -> list[tuple[str, str]]:
-    """Returns (site, reason) of operators with weights that no table knows, such as EmbeddingBag or `torch.lstm`."""
+    """Returns (site, reason) of the operators with weights that no rule quantizes.
+
+    These are unknown ones, such as EmbeddingBag or `torch.lstm`, and PReLUs unless the backend has a rule for them.
+    """
     found = []
     for node in graph.nodes:
         ruled = op_class(node) == "prelu" and "prelu" in _backend(node).rules
@@ -195,7 +203,7 @@ def _insert(graph_module: fx.GraphModule, point: Point, quantizer: FakeQuantize)
 
 
 def _holds_another(graph_module: fx.GraphModule, path: str) -> bool:
-    """Returns whether the model has a module or parameter of its own at the path of a quantizer."""
+    """Returns whether the model has a module of its own at the path of a quantizer."""
     try:
         return not isinstance(graph_module.get_submodule(path), FakeQuantize)
     except AttributeError:

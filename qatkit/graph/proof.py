@@ -61,6 +61,8 @@ _HINT = "rewrite it with torch functions of tensors, or quantize the parts aroun
 def prove(model: nn.Module, graph_module: fx.GraphModule, example: Example) -> None:
     """Compares a graph with its model on a batch of four, unless samples are large, and on a batch of one.
 
+    A graph for one batch size is compared at that size.
+
     Args:
         model: the model that was captured; it stays unchanged.
         graph_module: its fused and stubbed graph.

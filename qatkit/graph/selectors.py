@@ -49,7 +49,7 @@ class FileNode:
 
 
 def input_nodes(names: Sequence[str], of_file: Sequence[str]) -> dict[str, FileNode]:
-    """Returns the inputs of a file by their names in the graph, where other characters are replaced (`unique`)."""
+    """Returns the inputs of a file by their names in the graph, where special characters are replaced (`unique`)."""
     if len(names) == len(of_file) == 1:
         return {names[0]: FileNode(of_file[0], "", (), (of_file[0],))}
     known = dict(zip(unique(of_file), of_file, strict=True))

@@ -39,10 +39,13 @@ _SAID = {
 def quantize_weights_alone(
     graph_module: fx.GraphModule, chosen: Overrides, backend: Backend, quantizers: Quantizers
 ) -> list[tuple[str, str]]:
-    """Quantizes the weights of these operators, unless an override keeps them float.
+    """Quantizes the weights of Embeddings, LSTMs, GRUs and RNNs, unless an override keeps them float.
 
     Returns:
-        (site, note on its quantization) for each operator to report.
+        (site, note) for each operator to report: that only its weights are quantized, or why it stays float.
+
+    Raises:
+        ConfigError: the values of an override do not fit the weight.
     """
     notes, known = [], constants(graph_module.graph)
     guarded = {

@@ -1,4 +1,4 @@
-"""Moves scales so that their shifts are within the hardware's bounds (`qatkit.quant.backends.Shifts`); lists the changes.
+"""Moves scales so that their shifts are within hardware bounds (`qatkit.quant.backends.Shifts`), and lists the changes.
 
 With scales 2^-pos an operator requantizes by shifts, whose sizes are differences of positions. A sum first shifts the
 coarser input to the position of the finer one (read), then the result to the position of the output (write). A product
