@@ -246,7 +246,7 @@ class _ShiftFollower(_Follower):
         padded = any(getattr(module, "padding", ()))  # the padded zeros are not shifted
         alone = module.bias is not None and self.reads[id(module.bias)] == 1
         if padded or not alone or getattr(module, "bn", None) is not None:
-            self._hold(node, f"{site(node)} pads, or has no bias of its own")
+            self._hold(node, f"{site(node)} pads, has no bias of its own or still has its BatchNorm")
         else:
             super()._read(node)
 

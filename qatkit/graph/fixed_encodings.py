@@ -191,7 +191,9 @@ class _Matching:
         if fake.frozen:
             self.found.unused[name] = _STANDS
         elif own.block_size is not None and not isinstance(granularity, PerBlock):
-            self.found.unused[name] = "the backend supports no scales in blocks (backend=weight_only does)"
+            self.found.unused[name] = (
+                "the backend does not support scales in blocks (backend=weight_only does)"
+            )
         elif own.scale.size == 1 < fake.clip.numel():
             self._take(self.found.weights, path, name, fake.spec, granularity="per_tensor")
         elif isinstance(granularity, PerTensor) and own.scale.size > 1:

@@ -106,7 +106,7 @@ def _why_not(node: fx.Node) -> str | None:
     if sum(n.op == "call_module" and n.target == before.target for n in node.graph.nodes) > 1:
         return f"{site(before)} is called more than once"
     if cast(nn.BatchNorm2d, module_of(node)).num_features != cast(Tensor, module_of(before).weight).shape[0]:
-        return f"it normalizes another axis than the outputs of {site(before)}"
+        return f"it does not normalize the output channels of {site(before)}"
     if cast(nn.BatchNorm2d, module_of(node)).running_var is None:
         return "it has no running statistics"
     return None

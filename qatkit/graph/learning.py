@@ -66,7 +66,8 @@ def idle(graph_module: fx.GraphModule) -> str:
         return ""
     names = ", ".join(sorted(kind.__name__ for kind in kinds))
     limits = "".join(sorted(f"; {kind.limits}" for kind in kinds if kind.limits))
-    return f"{names} learns no range of this model, so that it trains as with quantizer=fake_quantize{limits}"
+    learn = "learns" if len(kinds) == 1 else "learn"
+    return f"{names} {learn} no range of this model, which trains as with quantizer=fake_quantize{limits}"
 
 
 def _untouched(graph_module: fx.GraphModule) -> list[fx.Node]:

@@ -148,18 +148,17 @@ class Overrides:
         if override.weight_granularity is not None:
             granularity = granularity_of(override.weight_granularity)
             if isinstance(granularity, PerBlock) and not backend.weights_alone:
-                value = f"{pattern} (weight_granularity={granularity})"
                 allowed = "per_tensor or per_channel, since int8 kernels need these (backend=weight_only allows blocks)"
-                raise ConfigError("backend.overrides", value, allowed)
+                raise ConfigError(f"backend.overrides.{pattern}.weight_granularity", granularity, allowed)
             spec = replace(spec, granularity=granularity)
         if override.weight_axis is not None:
             _check_axis(pattern, node, override.weight_axis)
             spec = replace(spec, granularity=PerChannel(0))
         if override.weight_scale_dtype is not None:
             if override.weight_scale_dtype != "float32" and not backend.weights_alone:
-                value = f"{pattern} (weight_scale_dtype={override.weight_scale_dtype})"
+                key = f"backend.overrides.{pattern}.weight_scale_dtype"
                 allowed = "float32, since int8 kernels need it (backend=weight_only allows others)"
-                raise ConfigError("backend.overrides", value, allowed)
+                raise ConfigError(key, override.weight_scale_dtype, allowed)
             spec = replace(spec, scale_dtype=override.weight_scale_dtype)
         if override.weight_symmetric is not None:
             spec = replace(spec, symmetric=override.weight_symmetric)

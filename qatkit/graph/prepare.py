@@ -31,7 +31,7 @@ from qatkit.quant.spec import QuantSpec
 from qatkit.quant.weight_fake_quantize import Quantizers
 from qatkit_verify.errors import ConfigError
 
-_ONLY = "stays float: only convolutions, Linear, Embedding and torch.nn's LSTM, GRU and RNN have an int8 form"
+_ONLY = "stays float: only convolutions, Linear, Embedding and torch.nn's LSTM, GRU and RNN can be quantized"
 # Functions that multiply by a weight and are not in the table of operators, like the modules that call them.
 _WEIGHTED = (
     *("bilinear", "embedding", "embedding_bag", "lstm", "gru", "rnn_tanh", "rnn_relu"),
@@ -73,11 +73,10 @@ def prepare_qat(
     graph_module.meta[MATCHED] = chosen.records
     placement = place(graph_module.graph, backend, chosen.forced_float)
     if not placement.weighted and not any(map(is_recurrent, graph_module.graph.nodes)):
-        raise ConfigError(
-            "model.name",
-            type(graph_module).__name__,
-            reason="the model has no Conv, Linear, LSTM, GRU or RNN that could be quantized",
-        )
+        kept = ", ".join(sorted(set(chosen.forced_float.values())))
+        reason = "the model has no Conv, Linear, LSTM, GRU or RNN that could be quantized"
+        reason += f"; overrides keep operators float: {kept}" if kept else ""
+        raise ConfigError("model.name", type(graph_module).__name__, reason=reason)
     chosen.check_effect(placement)
     tensors = flatten(example)
     images = batch_size(tensors, graph_axes(graph_module, tensors))

@@ -55,7 +55,7 @@ _PERHAPS_ROUNDING = 1e-3  # the same where float64 is not available
 _SMALL = 1e-12  # relative change of the inputs
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _FOLDED_INTO = (nn.modules.conv._ConvNd, nn.Linear)  # in a fused graph their own outputs do not exist
-_HINT = "rewrite it with torch functions of tensors, or quantize the parts around it (qatkit.Parts)"
+_HINT = "rewrite that code with torch functions of tensors, or quantize the parts around it (qatkit.Parts)"
 
 
 def prove(model: nn.Module, graph_module: fx.GraphModule, example: Example) -> None:

@@ -31,7 +31,7 @@ from qatkit.quant.weight_fake_quantize import Quantizers, WeightFakeQuantize
 
 _TYPES: dict[str, type[nn.Module]] = {"embedding": QATEmbedding, **RECURRENT_TYPES}
 _SAID = {
-    "embedding": f"{WEIGHT_ONLY}: its table is int8, the rows that are read are float",
+    "embedding": f"{WEIGHT_ONLY}: its table is int8, and the rows that are read are float",
     **dict.fromkeys(RECURRENT_TYPES, RECURRENT_WEIGHTS),
 }
 

@@ -95,7 +95,7 @@ def test_scales_stand_through_calibration_and_training() -> None:
         ({"exclude": ["subgraph/haed"], "subgraphs": {"head": {"from": "a", "to": "b"}}},
          r"backend.subgraphs has no haed \(did you mean subgraph/head"),
         ({"exclude": [{"from": ["conv1"]}]}, r"expected \{from: \[SELECTOR"),
-        ({"exclude": [{"from": ["conv3"], "to": ["conv1"]}]}, r"no path leads here from conv3, which reaches nothing"),
+        ({"exclude": [{"from": ["conv3"], "to": ["conv1"]}]}, "no path from conv3 leads here or to any other"),
         ({"exclude": [{"from": ["conv1"], "to": ["conv9"]}]}, r"matches no operator \(did you mean conv"),
         ({"overrides": {"tensor/conv9": {"activation_scale": 1.0}}}, r"no tensor \(did you mean tensor/conv"),
         ({"overrides": {"input/5/conv1": {"activation_dtype": "int8"}}}, "it has inputs 0 to 1"),

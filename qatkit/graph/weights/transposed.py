@@ -73,7 +73,9 @@ def lower_transposed(builder: OperatorBuilder, node: fx.Node) -> str | None:
     stride, padding, extra, dilation = (
         _each(given[k], rank) for k in ("stride", "padding", "output_padding", "dilation")
     )
-    if shape is None or len(shape) != rank + 2 or set(dilation) != {1}:
+    if shape is None:
+        return "the shape of its input is not known without an example"
+    if len(shape) != rank + 2 or set(dilation) != {1}:
         return "a transposed convolution with dilation, or of one image without a batch, stays float"
     kernel = list(value.shape[2:])
     taps = [-(-(k + max(e - p, 0)) // s) for k, s, p, e in zip(kernel, stride, padding, extra, strict=True)]
