@@ -52,8 +52,13 @@ class SharedStudy:
         seed: the seed of the proposals.
         settings: the settings that all runs share (`settings_of`); they must equal those of an existing study.
 
+    Attributes:
+        optuna: the study in Optuna.
+        task: the names of the task and its metrics.
+
     Raises:
-        ConfigError: the storage cannot be used, or the existing study has other settings.
+        ConfigError: the storage cannot be used, or the existing study has other settings. If the storage fails later,
+            methods raise a StorageError.
     """
 
     def __init__(
@@ -221,7 +226,7 @@ def _mark(folder: Path) -> str | None:
 
 
 def _entry(axis: Axis) -> Any:
-    """Returns an axis in the form in which the study stores it."""
+    """Returns an axis as the study stores it."""
     if isinstance(axis, Numbers):
         return {
             key: value for key, value in vars(axis).items() if key != "key" and value not in (None, False)

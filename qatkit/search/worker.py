@@ -68,7 +68,8 @@ def work(config: Config, typed: Sequence[str], compose: Compose, job: Callable[[
         The exit status: 0, or 1 if no trial on the Pareto front meets all bounds.
 
     Raises:
-        ConfigError: a setting is wrong, which is found before the first trial, or all of the first trials failed.
+        ConfigError: a setting is wrong, which is found before the first trial, all of the first trials failed, or the
+            storage failed.
     """
     folder = Path(config.output_dir or ".")
     space = axes(config.search.space, _hints(config))

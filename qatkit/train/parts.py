@@ -90,9 +90,9 @@ class Parts:
 
     Args:
         model: the float model, which is not changed.
-        scope: paths of the submodules to quantize. Each takes one or more tensors, in the same form at every
-            call. A submodule that is called several times (a head over a pyramid's levels) has one range for
-            all calls; `calibrate` warns if the inputs of these calls differ too much.
+        scope: paths of the submodules to quantize. Each must get at least one tensor, and arguments of the same
+            structure at every call. A submodule that is called several times (a head over a pyramid's levels) has one
+            range for all calls; `calibrate` warns if the inputs of these calls differ too much.
         example: one input of `model`.
         backend: the backend, as for `QATModule`.
         batch_norm: the BatchNorm mode, as in the schedule of `QATModule`.
@@ -101,13 +101,13 @@ class Parts:
         overrides: overrides by path of a part, then by pattern within the part.
 
     Attributes:
-        model: the copy that holds the parts, to calibrate, train and evaluate.
+        model: the copy with the parts, to calibrate, train and evaluate.
         inputs: the arguments of each part, by path.
         skipped: (site, reason) of everything left unchanged.
 
     Raises:
-        ConfigError: a path does not exist, lies in another part, is never called or takes no tensors, or a
-            part cannot be traced.
+        ConfigError: a path does not exist or lies in another part, a part is never called, gets no tensors or cannot be
+            traced, or an override changes nothing.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class _Calls:
         return record
 
     def counted(self, model: nn.Module) -> Callable[[Any], Any]:
-        """Returns a function that calls `model` and counts the calls of parts from the start for each batch."""
+        """Returns a function that calls `model` and restarts the count of the parts' calls for each batch."""
 
         def run(batch: Any) -> Any:
             self.done = dict.fromkeys(self.done, 0)
@@ -281,7 +281,7 @@ def _valueless(seen: Seen) -> Seen:
 
 
 def _advice(reason: str, example: Example) -> str:
-    """Returns why a part cannot be captured, with advice to name its submodules if it takes containers of tensors."""
+    """Returns why a part cannot be captured, with advice to name its submodules if it gets containers of tensors."""
     args, kwargs = arguments_of(example)
     values = (*args, *kwargs.values())
     if all(isinstance(value, Tensor) for value in values):
