@@ -22,6 +22,7 @@ class Row(Figures):
         state: one of the outcomes above; `why` explains all except the first.
         recipe: the `name` of the run, which is that of its recipe unless the command line sets another.
         backend: the name of the target's rules.
+        model: the name of the model.
         page: whether it has a report.html.
         task: the task of the figures.
         data, machine: descriptions of the data and the machine of the measurement.

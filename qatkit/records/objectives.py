@@ -93,7 +93,7 @@ class Constraint:
 
 
 def check_objectives(names: Sequence[str]) -> None:
-    """Raises ConfigError for names that are not objectives."""
+    """Raises ConfigError if there are no names, or a name is not an objective or occurs twice."""
     for name in names:
         _known("search.objectives", name)
     if not names or len(set(names)) < len(names):
@@ -112,7 +112,7 @@ def constraints(texts: Sequence[str]) -> list[Constraint]:
     """Returns the bounds that are written in `search.constraints`.
 
     Raises:
-        ConfigError: a text is not a bound.
+        ConfigError: a text is not a bound, or it names no figure.
     """
     found = []
     for text in texts:
@@ -147,5 +147,5 @@ def _measured(found: Mapping[str, float | None]) -> dict[str, float]:
 
 
 def finite(name: str, value: float) -> float:
-    """Returns the finite value of a figure for a sampler, since samplers compute volumes."""
+    """Limits a figure to a finite value for a sampler, since samplers compute volumes."""
     return min(value, OBJECTIVES[name].most)

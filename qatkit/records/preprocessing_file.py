@@ -19,7 +19,7 @@ _COUNT = f"an integer from 1 to {_LARGEST_SIDE}"
 _SIDE = f"{_COUNT}, or [height, width]"
 
 
-_OF_RECORDINGS, _OF_ARRAYS = "features", "arrays"  # keys of recordings only, of arrays by name only
+_OF_RECORDINGS, _OF_ARRAYS = "features", "arrays"  # keys that only recordings, or only arrays by name, have
 
 
 def preprocessing_beside(onnx_file: Path) -> dict[str, Any] | None:
