@@ -96,8 +96,8 @@ class SharedStudy:
             self._check_unused()
             return optuna.create_study(study_name=self.name, storage=storage, directions=directions)
         except ImportError as error:
-            allowed = f"a database whose driver is installed; {driver(error)}"
-            raise ConfigError("search.storage", self.asked.storage, allowed) from error
+            reason = f"the driver of this database is not installed{driver(error)}"
+            raise ConfigError("search.storage", self.asked.storage, reason=reason) from error
         except ConfigError:
             raise
         except Exception as error:  # from Optuna, SQLAlchemy, a driver or the disk
@@ -135,8 +135,9 @@ class SharedStudy:
                 raise ConfigError("search.space" if part == "space" else "search", self.folder, reason=reason)
         for part in ("objectives", "constraints"):
             if there[part] != asked[part]:
-                allowed = f"{there[part]} as in the study in {self.folder}; {another}"
-                raise ConfigError(f"search.{part}", asked[part], allowed)
+                known, given = (f"[{', '.join(one[part])}]" for one in (there, asked))
+                allowed = f"{known}, as in the study in {self.folder}; {another}"
+                raise ConfigError(f"search.{part}", given, allowed)
         if _mark(self.folder) != self.optuna.user_attrs.get("mark"):
             allowed = f"the folder of the study {self.name}, which all workers must share; {another}"
             raise ConfigError("output_dir", self.folder, allowed)

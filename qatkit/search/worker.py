@@ -45,7 +45,7 @@ from qatkit.search.storage import StorageError
 from qatkit.search.study import SharedStudy
 from qatkit.verify.checks.base import load_checks
 from qatkit_verify import stopping
-from qatkit_verify.errors import ConfigError, as_typed, disk_error, first_line
+from qatkit_verify.errors import ConfigError, as_typed, counted, disk_error, first_line
 from qatkit_verify.files import write_text
 
 Compose = Callable[[Sequence[str]], Config]
@@ -164,7 +164,7 @@ def _check_space(space: Sequence[Axis], typed: Sequence[str], compose: Compose, 
                 made.append(_composed(axis.key, value, compose, data))
             except ConfigError as error:
                 raise ConfigError(
-                    f"search.space.{axis.key}", value, reason=f"the value cannot be typed: {error}"
+                    f"search.space.{axis.key}", value, reason=f"the value is not accepted: {error}"
                 ) from error
             first = made.index(made[-1])
             if first < len(made) - 1:
@@ -186,7 +186,7 @@ def _composed(key: str, value: Value, compose: Compose, data: DataModule) -> Con
 def _trial(claimed: Claimed, config: Config, compose: Compose, job: Callable[[Config], int | None]) -> None:
     """Runs one trial. If a signal, a full disk or the storage ends it, the start does not count as an attempt."""
     if claimed.attempts > config.search.attempts:
-        claimed.fail(f"its worker was killed {config.search.attempts} times")
+        claimed.fail(f"its worker was killed {counted(config.search.attempts, 'time')}")
         return
     try:
         _ended(claimed, config, compose, job)()
@@ -255,7 +255,9 @@ def _told(claimed: Claimed, config: Config, report: Mapping[str, Any] | None) ->
         return partial(claimed.fail, _without_file(claimed.folder / _TABLE))
     found = figures(report)
     if missing := [name for name in _asked(config.search) if name not in found]:
-        measured = f"it has {', '.join(found)}; without labels, use agreement or sqnr instead of accuracy"
+        measured = (
+            f"it has {', '.join(found) or 'none'}; without labels, use agreement or sqnr instead of accuracy"
+        )
         return partial(claimed.fail, f"its report has no {missing[0]} ({measured})")
     return partial(claimed.complete, found, of_test_images(report), report["shortfalls"])
 

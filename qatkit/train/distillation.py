@@ -117,8 +117,8 @@ def find_features(
     for (path, _), name in zip(paths, names, strict=True):
         if name is None:
             wanted = (
-                "a module whose output the quantized graph computes; the output of this one is changed by an "
-                "algorithm or fused away, unlike that of a module that ends a block"
+                "a module whose output the quantized graph computes, such as the last one of a block; this output "
+                "is changed by an algorithm or disappears by fusing"
             )
             raise ConfigError(KEY, path, wanted)
     return [Feature(a, b, name) for (a, b), name in zip(paths, names, strict=True) if name is not None]

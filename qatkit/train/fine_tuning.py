@@ -77,7 +77,7 @@ class FineTuning(Learner):
         """
         if named and inputs:
             raise ConfigError(
-                "batch", ", ".join(named), "positional or keyword arguments, or one mapping of all"
+                "batch", ", ".join(named), "only positional arguments, only keyword arguments, or one mapping"
             )
         batch = named or (inputs[0] if len(inputs) == 1 else inputs)
         try:
@@ -105,8 +105,8 @@ class FineTuning(Learner):
         schedule = self.schedule
         if not self.teacher:
             if self._distills:
-                allowed = "a teacher that was passed to QATModule.learn_from"
-                raise ConfigError("schedule.distill_teacher", schedule.distill_teacher, allowed)
+                reason = "distillation needs a teacher; pass it to QATModule.learn_from before training"
+                raise ConfigError("schedule.distill_teacher", schedule.distill_teacher, reason=reason)
             return super().loss(images, targets)
         outputs, ours = self._with_features(images)
         output, auxiliary = self.heads(outputs)

@@ -219,8 +219,8 @@ class Learner(lightning.LightningModule):
         """
         step = self.trainer.global_step
         allowed = (
-            f"a smaller value, such as {self.lr / 10:g}, a longer schedule.warmup or trainer.gradient_clip=1;"
-            f" the training had diverged by step {step} ({how})"
+            f"a smaller value, such as {self.lr / 10:g}, unless schedule.warmup is increased or"
+            f" trainer.gradient_clip=1 is set; the training had diverged by step {step} ({how})"
         )
         return ConfigError(f"{self.keys}lr", self.lr, allowed)
 

@@ -218,7 +218,7 @@ class _Calls:
                     path,
                     f"one range serves {len(found)} calls whose inputs differ {max(ends) / min(ends):.0f}-fold "
                     f"({min(ends):.3g} to {max(ends):.3g}), so the smallest uses few of the 256 steps; "
-                    "normalize them, or name submodules that are called only once",
+                    "normalize the inputs, or name submodules that are called only once",
                 )
 
     def __enter__(self) -> _Calls:
@@ -270,8 +270,11 @@ def _first_calls(model: nn.Module, scope: Sequence[str], example: Any) -> dict[s
         if path not in seen:
             raise ConfigError("model.scope", path, reason="the model never calls it for this example")
         if not flatten(seen[path].example):
-            kinds = ", ".join(type(value).__name__ for value in arguments_of(seen[path].example)[0])
-            raise ConfigError("model.scope", path, f"a module that takes at least one tensor, not ({kinds})")
+            args, kwargs = arguments_of(seen[path].example)
+            kinds = ", ".join(type(value).__name__ for value in (*args, *kwargs.values()))
+            given = f", only ({kinds})" if kinds else ""
+            reason = f"the model passes no tensor to it{given}; name a module that gets one"
+            raise ConfigError("model.scope", path, reason=reason)
     return seen
 
 
@@ -287,4 +290,4 @@ def _advice(reason: str, example: Example) -> str:
     if all(isinstance(value, Tensor) for value in values):
         return reason
     kinds = ", ".join(type(value).__name__ for value in values)
-    return f"a part must take only tensors, not ({kinds}); name its submodules instead ({reason})"
+    return f"the arguments of a part must be tensors, not ({kinds}); name its submodules instead ({reason})"
