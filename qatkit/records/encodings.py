@@ -156,6 +156,9 @@ def encodings_from(path: Path, key: str) -> Encodings:
         raise ConfigError(key, path, f"{allowed} ({one_line(error)})") from error
     from qatkit.records import aimet
 
+    if isinstance(content, dict) and content.get("format") == FORMAT and content.get("version") != VERSION:
+        reason = f"the file has version {content.get('version')}, but only version {VERSION} can be read"
+        raise ConfigError(key, path, reason=reason)
     try:
         if isinstance(content, dict) and content.get("format") == FORMAT:
             return _from_dict(content)
@@ -168,8 +171,6 @@ def encodings_from(path: Path, key: str) -> Encodings:
 
 
 def _from_dict(content: Mapping[str, Any]) -> Encodings:
-    if content["version"] != VERSION:
-        raise ValueError(f"version {content['version']}; expected {VERSION}")
     activations, parameters = (
         {name: _entry(name, one) for name, one in content.get(group, {}).items()}
         for group in ("activations", "parameters")

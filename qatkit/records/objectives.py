@@ -98,7 +98,7 @@ def check_objectives(names: Sequence[str]) -> None:
         _known("search.objectives", name)
     if not names or len(set(names)) < len(names):
         raise ConfigError(
-            "search.objectives", list(names), f"one or more of {', '.join(OBJECTIVES)}, each once"
+            "search.objectives", f"[{', '.join(names)}]", f"one or more of {', '.join(OBJECTIVES)}, each once"
         )
 
 
@@ -123,7 +123,7 @@ def constraints(texts: Sequence[str]) -> list[Constraint]:
             bound = None
         if parts is None or bound is None or not math.isfinite(bound):
             raise ConfigError(
-                "search.constraints", text, "FIGURE<=NUMBER or FIGURE>=NUMBER: accuracy>=97, size<=3.5"
+                "search.constraints", text, "FIGURE<=NUMBER or FIGURE>=NUMBER, such as accuracy>=97"
             )
         _known("search.constraints", parts[1])
         found.append(Constraint(parts[1], parts[2] == "<=", bound))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from qatkit.records.run_files import INTERPOLATIONS, MODEL_FILE
-from qatkit_verify.errors import ConfigError, did_you_mean, one_line
+from qatkit_verify.errors import ConfigError, counted, did_you_mean, one_line
 from qatkit_verify.fitting import ALIGNMENTS, FITS, LAYOUTS, ORDERS, PIXELS, are_sides, covers
 from qatkit_verify.untrusted import read_json
 
@@ -56,7 +56,8 @@ def _beside(onnx_file: Path) -> dict[str, Any] | None:
     try:
         about = read_json(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(MODEL_FILE, path, f"a JSON file ({one_line(error)})") from error
+        reason = f"the file cannot be read as JSON ({one_line(error)}); correct or move it"
+        raise ConfigError(MODEL_FILE, path, reason=reason) from error
     if not isinstance(about, dict):
         raise _refused(path, "", about, "an object with preprocessing")
     if "preprocessing" not in about:
@@ -80,12 +81,16 @@ def _check(path: Path, found: Mapping[str, Any]) -> None:
     channels, size = len(found["mean"]), found["image_size"]
     joined = [
         ("resize", covers(found["resize"], size), f"at least image_size ({size})"),
-        ("std", len(found["std"]) == channels, f"{channels} numbers, as in mean"),
-        ("channels", found.get("channels", channels) == channels, f"{channels}, the numbers in mean"),
+        ("std", len(found["std"]) == channels, f"{counted(channels, 'number')}, as in mean"),
+        (
+            "channels",
+            found.get("channels", channels) == channels,
+            f"{channels}, the number of values in mean",
+        ),
         (
             "channel_order",
             channels == 3 or found.get("channel_order") != "BGR",
-            "RGB without 3 numbers in mean",
+            "RGB, unless mean has 3 numbers",
         ),
     ]
     for key, fits, expected in joined:
