@@ -1,6 +1,6 @@
 """Compares the runs below a folder: prints a table of them, and writes a page.
 
-The exit status is 0, or 2 if the folder cannot be used.
+The exit status is 0, or 2 if the folder or the page cannot be used.
 """
 
 from __future__ import annotations

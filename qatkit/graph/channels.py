@@ -5,8 +5,8 @@ moves them, a pooling of equal numbers keeps them, and a product with another te
 a Conv or Linear reads them, each of its input channels must have a single number. Views, chunks, windows, heads and
 flattens therefore need no special cases.
 
-A channel is `free` if everything that reads it commutes with a positive factor and ends in a Conv or Linear, whose
-weight can compensate for the factor. For shifts (`follow_shifts`) the factor is replaced by an added constant, for
+A channel is `free` if all operators that read it commute with a positive factor until a Conv or Linear, whose weight
+can compensate for the factor. For shifts (`follow_shifts`) the factor is replaced by an added constant, for
 which the operator's bias compensates.
 """
 
@@ -225,7 +225,7 @@ class _Follower:
         return cast(Tensor, numbers.clone())
 
     def _matmul(self, node: fx.Node) -> Tensor | None:
-        """Returns the numbers after a product that sums over equal numbers, as attention's with v; else None."""
+        """Returns the numbers after a product that sums over equal numbers, such as attention times v; else None."""
         found = [self.numbers.get(cast(fx.Node, operand)) for operand in node.args[:2]]
         known = [
             (numbers, axis) for numbers, axis in zip(found, (-1, -2), strict=True) if numbers is not None

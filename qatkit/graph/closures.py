@@ -103,7 +103,7 @@ def rebind(model: nn.Module, copied: nn.Module, memo: dict[int, Any]) -> None:
 
 
 def _is_hooked(module: nn.Module) -> bool:
-    """Returns whether a module has hooks, or a forward of its own, that refer to anything."""
+    """Returns whether a module has hooks or a replaced forward that refer to objects with state."""
     hooks = (
         *module._forward_hooks.values(),
         *module._forward_pre_hooks.values(),

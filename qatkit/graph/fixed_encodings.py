@@ -40,7 +40,7 @@ class Matched:
 
     Attributes:
         activations: for each site, the name of the tensor and its encoding in the type of the quantizer.
-        weights: for each path of a weight, its name and its encoding in the type of the quantizer.
+        weights: for each path of a weight, the name of the weight and its encoding in the type of the quantizer.
         biases: the number of encodings of biases, which follow from those of inputs and weights.
         unused: the names of the other encodings, each with the reason why it is not used.
     """

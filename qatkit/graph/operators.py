@@ -4,9 +4,9 @@ Other modules read this table: placement (`values`, `fixed`, `activation`), alig
 (`integer`, `many_nodes`), equalization (`homogeneous`, `pools`), ONNX Runtime's tools and the audit (`onnx`,
 `kernels`, `fused`). A backend declares a rule per class (`qatkit.quant.backends`).
 
-PyTorch's types and functions are listed by their dotted names and looked up when a graph is first read. This file
-therefore imports nothing, a deployment machine can read the ONNX fields without PyTorch, and if torchvision renames a
-private function, only models that use it are affected.
+PyTorch's types and functions are listed by their dotted names and looked up when a graph is first read. A deployment
+machine can therefore read the ONNX fields without PyTorch, and if torchvision renames a private function, only models
+that use it are affected.
 
 To add an operator, add a record here and a rule in the backends that should run it in 8 bits. An operator of your own,
 or another type for a class of this table, needs no change to this file:
@@ -48,7 +48,7 @@ class Operator:
             (`qatkit.graph.convert.integer_modules`).
         many_nodes: whether it is several nodes in ONNX, which ONNX Runtime fuses if no other node is between them.
         homogeneous: whether f(s·x) = s·f(x) for s > 0, channel by channel.
-        pools: whether it pools over positions, which may be the channels of a Linear after it.
+        pools: whether it combines the values of several positions into one.
         turns: the names in `functions` and `methods` that exchange axes.
         onnx: the ONNX operators that it becomes, which can also be selected in ONNX Runtime's static quantizer.
         also: further ONNX operators of the class that have an 8-bit kernel.

@@ -1,4 +1,4 @@
-"""Prepare: inserts a FakeQuantize at the edges and weights that the backend quantizes."""
+"""Prepare: inserts a FakeQuantize for each activation and weight that the backend quantizes."""
 
 from __future__ import annotations
 
@@ -237,8 +237,9 @@ def _quantize_weight(node: fx.Node, spec: QuantSpec, quantizers: Quantizers) -> 
 def _link_weights(graph_module: fx.GraphModule) -> None:
     """Links every quantized weight to the activations before and after its operator.
 
-    A weight with several calls is not linked to the activations after them. It keeps one scale, so that the file holds
-    it once: aligned with the activation after each call (`qatkit.graph.scales.align`), it would become several weights.
+    A weight with several calls is not linked to the activations after them. It keeps one scale, so that the file
+    stores it once: aligned with the activation after each call (`qatkit.graph.scales.align`), it would become several
+    weights.
     """
     calls = [n for n in graph_module.graph.nodes if n.op == "call_module" and facts(n).weighted]
     serves = Counter(identity_of(module_of(n), "weight") for n in calls)

@@ -209,7 +209,7 @@ class _NotTakenError(RuntimeError):
 def _difference(
     model: nn.Module, graph: fx.GraphModule, example: Example, tensors: Sequence[Tensor]
 ) -> float:
-    """Returns the largest `relative_difference` between an output of the model and of the graph.
+    """Returns the largest `relative_difference` between outputs of the model and of the graph.
 
     Raises:
         _NotTakenError: the model fails on these inputs.

@@ -91,7 +91,7 @@ def like(example: Example, batch: Any, names: Sequence[str] = ("input",)) -> tup
 
 
 def _paired(example: Any, batch: Any) -> list[Any] | None:
-    """Returns the values of `batch` at the places where `example` has tensors; None if a place is missing."""
+    """Returns the values of `batch` at the paths where `example` has tensors; None if a path is missing."""
     if isinstance(example, Tensor):
         return [batch] if isinstance(batch, Tensor) else None
     parts, given = _parts(example), _parts(batch)
@@ -185,7 +185,7 @@ def arguments_by_name(bound: inspect.BoundArguments) -> dict[str, Any]:
 
 
 def _form(example: Any) -> str:
-    """Describes the structure of an example for messages: the place and the shape of each value."""
+    """Describes the structure of an example for messages: its containers and the shapes of its tensors."""
     if isinstance(example, Tensor):
         return f"Tensor{list(example.shape)}"
     if isinstance(example, Mapping):
@@ -196,7 +196,7 @@ def _form(example: Any) -> str:
 
 
 def output_leaves(result: Any) -> tuple[tuple[str, ...], tuple[Tensor, ...], tuple[str, ...]]:
-    """Returns the names and the tensors of a model's outputs, and the paths of outputs that are no tensors or None."""
+    """Returns names and tensors of a model's outputs, and the paths of outputs that are neither tensors nor None."""
     if isinstance(result, Tensor):
         return ("output",), (result,), ()
     found = [(path, value) for path, value in leaves(result) if value is not None]

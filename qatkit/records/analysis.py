@@ -183,7 +183,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Analysis:
-    """All results of an analysis."""
+    """All results of an analysis; parts that were not requested are None or empty."""
 
     labelled: bool = True
     isolation: Isolation | None = None

@@ -19,7 +19,7 @@ class Row(Figures):
 
     Attributes:
         folder: the folder of the run, relative to the compared folder, with "/".
-        state: one of the outcomes above; `why` explains all except the first.
+        state: `MET`, `SHORT`, `UNFINISHED` or `BROKEN`; `why` explains all except the first.
         recipe: the `name` of the run, which is that of its recipe unless the command line sets another.
         backend: the name of the target's rules.
         model: the name of the model.

@@ -43,7 +43,7 @@ def recordings_beside(onnx_file: Path) -> dict[str, Any] | None:
     """Returns the preprocessing of recordings in the model.json next to a file; None if it describes none.
 
     Raises:
-        ConfigError: the file is not JSON.
+        ConfigError: the file is not JSON, or the file or its preprocessing is not an object.
     """
     found = _beside(onnx_file)
     return found if found is not None and _OF_RECORDINGS in found else None

@@ -151,7 +151,11 @@ class SharedStudy:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Makes other workers wait with claiming a trial within the context; the lock also ends with the process."""
+        """Makes other workers that want to claim a trial wait for the end of the context, or of this process.
+
+        Raises:
+            ConfigError: the file system has no locks.
+        """
         import fcntl  # does not exist on Windows
 
         descriptor = os.open(self.folder / _CLAIM, os.O_RDWR | os.O_CREAT, 0o666)

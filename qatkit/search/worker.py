@@ -108,7 +108,7 @@ def _hopeless(study: Study) -> Trial | None:
 
 
 def _hints(config: Config) -> Callable[[str], Any]:
-    """Returns a function that gives the type of a key's value; an algorithm's class gives those of its settings."""
+    """Returns a function that returns the type of a key's value; an algorithm's settings have those of its class."""
     chosen = {f"algorithm.{name}": type(one) for name, one in algorithms_of(config.algorithm).items()}
 
     def hint(key: str) -> Any:
@@ -151,7 +151,11 @@ def _check_a_run(config: Config) -> None:
 
 
 def _check_space(space: Sequence[Axis], typed: Sequence[str], compose: Compose, data: DataModule) -> None:
-    """Checks that every key accepts its values (of an interval, the ends), and that no two values give the same run."""
+    """Checks the keys and values of the space.
+
+    Keys must not be typed on the command line too, and must accept their values (for an interval, the ends). No two
+    values may give the same run.
+    """
     keys = {one.lstrip("+~").partition("=")[0] for one in typed}
     for axis in space:
         if axis.key in keys:
@@ -220,7 +224,7 @@ def _ended(
 def _finished(
     claimed: Claimed, compose: Compose, job: Callable[[Config], int | None]
 ) -> Mapping[str, Any] | None:
-    """Returns the report of the trial's run, after running it if there is none; None if the run wrote no report."""
+    """Runs the trial unless it already has a report, and returns the report; None if the run wrote none."""
     if (report := report_of(claimed.folder)) is not None:
         return report
 

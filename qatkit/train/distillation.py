@@ -191,9 +191,9 @@ def _equal_values(
 
 
 def tapped(graph_module: fx.GraphModule, names: Sequence[str]) -> fx.GraphModule:
-    """Returns a graph with the same modules and parameters that also outputs the values of some nodes.
+    """Returns a graph with the outputs (outputs of `graph_module`, values of the nodes `names`).
 
-    Its outputs are (outputs of `graph_module`, values of the nodes `names`).
+    It shares modules and parameters with `graph_module`.
     """
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     outputs = graph.graph_copy(graph_module.graph, copies)

@@ -85,7 +85,7 @@ class FineTuning(Learner):
         except ConfigError:
             if len(inputs) != 1 or isinstance(self.example, Tensor):
                 raise
-            # The only argument of the example holds several tensors.
+            # The only argument of the example contains several tensors.
             return flatten(in_float32(like(self.example, inputs, graph_inputs(self.graph))))
 
     def kept(self, outputs: Any) -> int | None:

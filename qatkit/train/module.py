@@ -63,7 +63,7 @@ NOTHING, IDLE = "finds nothing to change", "idle"
 
 
 class QATModule(FineTuning):
-    """A prepared model.
+    """A Lightning module that prepares, calibrates, fine-tunes and converts a float model.
 
     Args:
         model: the float model, which is not changed. A model captured with the same example is traced and
@@ -207,7 +207,7 @@ class QATModule(FineTuning):
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
     def _captured(self, model: nn.Module | Captured) -> Captured | None:
-        """Returns the capture whose graph is passed to `fuse`; None if an overridden `fuse` gets the model itself."""
+        """Returns the capture whose graph is passed to `fuse`; None for a plain model or with an overridden `fuse`."""
         return model if isinstance(model, Captured) and type(self).fuse is QATModule.fuse else None
 
     def stub(self, model: nn.Module) -> PassResult:
@@ -239,7 +239,7 @@ class QATModule(FineTuning):
         return [algorithm for algorithm in self.algorithms if algorithm.stage == stage]
 
     def prepare_qat(self, graph: Any) -> PassResult:
-        """Inserts FakeQuantize on edges and weights (hook)."""
+        """Inserts a FakeQuantize for each quantized activation and weight (hook)."""
         return prepare_qat(graph, self.backend, self.example, self.overrides, self.quantizers)
 
     def convert(self) -> PassResult:
@@ -271,7 +271,7 @@ class QATModule(FineTuning):
         self._with_images(self.of_stage(OBSERVED) if algorithms is None else list(algorithms), batches)
 
     def calibrate(self, batches: Iterable[Any]) -> int:
-        """Finds the ranges from `batches` of the example's form and returns the number of images.
+        """Finds the ranges from `batches` with the example's structure, and returns the number of images.
 
         The first images are searched for tensors that one scale cannot represent. Unless `mixed_scales` is
         "report", the operators that produce them are left float (`qatkit.calibration.mixed_scales`), in a new

@@ -56,7 +56,7 @@ class Seen(NamedTuple):
 
     Attributes:
         example: the arguments of the call.
-        result: the result of the call, without values.
+        result: the result of the call; in a Part, its tensors have no values.
     """
 
     example: Example
@@ -279,7 +279,7 @@ def _first_calls(model: nn.Module, scope: Sequence[str], example: Any) -> dict[s
 
 
 def _valueless(seen: Seen) -> Seen:
-    """Returns the containers with empty tensors, so that copies of a part do not copy values."""
+    """Returns a call with its tensors on the meta device, so that copies of a part do not copy values."""
     return Seen(*unflatten(tuple(seen), [tensor.to("meta") for tensor in flatten(tuple(seen))]))
 
 

@@ -55,8 +55,8 @@ def align(graph_module: fx.GraphModule) -> None:
 class Alignment:
     """The relations between the scales of one graph, found once; each call moves the scales into place.
 
-    It refers to the quantizers that the graph had when it was made. A call copies no value to the host, except for the
-    first call after the quantizers have moved to another device.
+    It refers to the quantizers that the graph had when the object was created. A call copies no value to the host,
+    except for the first call after the quantizers have moved to another device.
     """
 
     def __init__(self, graph_module: fx.GraphModule) -> None:

@@ -68,7 +68,7 @@ class Rule:
         kind: one of `qatkit.graph.operators.ALIGNMENTS`.
         node: the node of the operator.
         inputs, after: positions of the quantizers of its inputs and of its output. For a HardSigmoid, `after` is the
-            position for its input too.
+            position of its input's quantizer.
         count: the number of values that an average pool averages, else 1.
         turns: for a table, whether the scale after the operator and the scale before it may have to move.
     """

@@ -4,7 +4,7 @@
     w * (k * x + b) + c           →  (w ∘ k) * x + Σ w · b + c                if w's padding has no effect
     (k * x + b) + (l * x + c)     →  (k + l) * x + (b + c)                    in a window that covers both
 
-Nothing is computed here: a `Kernel` holds the arithmetic of its weight and bias as a tree of calls whose leaves are
+Nothing is computed here: a `Kernel` describes the arithmetic of its weight and bias as a tree of calls whose leaves are
 tensors of the model.
 """
 

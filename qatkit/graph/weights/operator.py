@@ -180,7 +180,7 @@ def _empty(kind: Kind, sources: Mapping[str, WeightOrigin], settings: Mapping[st
 
 
 def _parameter(source: WeightOrigin) -> nn.Parameter:
-    """Returns the parameter for a weight; a value that depends on no parameter becomes a frozen one."""
+    """Returns the parameter for a weight, frozen if the value depends on no parameter."""
     value: Tensor = source.value
     return value if isinstance(value, nn.Parameter) else nn.Parameter(value.detach(), requires_grad=False)
 
