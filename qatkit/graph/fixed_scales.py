@@ -121,8 +121,9 @@ def _scale_of(key: str, scale: Tensor, given: Any, spec: QuantSpec) -> Tensor:
     """
     wanted = scale.float()
     if not torch.equal(held(wanted, spec), wanted):
-        kind = "a power of two" if spec.powers_of_two else f"a number that {spec.scale_dtype} can represent"
-        raise ConfigError(key, given, kind)
+        one, several = ("a power", "powers") if spec.powers_of_two else ("a number", "numbers")
+        kind = "of two" if spec.powers_of_two else f"that {spec.scale_dtype} can represent"
+        raise ConfigError(key, given, f"{several if _several(given) else one} {kind}")
     return wanted
 
 
