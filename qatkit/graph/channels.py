@@ -150,7 +150,7 @@ class _Follower:
         else:
             channels = _along(numbers, axis) if isinstance(numbers, Tensor) else None
             if channels is None:
-                self._hold(node, f"{site(node)} reads another axis")
+                self._hold(node, f"{site(node)} does not read the channels along its input axis")
             else:
                 self.found.readers.append(Reader(node, channels.long() - 1))
 

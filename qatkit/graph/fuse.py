@@ -35,7 +35,7 @@ from qatkit.quant.computed_weights import Computed
 from qatkit.quant.qat_layers import QATConv2d, fold_batch_norm
 
 _STATISTICS = (
-    "BatchNorms of branches that are merged keep their statistics (schedule.batch_norm=train changes others)"
+    "BatchNorms of merged branches keep their statistics; schedule.batch_norm=train updates only the others"
 )
 _OUT_OF_PLACE = {operator.iadd: operator.add, operator.imul: operator.mul, operator.isub: operator.sub}
 

@@ -229,9 +229,8 @@ def _sets(override: OverrideConfig, prefix: str) -> bool:
 
 
 def _without_effect(pattern: str, what: str, reason: str) -> ConfigError:
-    return ConfigError(
-        "backend.overrides", shown(pattern), reason=f"its {what} settings have no effect: {reason}"
-    )
+    subject = f"{what} has" if "_" in what else f"its {what} settings have"
+    return ConfigError("backend.overrides", shown(pattern), reason=f"{subject} no effect: {reason}")
 
 
 def _whose_range(node: fx.Node, placement: Placement) -> str:

@@ -45,7 +45,7 @@ from qatkit.quant.computed_weights import tensor_at
 
 _SETTINGS = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
 _MODULES = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_APART = "the model merges these branches for evaluation, but they stay separate in the file: no rule here joins them"
+_APART = "the model merges these branches for evaluation, but they stay separate in the file: qatkit cannot merge them"
 
 
 @dataclass(frozen=True)
