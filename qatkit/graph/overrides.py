@@ -229,7 +229,7 @@ def _sets(override: OverrideConfig, prefix: str) -> bool:
 
 
 def _without_effect(pattern: str, what: str, reason: str) -> ConfigError:
-    subject = f"{what} has" if "_" in what else f"its {what} settings have"
+    subject = f"its {what} has" if "_" in what else f"its {what} settings have"
     return ConfigError("backend.overrides", shown(pattern), reason=f"{subject} no effect: {reason}")
 
 
