@@ -1,6 +1,6 @@
 """Compares the runs below a folder: prints a table of them, and writes a page.
 
-The exit status is 0, or 2 if the folder cannot be used.
+The exit status is 0, or 2 if the folder or the page cannot be used.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def page_of(folders: Sequence[Path], page: Path) -> None:
     rows = in_order([row for folder in folders if (row := row_of(folder, page.parent)) is not None])
     if rows:
         write_page(page, rows, page.parent)
-        print(f"{page}: the runs with drawings, filters and links to each report")
+        print(f"{page}: the runs with charts, filters and links to each report")
 
 
 def show(rows: Sequence[Row], root: Path, page: Path) -> None:
@@ -66,7 +66,7 @@ def show(rows: Sequence[Row], root: Path, page: Path) -> None:
     """
     write_page(page, rows, root)
     print(plain_table(rows), end="")
-    print(f"{page}: the same with drawings, filters and links to each report")
+    print(f"{page}: the same with charts, filters and links to each report")
 
 
 def _check(folder: Path, page: Path) -> None:

@@ -1,5 +1,5 @@
 "use strict";
-// Draws the rows that are shown, and keeps filters and order; without it the table is there as it was written.
+// Draws the rows that are shown, and applies filters and order. Without JavaScript, the page shows only the table.
 const rows = JSON.parse(document.getElementById("rows").textContent);
 const selects = [...document.querySelectorAll("select[data-filter]")];
 const body = document.querySelector(".runs tbody");
@@ -9,8 +9,8 @@ const colour = (row) => `hsl(${(212 + recipes.indexOf(row.recipe) * 137.5) % 360
 
 const stands = (row) => row.state === "all bounds met" && row.acc !== null && row.ms !== null && row.mb !== null;
 function beats(a, b) {
-  const worse = a.acc < b.acc || a.ms > b.ms || a.mb > b.mb;
-  return !worse && (a.acc > b.acc || a.ms < b.ms || a.mb < b.mb);
+  const worse = a.cost > b.cost || a.ms > b.ms || a.mb > b.mb;
+  return !worse && (a.cost < b.cost || a.ms < b.ms || a.mb < b.mb);
 }
 
 function element(name, attributes, parent) {
@@ -62,10 +62,10 @@ function mark(svg, row, x, y) {
   const short = row.state === "falls short";
   const link = element("a", { href: row.href, class: short ? "short" : row.front ? "front" : "beaten" }, svg);
   link.style.setProperty("--c", colour(row));
-  element("circle", { cx: x, cy: y, r: 11, fill: "transparent" }, link); // for fingers
+  element("circle", { cx: x, cy: y, r: 11, fill: "transparent" }, link); // for touch screens
   if (short) element("path", { class: "mark", d: `M${x - 4} ${y - 4} l8 8 m-8 0 l8 -8` }, link);
   else element("circle", { class: "mark", cx: x, cy: y, r: row.front ? 5.5 : 4 }, link);
-  const figures = `${row.acc.toFixed(2)} %` + (row.ms === null ? "" : `, ${row.ms.toFixed(2)} ms`) +
+  const figures = `${row.acc.toFixed(2)} ${row.unit}`.trimEnd() + (row.ms === null ? "" : `, ${row.ms.toFixed(2)} ms`) +
     (row.mb === null ? "" : `, ${row.mb.toFixed(2)} MB`);
   element("title", {}, link).textContent = `${row.recipe} (${row.backend}): ${figures}\n${row.state}\n${row.folder}`;
 }
@@ -99,7 +99,7 @@ function legend(shown) {
   }
 }
 
-// What was not measured stays at the end in either order.
+// Rows without a figure stay at the end in both orders.
 function sort(column, down) {
   const value = (line) => {
     const cell = line.cells[column];

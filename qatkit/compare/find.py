@@ -4,8 +4,8 @@
     config.yaml or rescue.yaml only   a run that was stopped or is still running
     manifest.json inside a run        the run's bundle, which has a copy of the report and is skipped
 
-The files may come from anywhere. If a file cannot be read, or was not written by `qatkit.report`, the row of its run
-says so.
+The files may come from anywhere. If a report.json cannot be read, or was not written by `qatkit.report`, the row of
+its run says so.
 """
 
 from __future__ import annotations

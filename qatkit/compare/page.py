@@ -16,7 +16,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from qatkit.compare.text import cells, columns
-from qatkit.records.comparison import BROKEN, MET, SHORT, UNFINISHED, Row, front
+from qatkit.records.comparison import BROKEN, MET, SHORT, UNFINISHED, Row, cost, front
 from qatkit.records.run_files import PAGE_FILE
 from qatkit.report.html import chip, section
 from qatkit_verify.files import write_text
@@ -113,7 +113,7 @@ def _front(rows: Sequence[Row]) -> str:
         return ""
     said = (
         "Filled points are on the Pareto front of accuracy, latency and size, among the shown runs that were measured "
-        "on the same images and machine and meet their bounds. Rings are not on the front, crosses miss a bound. Each "
+        "on the same images and machine and meet their bounds. Rings are other runs, and crosses miss a bound. Each "
         "point links to its report."
     )
     shares = all(row.task.main.unit == "%" for row in rows)
@@ -131,7 +131,7 @@ def _front(rows: Sequence[Row]) -> str:
 
 
 def _point(row: Row, to_root: str) -> dict[str, object]:
-    """Returns a run in the form that the script reads."""
+    """Returns the values of a run that the script reads."""
     return {
         "recipe": row.recipe,
         "backend": row.backend,
@@ -140,6 +140,8 @@ def _point(row: Row, to_root: str) -> dict[str, object]:
         "folder": row.folder,
         "href": _href(row, to_root),
         "acc": row.accuracy,
+        "cost": cost(row),
+        "unit": "%" if row.score is None else row.task.main.unit,
         "ms": row.latency_ms,
         "mb": None if row.bytes is None else row.bytes / 1e6,
     }

@@ -1,4 +1,4 @@
-"""Re-estimates BatchNorm statistics with the quantized network before they are folded.
+"""Re-estimates the statistics of BatchNorms with the quantized network, before the BatchNorms are folded.
 
 In training with quantization, running statistics follow weights that jump between two integers. A frozen BatchNorm has
 the statistics of the float model. Both are replaced by means over the batches of a pass with the final ranges and
@@ -131,7 +131,7 @@ def follow(graph_module: fx.GraphModule, variances: Mapping[nn.Module, Tensor]) 
 def _hold(graph_module: fx.GraphModule, standing: Mapping[WeightFakeQuantize, Tensor]) -> None:
     """Restores the previous integers of weights whose rounding was chosen.
 
-    After the scales have changed, a weight at a whole step may be slightly below it.
+    After the scales have changed, a weight that was a multiple of its scale may be slightly below it.
     """
     for _, operator, fake in quantized_weights(graph_module):
         if fake in standing and fake.fixed_scale is not None:

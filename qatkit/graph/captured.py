@@ -41,7 +41,7 @@ class Captured:
         """Returns a copy of the traced graph with the current weights of the model.
 
         Args:
-            share: whether large weights stay in the model's memory (`qatkit.graph.sharing`), so that nothing may write
+            share: whether large weights stay in the model's memory (`qatkit.graph.sharing`). If so, nothing may write
                 into them.
 
         Raises:
@@ -114,7 +114,7 @@ def _copied(graph: fx.GraphModule, shared: dict[int, Any]) -> fx.GraphModule:
     """Returns a deep copy with its parameters in the same order; tensors in `shared`, by id, are not copied.
 
     GraphModule's own copy registers parameters in the order of its nodes, and makes all buffers persistent.
-    Optimizers and checkpoints of the original would not fit it.
+    Optimizers and checkpoints of the original would not fit such a copy.
     """
     memo: dict[int, Any] = shared | what_copies_share(graph)
     copied: fx.GraphModule = graph.__new__(type(graph))

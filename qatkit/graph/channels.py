@@ -5,8 +5,8 @@ moves them, a pooling of equal numbers keeps them, and a product with another te
 a Conv or Linear reads them, each of its input channels must have a single number. Views, chunks, windows, heads and
 flattens therefore need no special cases.
 
-A channel is `free` if everything that reads it commutes with a positive factor and ends in a Conv or Linear, whose
-weight can compensate for the factor. For shifts (`follow_shifts`) the factor is replaced by an added constant, for
+A channel is `free` if all operators that read it commute with a positive factor until a Conv or Linear, whose weight
+can compensate for the factor. For shifts (`follow_shifts`) the factor is replaced by an added constant, for
 which the operator's bias compensates.
 """
 
@@ -79,7 +79,7 @@ def follow_shifts(source: fx.Node, axis: int, reads: Mapping[int, int]) -> Follo
     """Follows constants that are added to the channels, instead of factors (see `follow`).
 
     Constants pass through operators that move values, and through sums with weights that add up to 1, as in attention.
-    A Conv that pads, or an operator without a bias, cannot compensate for them.
+    An operator that pads, has no bias of its own or still has its BatchNorm cannot compensate for them.
     """
     shape = shape_of(source)
     assert shape is not None
@@ -150,7 +150,7 @@ class _Follower:
         else:
             channels = _along(numbers, axis) if isinstance(numbers, Tensor) else None
             if channels is None:
-                self._hold(node, f"{site(node)} reads another axis")
+                self._hold(node, f"{site(node)} does not read the channels along its input axis")
             else:
                 self.found.readers.append(Reader(node, channels.long() - 1))
 
@@ -225,7 +225,7 @@ class _Follower:
         return cast(Tensor, numbers.clone())
 
     def _matmul(self, node: fx.Node) -> Tensor | None:
-        """Returns the numbers after a product that sums over equal numbers, as attention's with v; else None."""
+        """Returns the numbers after a product that sums over equal numbers, such as attention times v; else None."""
         found = [self.numbers.get(cast(fx.Node, operand)) for operand in node.args[:2]]
         known = [
             (numbers, axis) for numbers, axis in zip(found, (-1, -2), strict=True) if numbers is not None
@@ -246,7 +246,7 @@ class _ShiftFollower(_Follower):
         padded = any(getattr(module, "padding", ()))  # the padded zeros are not shifted
         alone = module.bias is not None and self.reads[id(module.bias)] == 1
         if padded or not alone or getattr(module, "bn", None) is not None:
-            self._hold(node, f"{site(node)} pads, or has no bias of its own")
+            self._hold(node, f"{site(node)} pads, has no bias of its own or still has its BatchNorm")
         else:
             super()._read(node)
 

@@ -1,4 +1,4 @@
-"""Copies functions that a model's modules hold along with the model.
+"""Copies the functions in a model's hooks and attributes when the model is copied.
 
     def keep(module, inputs, output):     # model.body.register_forward_hook(keep)
         model.features["body"] = output
@@ -29,14 +29,15 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
 
 
 def held_tensors(value: Any) -> Iterator[Tensor]:
-    """Yields the tensors in containers, in objects other than modules, and in the closures of functions and
-    methods.
+    """Yields the tensors that a value refers to.
+
+    Containers, objects other than modules, and the closures and defaults of functions are searched.
     """
     yield from (one for one in _reached(value) if isinstance(one, Tensor))
 
 
 def _reached(value: Any) -> Iterator[Any]:
-    """Yields `value` and everything in it; for functions, everything that they refer to."""
+    """Yields `value` and everything with state that it refers to, without searching modules and tensors."""
     waiting, seen = [value], set[int]()
     while waiting:
         one = waiting.pop()
@@ -73,8 +74,8 @@ def _is_empty(cell: types.CellType) -> bool:
 def rebind(model: nn.Module, copied: nn.Module, memo: dict[int, Any]) -> None:
     """Makes the functions of a copy, which are hooks or attributes, refer to copies of their referents.
 
-    A model without hooks is left unchanged, since only the code of its modules calls their functions. Functions that
-    the copy has made itself (by torch.compile) are correct already.
+    A model without hooks and replaced forwards is left unchanged, since only the code of its modules calls their
+    functions. Functions that the copy has made itself (by torch.compile) are correct already.
 
     Args:
         model: the original.
@@ -102,7 +103,7 @@ def rebind(model: nn.Module, copied: nn.Module, memo: dict[int, Any]) -> None:
 
 
 def _is_hooked(module: nn.Module) -> bool:
-    """Returns whether a module has hooks, or a forward of its own, that refer to anything."""
+    """Returns whether a module has hooks or a replaced forward that refer to objects with state."""
     hooks = (
         *module._forward_hooks.values(),
         *module._forward_pre_hooks.values(),
@@ -112,7 +113,7 @@ def _is_hooked(module: nn.Module) -> bool:
 
 
 def _has_state(value: Any) -> bool:
-    """Returns whether a function refers to anything but functions and numbers."""
+    """Returns whether a value is a function that refers to objects with state, unlike functions and numbers."""
     if not isinstance(value, (types.FunctionType, functools.partial)):
         return False
     plain = (types.FunctionType, functools.partial, tuple)

@@ -1,4 +1,4 @@
-"""Fixes the scales and zero points of the quantizers of a prepared graph to those of an external file.
+"""Fixes the quantizers of a prepared graph to the scales and zero points in an external file.
 
 `matched` assigns encodings to quantizers and rejects encodings that do not fit; `fix` sets them. Quantizers without an
 encoding get their scales from calibration or from the weight, as usual.
@@ -40,7 +40,7 @@ class Matched:
 
     Attributes:
         activations: for each site, the name of the tensor and its encoding in the type of the quantizer.
-        weights: for each path of a weight, its name and its encoding in the type of the quantizer.
+        weights: for each path of a weight, the name of the weight and its encoding in the type of the quantizer.
         biases: the number of encodings of biases, which follow from those of inputs and weights.
         unused: the names of the other encodings, each with the reason why it is not used.
     """
@@ -155,7 +155,7 @@ class _Matching:
 
     Attributes:
         found: the matches so far.
-        wanted: for each site or path, the settings with which an encoding that does not fit would fit.
+        wanted: for each site or path whose encoding does not fit, the settings with which it would fit.
     """
 
     def __init__(self, names: TensorNames, given: Mapping[str, Encoding]) -> None:
@@ -163,7 +163,7 @@ class _Matching:
         self.wanted: dict[str, dict[str, str]] = {}
 
     def activation(self, place: str, quantizer: FakeQuantize) -> None:
-        """Matches the quantizer of an activation with the best encoding under one of its names."""
+        """Matches the quantizer of an activation with the first usable encoding under its names."""
         chosen: Encoding | None = None
         for name in (one for one in self.names.activations.get(place, ()) if one in self.given):
             own = self.given[name]
@@ -191,7 +191,9 @@ class _Matching:
         if fake.frozen:
             self.found.unused[name] = _STANDS
         elif own.block_size is not None and not isinstance(granularity, PerBlock):
-            self.found.unused[name] = "the backend supports no scales in blocks (backend=weight_only does)"
+            self.found.unused[name] = (
+                "the backend does not support scales in blocks (backend=weight_only does)"
+            )
         elif own.scale.size == 1 < fake.clip.numel():
             self._take(self.found.weights, path, name, fake.spec, granularity="per_tensor")
         elif isinstance(granularity, PerTensor) and own.scale.size > 1:

@@ -23,16 +23,18 @@ from qatkit_verify.errors import ConfigError
 
 
 def fix_activation(quantizer: FakeQuantize, pattern: str, override: OverrideConfig) -> None:
-    """Fixes the quantizer of an activation to the scale and zero point, or the range, of an override if it has any.
+    """Fixes the quantizer of an activation to the scale and zero point, or to the range, of an override.
+
+    An override without scale and range changes nothing.
 
     Raises:
-        ConfigError: they do not fit the type, its symmetry, or the ReLU that bounds the range.
+        ConfigError: the values do not fit the type, its symmetry, or the ReLU that bounds the range.
     """
     scale, zero = override.activation_scale, override.activation_zero_point
     ends, key, spec = override.activation_range, f"backend.overrides.{pattern}.activation_", quantizer.spec
     if scale is None and ends is None:
         return
-    _check_integers(key, scale if ends is None else ends, spec)
+    _check_integers(key, scale, ends, spec)
     if ends is not None:
         low, high = (torch.tensor(float(end)) for end in ends)
         _check_bounds(f"{key}range", ends, quantizer.bounds, float(low), float(high), 0.0)
@@ -47,16 +49,18 @@ def fix_activation(quantizer: FakeQuantize, pattern: str, override: OverrideConf
 
 
 def fix_weight(quantizer: WeightFakeQuantize, weight: Tensor, pattern: str, override: OverrideConfig) -> None:
-    """Fixes the quantizer of a weight to the scales and zero point, or the range, of an override if it has any.
+    """Fixes the quantizer of a weight to the scales and zero points, or to the range, of an override.
+
+    An override without scale and range changes nothing.
 
     Raises:
-        ConfigError: they do not fit its output channels, its type or its symmetry.
+        ConfigError: the values do not fit the weight's output channels, its type or its symmetry.
     """
     scale, zero, ends = override.weight_scale, override.weight_zero_point, override.weight_range
     key, spec = f"backend.overrides.{pattern}.weight_", quantizer.spec
     if scale is None and ends is None:
         return
-    _check_integers(key, scale if ends is None else ends, spec)
+    _check_integers(key, scale, ends, spec)
     shape = quantizer.clip.shape
     if ends is not None:
         low, high = (torch.full(shape, float(end)) for end in ends)
@@ -89,10 +93,11 @@ def fix_weights(module: nn.Module, pattern: str, override: OverrideConfig) -> No
         fix_weight(quantizer, weight, pattern, override)
 
 
-def _check_integers(key: str, value: Any, spec: QuantSpec) -> None:
+def _check_integers(key: str, scale: Any, ends: Any, spec: QuantSpec) -> None:
     if spec.form is not None:
+        name, value = ("scale", scale) if ends is None else ("range", ends)
         allowed = f"null with {spec.dtype}, whose scales are computed for each tensor or block"
-        raise ConfigError(key.rstrip("_"), value, allowed)
+        raise ConfigError(f"{key}{name}", value, allowed)
 
 
 def _check_bounds(
@@ -101,9 +106,11 @@ def _check_bounds(
     """Rejects a range beyond the bounds of a ReLU or ReLU6 that the quantization replaces in the file."""
     least, most = bounds
     if (least is not None and low < least) or (most is not None and high > most + slack):
+        what = "a range" if key.endswith("range") else "a scale and zero_point with a range"
         wanted = f"from {least:g}" + ("" if most is None else f" to at most {most:g}")
         reached = f"this one is from {low:.6g} to {high:.6g}"
-        raise ConfigError(key, value, f"a range {wanted}, the range of the activation after it; {reached}")
+        allowed = f"{what} {wanted}, the range of the activation after the tensor; {reached}"
+        raise ConfigError(key, value, allowed)
 
 
 def _scale_of(key: str, scale: Tensor, given: Any, spec: QuantSpec) -> Tensor:
@@ -114,8 +121,9 @@ def _scale_of(key: str, scale: Tensor, given: Any, spec: QuantSpec) -> Tensor:
     """
     wanted = scale.float()
     if not torch.equal(held(wanted, spec), wanted):
-        kind = "a power of two" if spec.powers_of_two else f"a number that {spec.scale_dtype} can represent"
-        raise ConfigError(key, given, kind)
+        one, several = ("a power", "powers") if spec.powers_of_two else ("a number", "numbers")
+        kind = "of two" if spec.powers_of_two else f"that {spec.scale_dtype} can represent"
+        raise ConfigError(key, given, f"{several if _several(given) else one} {kind}")
     return wanted
 
 

@@ -35,7 +35,7 @@ from qatkit.quant.computed_weights import Computed
 from qatkit.quant.qat_layers import QATConv2d, fold_batch_norm
 
 _STATISTICS = (
-    "BatchNorms of branches that are merged keep their statistics (schedule.batch_norm=train changes others)"
+    "BatchNorms of merged branches keep their statistics; schedule.batch_norm=train updates only the others"
 )
 _OUT_OF_PLACE = {operator.iadd: operator.add, operator.imul: operator.mul, operator.isub: operator.sub}
 
@@ -56,6 +56,10 @@ def fuse(
         batch_norm: "fold", "freeze" or "train".
         depthwise: whether a BatchNorm2d that can't be fused becomes a depthwise convolution, which has an int8 kernel.
         branches: "train" or "merged" (`qatkit.graph.weights.branches`).
+
+    Returns:
+        The graph, the number of fused BatchNorms, merged branches and lifted weights, and the BatchNorms and products
+        that stay separate, each with the reason.
 
     Raises:
         ConfigError: `batch_norm` or `branches` is unknown, or the graph can't be recorded.
@@ -102,7 +106,7 @@ def _why_not(node: fx.Node) -> str | None:
     if sum(n.op == "call_module" and n.target == before.target for n in node.graph.nodes) > 1:
         return f"{site(before)} is called more than once"
     if cast(nn.BatchNorm2d, module_of(node)).num_features != cast(Tensor, module_of(before).weight).shape[0]:
-        return f"it normalizes another axis than the outputs of {site(before)}"
+        return f"it does not normalize the output channels of {site(before)}"
     if cast(nn.BatchNorm2d, module_of(node)).running_var is None:
         return "it has no running statistics"
     return None
@@ -152,7 +156,7 @@ def _folded(weight: Tensor, bias: Tensor | None, norm: nn.Module) -> tuple[nn.Pa
 
 
 def _alive(module: nn.Module, reads: Mapping[int, int]) -> bool:
-    """Returns whether no BatchNorm can be folded into a module's weight: it is computed, or has other readers."""
+    """Returns whether a module's weight or bias is computed or read elsewhere, so that nothing can be folded in."""
     return isinstance(module, Computed) or any(reads[id(p)] > 1 for p in module.parameters())
 
 

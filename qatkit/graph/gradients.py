@@ -24,7 +24,7 @@ class Stopped:
 
 
 def stopped(graph: fx.Graph) -> Stopped | None:
-    """Returns the first node with trainable weights that get no gradient because of an opaque module, or None."""
+    """Returns the first node whose trainable weights get no gradient because of an opaque module, if there is one."""
     reached: set[fx.Node] = set()  # nodes that a gradient reaches
     barred: dict[fx.Node, fx.Node] = {}  # the opaque module after each other node
     for node in reversed(graph.nodes):

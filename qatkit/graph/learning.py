@@ -27,8 +27,9 @@ from qatkit.quant.weight_fake_quantize import WeightFakeQuantize
 def begin(graph_module: fx.GraphModule) -> None:
     """Initializes learned quantizers from calibration; a quantizer that already learns continues.
 
-    Scales of the model's inputs stay as calibrated. Only for their gradients, the first operator would have to compute
-    the gradient of its input, which takes a tenth of a CNN's step (docs/decisions/0031-learned-quantizers.md).
+    Scales of the model's inputs, and of values that are computed from them without parameters, stay as calibrated. Only
+    for their gradients, the first operator would have to compute the gradient of its input, which takes a tenth of a
+    CNN's step (docs/decisions/0031-learned-quantizers.md).
     """
     for node in _untouched(graph_module):
         quantizer = module_of(node)
@@ -65,7 +66,8 @@ def idle(graph_module: fx.GraphModule) -> str:
         return ""
     names = ", ".join(sorted(kind.__name__ for kind in kinds))
     limits = "".join(sorted(f"; {kind.limits}" for kind in kinds if kind.limits))
-    return f"{names} learns no range of this model, so that it trains as with quantizer=fake_quantize{limits}"
+    learn = "learns" if len(kinds) == 1 else "learn"
+    return f"{names} {learn} no range of this model, which trains as with quantizer=fake_quantize{limits}"
 
 
 def _untouched(graph_module: fx.GraphModule) -> list[fx.Node]:

@@ -39,7 +39,7 @@ def known(value: Any) -> Any:
 
 
 def parameter_of(node: Any) -> Any:
-    """Returns the parameter that a get_attr node reads; None for anything else."""
+    """Returns the parameter or buffer that a get_attr node reads; None for anything else."""
     if not isinstance(node, fx.Node) or node.op != "get_attr":
         return None
     owner, _, name = str(node.target).rpartition(".")

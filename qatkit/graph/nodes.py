@@ -113,7 +113,10 @@ def qat_type(module: nn.Module) -> type[QATOperator]:
 
 
 def op_class(node: fx.Node) -> str:
-    """Returns the operator class of a node; "other" if the table does not know the operator."""
+    """Returns the operator class of a node; "other" if the table does not know the operator.
+
+    For nodes that call nothing, such as inputs, this is the node's `op`.
+    """
     if node.op == "call_module":
         kind = known_type(module_of(node))
         found = "other" if kind is None else operators.module_classes()[kind]

@@ -4,9 +4,9 @@ Other modules read this table: placement (`values`, `fixed`, `activation`), alig
 (`integer`, `many_nodes`), equalization (`homogeneous`, `pools`), ONNX Runtime's tools and the audit (`onnx`,
 `kernels`, `fused`). A backend declares a rule per class (`qatkit.quant.backends`).
 
-PyTorch's types and functions are listed by their dotted names and looked up when a graph is first read. This file
-therefore imports nothing, a deployment machine can read the ONNX fields without PyTorch, and if torchvision renames a
-private function, only models that use it are affected.
+PyTorch's types and functions are listed by their dotted names and looked up when a graph is first read. A deployment
+machine can therefore read the ONNX fields without PyTorch, and if torchvision renames a private function, only models
+that use it are affected.
 
 To add an operator, add a record here and a rule in the backends that should run it in 8 bits. An operator of your own,
 or another type for a class of this table, needs no change to this file:
@@ -34,11 +34,11 @@ class Operator:
 
     Attributes:
         name: the name of the class in overrides (`op/NAME`) and backends.
-        modules, functions, methods: its PyTorch forms: module types, functions, names of Tensor's methods.
+        modules, functions, methods: what it is in PyTorch: module types, functions, names of Tensor's methods.
             Types and functions are given by dotted name or as objects.
         weighted: whether it has a weight, which makes it run in 8 bits.
         values: how the values of its output are made: "new" (computed), "kept" (a selection of the input's values) or
-            "moved" (all of them at other places). With "kept" and "moved", input and output have one range.
+            "moved" (all of them, at other positions). With "kept" and "moved", input and output have one range.
         fixed: the range of its output if it is known without observing.
         scalar: whether it is an elementwise function without parameters of its own.
         activation: the bounds that it clamps to; a quantized range with these ends replaces the operator.
@@ -48,7 +48,7 @@ class Operator:
             (`qatkit.graph.convert.integer_modules`).
         many_nodes: whether it is several nodes in ONNX, which ONNX Runtime fuses if no other node is between them.
         homogeneous: whether f(s·x) = s·f(x) for s > 0, channel by channel.
-        pools: whether it pools over positions, which may be the channels of a Linear after it.
+        pools: whether it combines the values of several positions into one.
         turns: the names in `functions` and `methods` that exchange axes.
         onnx: the ONNX operators that it becomes, which can also be selected in ONNX Runtime's static quantizer.
         also: further ONNX operators of the class that have an 8-bit kernel.
@@ -326,7 +326,7 @@ def _by_member(kind: str) -> dict[Any, str]:
 
 
 def look_up(member: Any) -> Any:
-    """Returns the type or function with a dotted name; None if its package no longer has this name."""
+    """Returns the type or function with a dotted name; None if its package is missing or lacks this name."""
     if not isinstance(member, str):
         return member
     module, _, name = member.rpartition(".")

@@ -42,10 +42,14 @@ class Overrides:
     Attributes:
         by_node: the selected operators, each with the last selector that chose it and its override.
         by_tensor: the nodes whose outputs a selector of tensors chose, likewise.
+        by_weight: the operators whose weights a selector of tensors chose, likewise.
+        by_point: the nodes of the points that quantize the outputs in `by_tensor`, likewise; empty before
+            `check_effect`.
         records: the record of what each selector chose.
 
     Raises:
-        ConfigError: a selector chooses nothing; the message has similar names.
+        ConfigError: a selector chooses nothing (the message has similar names), or has settings of activations for a
+            weight or the reverse.
     """
 
     def __init__(self, graph: fx.Graph, patterns: Mapping[str, OverrideConfig]) -> None:
@@ -129,29 +133,32 @@ class Overrides:
     def said(self, node: fx.Node, backend: Backend) -> bool:
         """Returns whether the report lists an operator as float because of an override.
 
-        An operator that no rule would quantize anyway is not listed.
+        An operator that `backend.only` leaves out is not listed if no rule would quantize it anyway.
         """
         return not self.by_node[node][0].startswith(ONLY) or facts(node).name in backend.rules
 
     def weight(self, node: fx.Node, backend: Backend) -> QuantSpec:
-        """Returns the spec of an operator's weight, with its overrides."""
+        """Returns the spec of an operator's weight, with its overrides.
+
+        Raises:
+            ConfigError: int8 kernels do not support the granularity, the type of the scales or the axis.
+        """
         pattern, override = self.of_weight(node)
         spec = backend.weight
         if override.weight_granularity is not None:
             granularity = granularity_of(override.weight_granularity)
             if isinstance(granularity, PerBlock) and not backend.weights_alone:
-                value = f"{pattern} (weight_granularity={granularity})"
                 allowed = "per_tensor or per_channel, since int8 kernels need these (backend=weight_only allows blocks)"
-                raise ConfigError("backend.overrides", value, allowed)
+                raise ConfigError(f"backend.overrides.{pattern}.weight_granularity", granularity, allowed)
             spec = replace(spec, granularity=granularity)
         if override.weight_axis is not None:
             _check_axis(pattern, node, override.weight_axis)
             spec = replace(spec, granularity=PerChannel(0))
         if override.weight_scale_dtype is not None:
             if override.weight_scale_dtype != "float32" and not backend.weights_alone:
-                value = f"{pattern} (weight_scale_dtype={override.weight_scale_dtype})"
+                key = f"backend.overrides.{pattern}.weight_scale_dtype"
                 allowed = "float32, since int8 kernels need it (backend=weight_only allows others)"
-                raise ConfigError("backend.overrides", value, allowed)
+                raise ConfigError(key, override.weight_scale_dtype, allowed)
             spec = replace(spec, scale_dtype=override.weight_scale_dtype)
         if override.weight_symmetric is not None:
             spec = replace(spec, symmetric=override.weight_symmetric)
@@ -190,7 +197,7 @@ class Overrides:
 
 
 def _point_of(node: fx.Node, placement: Placement) -> Point | None:
-    """Returns the point that quantizes the output of a node."""
+    """Returns the point that quantizes the output of a node; None if there is none."""
     givers = {n: p for p in placement.points for n in (p.node, p.absorbed) if n is not None}
     while node not in givers and facts(node).keeps_range and node.all_input_nodes:
         node = node.all_input_nodes[0]
@@ -222,9 +229,8 @@ def _sets(override: OverrideConfig, prefix: str) -> bool:
 
 
 def _without_effect(pattern: str, what: str, reason: str) -> ConfigError:
-    return ConfigError(
-        "backend.overrides", shown(pattern), reason=f"its {what} settings have no effect: {reason}"
-    )
+    subject = f"its {what} has" if "_" in what else f"its {what} settings have"
+    return ConfigError("backend.overrides", shown(pattern), reason=f"{subject} no effect: {reason}")
 
 
 def _whose_range(node: fx.Node, placement: Placement) -> str:

@@ -61,7 +61,7 @@ class _Widening:
         makers: the convolutions that compute the tensors.
         between: the depthwise convolutions between the tensors.
         readers: the convolutions that read the tensors.
-        source: for an image, the quantized tensor that is padded for the reader.
+        source: for an image, the quantized tensor that is padded for the reader; None for inner tensors.
     """
 
     extra: int = 0
@@ -202,7 +202,7 @@ def _unpadded(node: fx.Node) -> fx.Node:
 
 
 def _alike(graph: fx.Graph, found: list[_Widening]) -> list[_Widening]:
-    """Returns the changes that are the same for all operators with equal weights, which the file stores once."""
+    """Returns the groups that change all operators with equal weights, which the file stores once, in the same way."""
     tied = defaultdict[Any, list[fx.Node]](list)
     for node in filter(_is_convolution, graph.nodes):
         weight = cast(Quantized, module_of(node)).weight

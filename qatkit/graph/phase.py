@@ -34,8 +34,8 @@ def observe_in_parts(graph_module: nn.Module, *, wanted: bool) -> None:
 def inference(model: nn.Module, parts: Iterable[fx.GraphModule] = ()) -> Iterator[None]:
     """Puts `model` into inference mode without gradients; restores the mode and phase of every module afterwards.
 
-    Inside this context, `set_phase` may be called on the model or on `parts`. They are restored even after an
-    exception.
+    Inside this context, `set_phase` may be called on the model or on `parts`. Modes and phases are restored even after
+    an exception.
     """
     modes = [(module, module.training) for module in model.modules()]
     phases = [

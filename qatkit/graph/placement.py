@@ -40,13 +40,13 @@ _FLOAT = OpRule("never")
 
 @dataclass
 class Point:
-    """A place where a FakeQuantize will be inserted.
+    """The position in the graph where a FakeQuantize will be inserted.
 
     Attributes:
         node: the node whose output is quantized.
         readers: the nodes that read the quantized tensor; other readers keep the float tensor.
         absorbed: a ReLU or ReLU6 between `node` and the readers that `bounds` replaces.
-        bounds: the ends of the range that are known, else None.
+        bounds: the lower and the upper end of the range; None for an end that is not known.
         fixed: whether `bounds` is the whole range, so that nothing has to be observed.
         axis: the axis of the tensor over which the readers sum products; blocks of a number format lie along it.
         further: whether an earlier point quantizes the same tensor along another axis.
@@ -113,8 +113,9 @@ class Placer:
     def __init__(self, graph: fx.Graph, backend: Backend) -> None:
         known = {record.name for record in operators()}
         if unknown := sorted(backend.rules.keys() - known):
-            allowed = f"rules for known operator classes{did_you_mean(unknown[0], known)}"
-            raise ConfigError("backend.target", f"{backend.name} ({unknown[0]})", allowed)
+            near = did_you_mean(unknown[0], known)
+            reason = f"the backend has a rule for '{unknown[0]}', which is not an operator class{near}"
+            raise ConfigError("backend.target", backend.name, reason=reason)
         self.nodes = list(graph.nodes)
         self.backend = backend
         self.facts = {n: facts(n) for n in self.nodes}
@@ -189,7 +190,8 @@ class Placer:
         float_inputs = [n for n in inputs if not self.int8[n]]
         if float_inputs and len(float_inputs) < len(inputs):
             inputs_in_float = ", ".join(site(n) for n in float_inputs)
-            reason = f"{self.facts[node].name} stays float because of a float input: {inputs_in_float}"
+            some = "a float input" if len(float_inputs) == 1 else "float inputs"
+            reason = f"{self.facts[node].name} stays float because of {some}: {inputs_in_float}"
             self.placement.reasons.append((site(node), reason))
         return not float_inputs
 

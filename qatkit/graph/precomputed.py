@@ -104,7 +104,7 @@ def _plain(layer: QATRecurrent | QATEmbedding) -> nn.Module:
 
 
 def _quantizes_plainly(node: fx.Node) -> bool:
-    """Returns whether a node is a quantizer on the CPU with known arithmetic, and not of a user's own type."""
+    """Returns whether a node only quantizes, on the CPU and by the unchanged forward of FakeQuantize."""
     fake = module_of(node) if node.op == "call_module" else None
     if not isinstance(fake, FakeQuantize) or type(fake).forward is not FakeQuantize.forward:
         return False

@@ -1,4 +1,4 @@
-"""Prepare: inserts a FakeQuantize at the edges and weights that the backend quantizes."""
+"""Prepare: inserts a FakeQuantize for each activation and weight that the backend quantizes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from qatkit.quant.spec import QuantSpec
 from qatkit.quant.weight_fake_quantize import Quantizers
 from qatkit_verify.errors import ConfigError
 
-_ONLY = "stays float: only convolutions, Linear, Embedding and torch.nn's LSTM, GRU and RNN have an int8 form"
+_ONLY = "stays float: only convolutions, Linear, Embedding and torch.nn's LSTM, GRU and RNN can be quantized"
 # Functions that multiply by a weight and are not in the table of operators, like the modules that call them.
 _WEIGHTED = (
     *("bilinear", "embedding", "embedding_bag", "lstm", "gru", "rnn_tanh", "rnn_relu"),
@@ -58,8 +58,13 @@ def prepare_qat(
         overrides: the overrides by selector (`qatkit.graph.overrides`).
         quantizers: the factories of the quantizers of activations and weights, and of the observers.
 
+    Returns:
+        The graph, the number of quantized activations, and notes on the operators that stay float or have only
+        quantized weights.
+
     Raises:
-        ConfigError: an override matches or changes nothing, or nothing in the model can be quantized.
+        ConfigError: an override matches or changes nothing or has values that do not fit, or nothing in the model can
+            be quantized.
     """
     graph_module.meta["backend"] = backend
     ready_to_place(graph_module, example)
@@ -68,11 +73,10 @@ def prepare_qat(
     graph_module.meta[MATCHED] = chosen.records
     placement = place(graph_module.graph, backend, chosen.forced_float)
     if not placement.weighted and not any(map(is_recurrent, graph_module.graph.nodes)):
-        raise ConfigError(
-            "model.name",
-            type(graph_module).__name__,
-            reason="the model has no Conv, Linear, LSTM, GRU or RNN that could be quantized",
-        )
+        kept = ", ".join(sorted(set(chosen.forced_float.values())))
+        reason = "the model has no Conv, Linear, LSTM, GRU or RNN that could be quantized"
+        reason += f"; overrides keep operators float: {kept}" if kept else ""
+        raise ConfigError("model.name", type(graph_module).__name__, reason=reason)
     chosen.check_effect(placement)
     tensors = flatten(example)
     images = batch_size(tensors, graph_axes(graph_module, tensors))
@@ -143,7 +147,10 @@ def _skipped(chosen: Overrides, placement: Placement, backend: Backend) -> list[
 
 
 def _unknown(graph: fx.Graph) -> list[tuple[str, str]]:
-    """Returns (site, reason) of operators with weights that no table knows, such as EmbeddingBag or `torch.lstm`."""
+    """Returns (site, reason) of the operators with weights that no rule quantizes.
+
+    These are unknown ones, such as EmbeddingBag or `torch.lstm`, and PReLUs unless the backend has a rule for them.
+    """
     found = []
     for node in graph.nodes:
         ruled = op_class(node) == "prelu" and "prelu" in _backend(node).rules
@@ -195,7 +202,7 @@ def _insert(graph_module: fx.GraphModule, point: Point, quantizer: FakeQuantize)
 
 
 def _holds_another(graph_module: fx.GraphModule, path: str) -> bool:
-    """Returns whether the model has a module or parameter of its own at the path of a quantizer."""
+    """Returns whether the model has a module of its own at the path of a quantizer."""
     try:
         return not isinstance(graph_module.get_submodule(path), FakeQuantize)
     except AttributeError:
@@ -230,8 +237,9 @@ def _quantize_weight(node: fx.Node, spec: QuantSpec, quantizers: Quantizers) -> 
 def _link_weights(graph_module: fx.GraphModule) -> None:
     """Links every quantized weight to the activations before and after its operator.
 
-    A weight with several calls is not linked to the activations after them. It keeps one scale, so that the file holds
-    it once: aligned with the activation after each call (`qatkit.graph.scales.align`), it would become several weights.
+    A weight with several calls is not linked to the activations after them. It keeps one scale, so that the file
+    stores it once: aligned with the activation after each call (`qatkit.graph.scales.align`), it would become several
+    weights.
     """
     calls = [n for n in graph_module.graph.nodes if n.op == "call_module" and facts(n).weighted]
     serves = Counter(identity_of(module_of(n), "weight") for n in calls)

@@ -55,11 +55,13 @@ _PERHAPS_ROUNDING = 1e-3  # the same where float64 is not available
 _SMALL = 1e-12  # relative change of the inputs
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _FOLDED_INTO = (nn.modules.conv._ConvNd, nn.Linear)  # in a fused graph their own outputs do not exist
-_HINT = "rewrite it with torch functions of tensors, or quantize the parts around it (qatkit.Parts)"
+_HINT = "rewrite that code with torch functions of tensors, or quantize the parts around it (qatkit.Parts)"
 
 
 def prove(model: nn.Module, graph_module: fx.GraphModule, example: Example) -> None:
     """Compares a graph with its model on a batch of four, unless samples are large, and on a batch of one.
+
+    A graph for one batch size is compared at that size.
 
     Args:
         model: the model that was captured; it stays unchanged.
@@ -207,7 +209,7 @@ class _NotTakenError(RuntimeError):
 def _difference(
     model: nn.Module, graph: fx.GraphModule, example: Example, tensors: Sequence[Tensor]
 ) -> float:
-    """Returns the largest `relative_difference` between an output of the model and of the graph.
+    """Returns the largest `relative_difference` between outputs of the model and of the graph.
 
     Raises:
         _NotTakenError: the model fails on these inputs.

@@ -123,6 +123,8 @@ def inference_weight(operator: nn.Module, fake: WeightFakeQuantize) -> Tensor:
 def clip_weights(graph_module: fx.GraphModule, levels: int = 256) -> None:
     """Sets the ranges of quantized weights to those with the least squared error for the current weights.
 
+    Weights in a number format stay unchanged.
+
     Args:
         graph_module: a prepared graph.
         levels: the largest number of integers of a weight; the range of a weight whose type has more stays unchanged.

@@ -17,7 +17,7 @@ _POINTWISE = frozenset({"gelu", "silu", "relu", "relu6", "leaky_relu", "sigmoid"
 
 
 def rows_of(x: fx.Node) -> fx.Node:
-    """Returns the node before unnecessary changes of shape that has the same rows as `x` [..., channels].
+    """Returns the earliest node that has the same rows as `x` [..., channels], before needless changes of shape.
 
     If `x` is a pointwise operator with a single reader, changes of shape before it are skipped too: it is changed in
     place to read the node before them.

@@ -49,7 +49,7 @@ class FileNode:
 
 
 def input_nodes(names: Sequence[str], of_file: Sequence[str]) -> dict[str, FileNode]:
-    """Returns the inputs of a file by their names in the graph, where other characters are replaced (`unique`)."""
+    """Returns the inputs of a file by their names in the graph, where special characters are replaced (`unique`)."""
     if len(names) == len(of_file) == 1:
         return {names[0]: FileNode(of_file[0], "", (), (of_file[0],))}
     known = dict(zip(unique(of_file), of_file, strict=True))
@@ -163,13 +163,11 @@ def _between(graph: fx.Graph, ends: dict[str, Any], key: str) -> set[fx.Node]:
     if not found:
         reached = [n for n in graph.nodes if n in forward and n.op in _OPERATORS]
         behind = [site(n) for n in reached if n not in first]
-        near = near_matches(str(ends["to"][0]), behind, _SHOWN) if behind else "nothing"
+        near = near_matches(str(ends["to"][0]), behind, _SHOWN)
+        other = f" (only to others, such as {near})" if behind else " or to any other operator"
         listed = ", ".join(map(str, ends["from"]))
-        raise ConfigError(
-            f"{key}.to",
-            ", ".join(ends["to"]),
-            reason=f"no path leads here from {listed}, which reaches {near}",
-        )
+        reason = f"no path from {listed} leads here{other}"
+        raise ConfigError(f"{key}.to", ", ".join(ends["to"]), reason=reason)
     return found
 
 
@@ -271,14 +269,18 @@ def _input_of(graph: fx.Graph, node: fx.Node, number: int, key: str, selector: s
     nodes: Iterable[fx.Node] = graph.nodes
     found = [n for n in nodes if n.op in (*_OPERATORS, "placeholder") and _made_by(n) == name]
     if not found:
-        reason = f"input {number} of {of_file.name}, '{name}', is a constant or omitted, and has no range"
+        what = f"('{name}') is a constant" if name else "is omitted"
+        reason = f"input {number} of {of_file.name} {what}, so it has no range"
         raise ConfigError(key, selector, reason=reason)
     return found[-1]
 
 
 def _no_input(name: str, number: int, count: int) -> str:
-    numbers = "only has input 0" if count == 1 else f"has inputs 0 to {count - 1}"
-    return f"{name} has no input {number}; it {numbers}"
+    if count < 2:
+        return f"{name} has no input {number}; " + (
+            "its only input is input 0" if count else "it has no inputs"
+        )
+    return f"{name} has no input {number}; it has inputs 0 to {count - 1}"
 
 
 def record_of(selector: str, settings: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:

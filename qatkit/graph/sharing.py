@@ -15,8 +15,8 @@ _LARGE = (
 def large_parameters(module: nn.Module) -> dict[int, Any]:
     """Returns the memo with which `copy.deepcopy` makes a copy whose large parameters share their memory.
 
-    The copy has parameters of its own, so it can be moved to another device or get other ones. Writing into them in
-    place also changes the original.
+    The copy has parameters of its own, so it can be moved to another device or get other parameters. Writing into a
+    shared parameter in place also changes the original.
     """
     return {
         id(one): nn.Parameter(one.data, one.requires_grad)

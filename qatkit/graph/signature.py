@@ -91,7 +91,7 @@ def like(example: Example, batch: Any, names: Sequence[str] = ("input",)) -> tup
 
 
 def _paired(example: Any, batch: Any) -> list[Any] | None:
-    """Returns the values of `batch` at the places where `example` has tensors; None if a place is missing."""
+    """Returns the values of `batch` at the paths where `example` has tensors; None if a path is missing."""
     if isinstance(example, Tensor):
         return [batch] if isinstance(batch, Tensor) else None
     parts, given = _parts(example), _parts(batch)
@@ -150,7 +150,7 @@ def on_device(batch: Example, device: torch.device) -> Example:
 
 
 def input_names(model: nn.Module, example: Example) -> tuple[str, ...]:
-    """Returns names of `example`'s tensors for `model`: "input" for a single image, or the arguments of forward.
+    """Returns names of `example`'s tensors: "input" for a single tensor, else made from the arguments of forward.
 
     Raises:
         ConfigError: `example` does not fit the arguments of `model.forward`, or has no tensor.
@@ -185,7 +185,7 @@ def arguments_by_name(bound: inspect.BoundArguments) -> dict[str, Any]:
 
 
 def _form(example: Any) -> str:
-    """Describes the structure of an example for messages: the place and the shape of each value."""
+    """Describes the structure of an example for messages: its containers and the shapes of its tensors."""
     if isinstance(example, Tensor):
         return f"Tensor{list(example.shape)}"
     if isinstance(example, Mapping):
@@ -196,7 +196,7 @@ def _form(example: Any) -> str:
 
 
 def output_leaves(result: Any) -> tuple[tuple[str, ...], tuple[Tensor, ...], tuple[str, ...]]:
-    """Returns the names and the tensors of a model's outputs, and the places of outputs other than tensors and None."""
+    """Returns names and tensors of a model's outputs, and the paths of outputs that are neither tensors nor None."""
     if isinstance(result, Tensor):
         return ("output",), (result,), ()
     found = [(path, value) for path, value in leaves(result) if value is not None]
@@ -208,7 +208,7 @@ def output_leaves(result: Any) -> tuple[tuple[str, ...], tuple[Tensor, ...], tup
 
 
 def leaf_names(paths: Iterable[Path]) -> tuple[str, ...]:
-    """Returns names of several outputs, made from their places: "scores", "maps_levels_0", "output_1"."""
+    """Returns names of several outputs, made from their paths: "scores", "maps_levels_0", "output_1"."""
     return unique("_".join(path if not path[0].isdigit() else ("output", *path)) for path in paths)
 
 
@@ -273,9 +273,10 @@ def batch_axes(tensors: Sequence[Tensor]) -> tuple[int | None, ...]:
 
 
 def batch_size(tensors: Sequence[Tensor], axes: Sequence[int | None] | None = None) -> int:
-    """Returns the number of samples in `tensors`; 1 if no tensor has a batch axis.
+    """Returns the number of samples in `tensors`; 1 if no tensor has an axis.
 
-    It is the size along the first of `axes` that is not None.
+    It is the size along the first of `axes` that is not None. If there is none, it is the size of the first axis of
+    the first tensor with axes.
     """
     chosen = [None] * len(tensors) if axes is None else axes
     along = (t.shape[axis] for t, axis in zip(tensors, chosen, strict=True) if axis is not None)
@@ -300,8 +301,9 @@ def _rows(size: int, given: int, device: torch.device) -> Tensor:
 def other_values(tensors: Sequence[Tensor], seed: int, *, whole: bool = True) -> tuple[Tensor, ...]:
     """Returns tensors of the same shapes with other values of the same kind.
 
-    Noise with the standard deviation of the values is added to floats. Whole numbers (integers, booleans,
-    floats that count or name something) are shuffled within each tensor, so they stay in the range of the example.
+    Noise with the standard deviation of the values is added to float tensors with axes. Whole numbers (integers,
+    booleans, floats that count or name something) are shuffled within each tensor, so they stay in the range of the
+    example.
 
     Args:
         tensors: the given tensors.
@@ -333,4 +335,4 @@ def is_whole(tensor: Tensor) -> bool:
     return bool((tensor == tensor.round()).all()) and len(tensor.unique()) > _FLAGS
 
 
-_FLAGS = 2  # floats with only two values (an empty image, a mask) get noise like other floats
+_FLAGS = 2  # float tensors with only two values (an empty image, a mask) get noise like others

@@ -58,7 +58,7 @@ def in_single_precision(model: nn.Module) -> tuple[nn.Module, list[torch.dtype]]
 
 
 class _Single(TorchFunctionMode):
-    """A mode that treats these types as float32 in every call."""
+    """A mode that treats the given types as float32 in every call."""
 
     def __init__(self, types: Set[torch.dtype]) -> None:
         super().__init__()

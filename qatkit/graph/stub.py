@@ -1,7 +1,7 @@
 """Stub: opens modules and functions that hide arithmetic, so that quantization reaches inside.
 
 A rule returns None after it has rewritten its node, the reason if it can't, or "" if it does not apply. The
-twins equal the originals to 1e-5 and take over their parameters.
+results of the new operators equal those of the originals to 1e-5, and parameters stay the same.
 
     MultiheadAttention(x, x, x)  →  qkv Linear, MatMul, Softmax, MatMul, out_proj Linear
     scaled_dot_product_attention →  MatMul, Softmax, MatMul
@@ -57,7 +57,7 @@ def stub(model: nn.Module, example: Example, silu_in_int8: Iterable[str] = ()) -
             kernels; other SiLUs stay one float operator.
 
     Raises:
-        ConfigError: a pattern matches no SiLU.
+        ConfigError: a pattern matches no SiLU, or the graph can't be recorded.
     """
     graph_module = trace(model, example)
     propagate(graph_module, example)

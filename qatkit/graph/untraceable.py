@@ -1,8 +1,8 @@
-"""Replaces modules that can't be traced by equivalent plain ones with the same parameters.
+"""Substitutes equivalent plain modules with the same parameters for modules that can't be traced.
 
-    TransformerEncoderLayer   its fast path in inference branches on the input; the twin is attention, norms and Linears
-    TransformerEncoder        it has such a fast path too; the twin is a loop over its layers
-    FrozenBatchNorm2d         arithmetic on buffers (in detection backbones); replaced by the BatchNorm2d that it was
+    TransformerEncoderLayer   its fast path in inference branches on the input; becomes attention, norms and Linears
+    TransformerEncoder        it has such a fast path too; becomes a loop over its layers
+    FrozenBatchNorm2d         arithmetic on buffers (in detection backbones); becomes a frozen BatchNorm2d
     other BatchNorms          see `qatkit.graph.norms`
     Bilinear, LSTMCell, ...   products inside a leaf; see `qatkit.graph.open_modules`
 
@@ -53,7 +53,7 @@ class _Encoder(nn.TransformerEncoder):
 
 
 def _with_forward_of(twin: type[nn.Module]) -> Callable[[nn.Module], nn.Module]:
-    """Returns a rule that gives a module the forward of `twin` and keeps the other methods of its type."""
+    """Returns a rule that gives a module the forward of `twin` and keeps its type's other methods."""
 
     def replace(module: nn.Module) -> nn.Module:
         kind = type(type(module).__name__, (twin, type(module)), {"__module__": twin.__module__})
@@ -82,7 +82,10 @@ _RULES: dict[type[nn.Module], Callable[[nn.Module], nn.Module]] = {
 
 
 def with_twins(model: nn.Module) -> nn.Module:
-    """Replaces every module of `model` that has a twin by its twin, in place; returns the model."""
+    """Substitutes equivalent modules for the modules of `model` that can't be traced, in place.
+
+    Returns the model, or its equivalent if the model itself is such a module.
+    """
     for path, module in list(model.named_modules()):
         rule = next(
             (r for t, r in _RULES.items() if isinstance(module, t) and _plain(module, t)), as_batch_norm

@@ -31,7 +31,7 @@ from qatkit.quant.weight_fake_quantize import Quantizers, WeightFakeQuantize
 
 _TYPES: dict[str, type[nn.Module]] = {"embedding": QATEmbedding, **RECURRENT_TYPES}
 _SAID = {
-    "embedding": f"{WEIGHT_ONLY}: its table is int8, the rows that are read are float",
+    "embedding": f"{WEIGHT_ONLY}: its table is int8, and the rows that are read are float",
     **dict.fromkeys(RECURRENT_TYPES, RECURRENT_WEIGHTS),
 }
 
@@ -39,10 +39,13 @@ _SAID = {
 def quantize_weights_alone(
     graph_module: fx.GraphModule, chosen: Overrides, backend: Backend, quantizers: Quantizers
 ) -> list[tuple[str, str]]:
-    """Quantizes the weights of these operators, unless an override keeps them float.
+    """Quantizes the weights of Embeddings, LSTMs, GRUs and RNNs, unless an override keeps them float.
 
     Returns:
-        (site, note on its quantization) for each operator to report.
+        (site, note) for each operator to report: that only its weights are quantized, or why it stays float.
+
+    Raises:
+        ConfigError: the values of an override do not fit the weight.
     """
     notes, known = [], constants(graph_module.graph)
     guarded = {

@@ -1,13 +1,10 @@
 """Encodings in the three versions of the format of AIMET (Qualcomm's AI Model Efficiency Toolkit).
 
-    0.6.1   {"activation_encodings": {NAME: [{"bitwidth": 8, "dtype": "int", "is_symmetric": "False", "scale":
-    ...,
-            "offset": ..., "min": ..., "max": ...}, ...one per channel]}, "param_encodings": {...}}
+    0.6.1   {"activation_encodings": {NAME: [{"bitwidth": 8, "dtype": "int", "is_symmetric": "False",
+            "scale": ..., "offset": ..., "min": ..., "max": ...}, ...one per channel]}, "param_encodings": {...}}
     1.0.0   {"activation_encodings": [{"name": NAME, "bw": 8, "dtype": "INT", "enc_type": "PER_TENSOR",
-    "is_sym": false,
-            "scale": [...], "offset": [...]}], "param_encodings": [...]}
-    2.0.0   {"encodings": [{"name": NAME, "output_dtype": "uint8", "y_scale": ..., "y_zero_point": ...,
-    "axis": 0}]}
+            "is_sym": false, "scale": [...], "offset": [...]}], "param_encodings": [...]}
+    2.0.0   {"encodings": [{"name": NAME, "output_dtype": "uint8", "y_scale": ..., "y_zero_point": ..., "axis": 0}]}
 
 An offset is the negative zero point. Up to version 1.0.0 the zero point is that of the unsigned type with the
 same number of bits, so the offset is -128 for an int8 tensor with the zero point 0. In these versions
@@ -35,7 +32,7 @@ def is_aimet(content: Mapping[str, Any]) -> bool:
 
 
 def from_dict(content: Mapping[str, Any]) -> Encodings:
-    """Returns the encodings from a file's content; its notes name the entries of other types than integers.
+    """Returns the encodings from a file's content; their notes name the entries that are skipped.
 
     Raises:
         KeyError, TypeError, ValueError: an entry is damaged.
@@ -49,7 +46,9 @@ def from_dict(content: Mapping[str, Any]) -> Encodings:
             found.parameters[name] = one
         else:
             found.activations[name] = one
-    notes = (f"skipped, since they have no integers: {', '.join(floats)}",) if floats else ()
+    notes = (
+        (f"skipped, since only encodings of integers are supported: {', '.join(floats)}",) if floats else ()
+    )
     return Encodings(found.activations, found.parameters, notes=notes)
 
 
@@ -97,7 +96,7 @@ def _read_1_0_0(name: str, entry: Mapping[str, Any]) -> Encoding | None:
 
 
 def _grid(bits: int, signed: bool) -> tuple[str, int]:
-    """Returns the type, and the difference between the zero points of the unsigned type and of this one."""
+    """Returns the type, and the zero point of its unsigned counterpart minus its own."""
     return f"{'' if signed else 'u'}int{bits}", 2 ** (bits - 1) if signed else 0
 
 

@@ -117,7 +117,10 @@ class Histogram:
     """Counts of a tensor's values per bin between two ends, in float and quantized, and the range of the type.
 
     Attributes:
-        step: the distance between two values of the type; with several scales, the largest one.
+        low, high: the ends of the bins.
+        exact, found: the counts in float and quantized, per bin.
+        range_low, range_high: the range of the type.
+        step: the distance between two values of the type; with several scales, the largest distance.
     """
 
     low: float
@@ -138,7 +141,7 @@ class TensorRow:
         own: the error due to only the tensor's own quantization, on the float values.
         simulated: the error of the simulation, with everything before the tensor quantized; None for a
             weight.
-        runtime: the error of ONNX Runtime's dequantized integers; None if the file has no such tensor.
+        runtime: the error of ONNX Runtime's dequantized integers; None without a file that has the tensor.
         clipped: the share of float values outside the range.
         grid: the share of the type's integers that occur.
         avoidable: the ratio of `own` to the error with the range from the smallest to the largest value, in
@@ -164,6 +167,8 @@ class Comparison:
     """All quantized tensors in graph order, and where errors begin.
 
     Attributes:
+        images: the number of images.
+        rows: the tensors.
         suspect: the tensor whose scale causes the largest avoidable error; None if there is none.
         first: a description of the first tensor (with its operator) that ONNX Runtime computes differently
             from the simulation; None if there is no such tensor, or no file.
@@ -178,7 +183,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Analysis:
-    """All results of an analysis."""
+    """All results of an analysis; parts that were not requested are None or empty."""
 
     labelled: bool = True
     isolation: Isolation | None = None

@@ -19,9 +19,10 @@ class Row(Figures):
 
     Attributes:
         folder: the folder of the run, relative to the compared folder, with "/".
-        state: one of the outcomes above; `why` explains all except the first.
+        state: `MET`, `SHORT`, `UNFINISHED` or `BROKEN`; `why` explains all except the first.
         recipe: the `name` of the run, which is that of its recipe unless the command line sets another.
         backend: the name of the target's rules.
+        model: the name of the model.
         page: whether it has a report.html.
         task: the task of the figures.
         data, machine: descriptions of the data and the machine of the measurement.
@@ -74,13 +75,13 @@ def _stands(row: Row) -> bool:
     return row.state == MET and None not in (row.accuracy, row.latency_ms, row.bytes)
 
 
-def _cost(row: Row) -> float:
-    """Returns the cost of a row (lower is better); without a score, from the agreement with float."""
+def cost(row: Row) -> float:
+    """Returns the cost of a row (lower is better), from its score or, without one, from its agreement with float."""
     falling = row.score is None or row.task.main.higher_is_better
     return -(row.accuracy or 0.0) if falling else row.accuracy or 0.0
 
 
 def _beats(first: Row, second: Row) -> bool:
     """Returns whether `first` is at least as good as `second` in all figures, and better in at least one."""
-    pairs = [(_cost(row), row.latency_ms or 0.0, row.bytes or 0.0) for row in (first, second)]
+    pairs = [(cost(row), row.latency_ms or 0.0, row.bytes or 0.0) for row in (first, second)]
     return pairs[0] != pairs[1] and all(a <= b for a, b in zip(*pairs, strict=True))

@@ -1,6 +1,6 @@
 """The folder of a decoder in a run and in its bundle: file names, and the configuration for onnxruntime-genai.
 
-decoder/model.onnx         takes keys and values of earlier tokens, returns those of all tokens
+decoder/model.onnx         reads keys and values of earlier tokens, returns those of all tokens
 decoder/tokenizer.json
 decoder/genai_config.json  names and sizes, for onnxruntime-genai and for generate.py
 decoder/generate.py        continues a text
@@ -16,8 +16,7 @@ DECODER_FILE = "model.onnx"
 GENAI_FILE, GENERATE_FILE = "genai_config.json", "generate.py"
 DECODER_FILES = (DECODER_FILE, "tokenizer.json", "tokenizer_config.json", GENAI_FILE, GENERATE_FILE)
 
-# Models that have a type in onnxruntime-genai. Others run as one of these types, since only names and sizes
-# matter.
+# Models that have a type in onnxruntime-genai. Others get the type llama, since only names and sizes matter.
 _TYPES = ("gemma", "llama", "mistral", "phi", "phi3", "qwen2", "qwen3")
 
 

@@ -15,7 +15,7 @@ class Suppression:
 
     Attributes:
         score: the minimum score of a box.
-        overlap: the smallest overlap at which a box is suppressed by a better one of its class.
+        overlap: the overlap with a better box of its class above which a box is suppressed.
         boxes: the maximum number of boxes per class and picture.
     """
 

@@ -107,8 +107,8 @@ class Encodings:
     Attributes:
         activations: the encodings of activations by tensor name.
         parameters: the encodings of weights and biases by tensor name.
-        formats: the names of number formats, which have no zero point, by the tensors that functions of the
-            domain `qatkit` round to them.
+        formats: for each tensor that a function of the domain `qatkit` rounds to a number format, which has no
+            zero point, the name of the format.
         notes: notes on quantized tensors of the file that are not listed.
     """
 
@@ -147,7 +147,7 @@ def encodings_from(path: Path, key: str) -> Encodings:
         key: the configuration key that names it.
 
     Raises:
-        ConfigError: the file can't be read, has another form, or has a damaged entry.
+        ConfigError: the file can't be read, has another format or version, or has a damaged entry.
     """
     allowed = "a JSON file of mode=encodings or of AIMET, or a quantized ONNX file"
     try:
@@ -156,6 +156,9 @@ def encodings_from(path: Path, key: str) -> Encodings:
         raise ConfigError(key, path, f"{allowed} ({one_line(error)})") from error
     from qatkit.records import aimet
 
+    if isinstance(content, dict) and content.get("format") == FORMAT and content.get("version") != VERSION:
+        reason = f"the file has version {content.get('version')}, but only version {VERSION} can be read"
+        raise ConfigError(key, path, reason=reason)
     try:
         if isinstance(content, dict) and content.get("format") == FORMAT:
             return _from_dict(content)
@@ -168,8 +171,6 @@ def encodings_from(path: Path, key: str) -> Encodings:
 
 
 def _from_dict(content: Mapping[str, Any]) -> Encodings:
-    if content["version"] != VERSION:
-        raise ValueError(f"version {content['version']}; expected {VERSION}")
     activations, parameters = (
         {name: _entry(name, one) for name, one in content.get(group, {}).items()}
         for group in ("activations", "parameters")
@@ -202,8 +203,8 @@ def made(
         zero_point: the zero points in the shape of `scale`, or one number for all.
 
     Raises:
-        ValueError: the type is unknown, a scale is not a positive number, or a zero point is out of the
-            type's range.
+        ValueError: the type is unknown, a scale is not a positive number, a zero point is not an integer in the type's
+            range, or the numbers of scales and zero points differ.
     """
     low, high = _type_ends(dtype)
     scales = np.asarray(scale, np.float32)

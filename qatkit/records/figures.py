@@ -1,8 +1,7 @@
 """The figures of a run's report.json, for all code that shows, compares or chooses runs.
 
-    report["accuracy"], ["fidelity"], ["latency"], ["sizes"]          on the test images and the machine
-    report["measured"]["validation"], the first two groups again      on held-out training images, if there
-    are any
+    report["accuracy"], ["fidelity"], ["latency"], ["sizes"]        on the test images and the machine
+    report["measured"]["validation"], the first two groups again    on held-out training images, if there are any
 
 A figure that was not measured is None. An infinite figure is `math.inf`, which JSON does not support: if
 outputs are equal to the last bit, the report has null instead of decibels.
@@ -18,7 +17,7 @@ from typing import Any
 from qatkit_verify.classification import names_of
 from qatkit_verify.records import Metric
 
-VALIDATION = "validation"  # the name of the check that measures them
+VALIDATION = "validation"  # the name of the check that measures figures on held-out training images
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,7 +65,13 @@ class Ladder:
 
 
 def rung_result(name: str, title: str, folder: str, report: dict[str, Any], key: str = "int8") -> RungResult:
-    """Returns the figures in a finished run's report.json for its file (`key`: "int8") or for the float file."""
+    """Returns a rung with the figures of a finished run's report.json.
+
+    Args:
+        name, title, folder: see `RungResult`.
+        report: the content of report.json.
+        key: "int8" for the file of the run, or "float" for the float file.
+    """
     found = figures_of(report, key)
     decibel = None if found.sqnr_db == math.inf else found.sqnr_db
     near = {"agreement": 1.0 if key == "float" else found.agreement, "sqnr_db": decibel}

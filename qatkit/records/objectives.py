@@ -93,12 +93,12 @@ class Constraint:
 
 
 def check_objectives(names: Sequence[str]) -> None:
-    """Raises ConfigError for names that are not objectives."""
+    """Raises ConfigError if there are no names, or a name is not an objective or occurs twice."""
     for name in names:
         _known("search.objectives", name)
     if not names or len(set(names)) < len(names):
         raise ConfigError(
-            "search.objectives", list(names), f"one or more of {', '.join(OBJECTIVES)}, each once"
+            "search.objectives", f"[{', '.join(names)}]", f"one or more of {', '.join(OBJECTIVES)}, each once"
         )
 
 
@@ -112,7 +112,7 @@ def constraints(texts: Sequence[str]) -> list[Constraint]:
     """Returns the bounds that are written in `search.constraints`.
 
     Raises:
-        ConfigError: a text is not a bound.
+        ConfigError: a text is not a bound, or it names no figure.
     """
     found = []
     for text in texts:
@@ -123,7 +123,7 @@ def constraints(texts: Sequence[str]) -> list[Constraint]:
             bound = None
         if parts is None or bound is None or not math.isfinite(bound):
             raise ConfigError(
-                "search.constraints", text, "FIGURE<=NUMBER or FIGURE>=NUMBER: accuracy>=97, size<=3.5"
+                "search.constraints", text, "FIGURE<=NUMBER or FIGURE>=NUMBER, such as accuracy>=97"
             )
         _known("search.constraints", parts[1])
         found.append(Constraint(parts[1], parts[2] == "<=", bound))
@@ -147,5 +147,5 @@ def _measured(found: Mapping[str, float | None]) -> dict[str, float]:
 
 
 def finite(name: str, value: float) -> float:
-    """Returns the finite value of a figure for a sampler, since samplers compute volumes."""
+    """Limits a figure to a finite value for a sampler, since samplers compute volumes."""
     return min(value, OBJECTIVES[name].most)

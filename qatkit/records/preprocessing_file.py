@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from qatkit.records.run_files import INTERPOLATIONS, MODEL_FILE
-from qatkit_verify.errors import ConfigError, did_you_mean, one_line
+from qatkit_verify.errors import ConfigError, counted, did_you_mean, one_line
 from qatkit_verify.fitting import ALIGNMENTS, FITS, LAYOUTS, ORDERS, PIXELS, are_sides, covers
 from qatkit_verify.untrusted import read_json
 
@@ -19,7 +19,7 @@ _COUNT = f"an integer from 1 to {_LARGEST_SIDE}"
 _SIDE = f"{_COUNT}, or [height, width]"
 
 
-_OF_RECORDINGS, _OF_ARRAYS = "features", "arrays"  # keys of recordings only, of arrays by name only
+_OF_RECORDINGS, _OF_ARRAYS = "features", "arrays"  # keys that only recordings, or only arrays by name, have
 
 
 def preprocessing_beside(onnx_file: Path) -> dict[str, Any] | None:
@@ -43,7 +43,7 @@ def recordings_beside(onnx_file: Path) -> dict[str, Any] | None:
     """Returns the preprocessing of recordings in the model.json next to a file; None if it describes none.
 
     Raises:
-        ConfigError: the file is not JSON.
+        ConfigError: the file is not JSON, or the file or its preprocessing is not an object.
     """
     found = _beside(onnx_file)
     return found if found is not None and _OF_RECORDINGS in found else None
@@ -56,7 +56,8 @@ def _beside(onnx_file: Path) -> dict[str, Any] | None:
     try:
         about = read_json(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(MODEL_FILE, path, f"a JSON file ({one_line(error)})") from error
+        reason = f"the file cannot be read as JSON ({one_line(error)}); correct or move it"
+        raise ConfigError(MODEL_FILE, path, reason=reason) from error
     if not isinstance(about, dict):
         raise _refused(path, "", about, "an object with preprocessing")
     if "preprocessing" not in about:
@@ -80,12 +81,16 @@ def _check(path: Path, found: Mapping[str, Any]) -> None:
     channels, size = len(found["mean"]), found["image_size"]
     joined = [
         ("resize", covers(found["resize"], size), f"at least image_size ({size})"),
-        ("std", len(found["std"]) == channels, f"{channels} numbers, as in mean"),
-        ("channels", found.get("channels", channels) == channels, f"{channels}, the numbers in mean"),
+        ("std", len(found["std"]) == channels, f"{counted(channels, 'number')}, as in mean"),
+        (
+            "channels",
+            found.get("channels", channels) == channels,
+            f"{channels}, the number of values in mean",
+        ),
         (
             "channel_order",
             channels == 3 or found.get("channel_order") != "BGR",
-            "RGB without 3 numbers in mean",
+            "RGB, unless mean has 3 numbers",
         ),
     ]
     for key, fits, expected in joined:

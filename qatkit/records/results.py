@@ -115,7 +115,7 @@ class Divergence:
     tolerance: int
     first: TensorParity | None
     tensors: tuple[TensorParity, ...]
-    not_recorded: tuple[str, ...] = ()  # number of quantized tensors of the file that were not recorded
+    not_recorded: tuple[str, ...] = ()  # names of quantized tensors of the file that were not recorded
     not_in_file: tuple[str, ...] = ()  # recorded names that the file does not have
     reference: str = "the converted module"
     operator: str | None = None  # the node of the file that computes the first tensor that differs
@@ -124,8 +124,8 @@ class Divergence:
     def begins(self) -> TensorParity | None:
         """The first tensor with different rounding, if it explains `first`.
 
-        It is None if no tensor before `first` differs, or if `first` differs more than ten times as much as
-        the tensor before it.
+        It is None if there is no `first`, if no tensor before `first` differs, or if `first` differs more than ten
+        times as much as the tensor before it.
         """
         if self.first is None:
             return None
@@ -155,7 +155,8 @@ class NodeAudit:
 
     `precision` is what the kernel received: "int8", "float", "weight-only" (8- or 4-bit weights, float
     activations) or "other" (indices, booleans). `source` names the operator of the INT8 file that it came
-    from (None: inserted by ONNX Runtime), `macs` counts multiply-accumulates for one image.
+    from (None: inserted by ONNX Runtime), `macs` counts multiply-accumulates for one image, and `microseconds` is the
+    time of its kernel (None if it has none).
     """
 
     name: str
@@ -280,7 +281,7 @@ class Results:
 
     @property
     def size_ratio(self) -> float | None:
-        """The ratio of INT8 bytes to float bytes."""
+        """The ratio of INT8 bytes to float bytes; None if one of them is not known."""
         if "float" not in self.sizes or "int8" not in self.sizes:
             return None
         return self.sizes["int8"] / self.sizes["float"]

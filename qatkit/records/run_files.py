@@ -71,7 +71,7 @@ def partial_results(folder: Path) -> list[Path]:
 
 
 def report_of(folder: Path) -> dict[str, Any] | None:
-    """Returns the report.json of a finished run; None for another run."""
+    """Returns the report.json of a finished run; None if it is missing or cannot be read."""
     try:
         report = read_json(folder / REPORT_FILE)
     except (OSError, ValueError):

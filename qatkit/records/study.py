@@ -47,7 +47,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Study:
-    """All trials of a study, and the requested ones.
+    """All trials of a study, and the number of requested trials.
 
     Attributes:
         wanted: the number of requested trials.

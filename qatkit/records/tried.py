@@ -26,8 +26,9 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Tried:
-    """An algorithm that was tried in addition to those kept before, as a file on images that no algorithm has seen.
+    """The result of an algorithm that was tried in addition to those kept before.
 
+    The file is judged on images that no algorithm has seen.
     `agreement` is the share of images with the same decision as float, `sqnr_db` is the SQNR between the
     outputs and float's, and `seconds` is the time including the evaluation. All are None for an algorithm
     that was not tried; `why` gives the reason.

@@ -1,1 +1,1 @@
-"""Searches for good settings: Optuna proposes those of many runs (trials), which several workers can share."""
+"""Searches for good settings: Optuna proposes settings for many runs (trials), which several workers can share."""

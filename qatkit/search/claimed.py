@@ -22,7 +22,7 @@ _BY_EPOCHS = ("accuracy", "drop")  # metrics for which the score of an epoch mat
 
 
 class Claimed:
-    """A trial that belongs to this worker until its `with` block ends; the folder is locked before.
+    """A trial that belongs to this worker until its `with` block ends; the folder must be locked before.
 
     Args:
         study: the study that contains the trial.
@@ -31,6 +31,15 @@ class Claimed:
         folder: the folder of the trial's run.
         lock: the lock of this folder, which the end of the block releases.
         metric: the metric that the epochs measure.
+
+    Attributes:
+        number, values: the number of the trial and its proposed settings.
+        folder: the folder of the trial's run.
+        epochs: the scores so far, by stage and epoch.
+        attempts: the number of starts, including this one.
+
+    Raises:
+        StorageError: the storage failed (in every method except `uncount`).
     """
 
     def __init__(

@@ -77,10 +77,8 @@ def answering(where: str | None) -> Iterator[None]:
         of_folders = isinstance(error, OSError) and where != "journal"
         if of_folders or disk_error(error) is not None:
             raise
-        allowed = (
-            f"a storage that answers until the search ends ({_cause(error)}); the same command continues it"
-        )
-        raise StorageError("search.storage", where or DATABASE, allowed) from error
+        reason = f"the storage failed ({_cause(error)}); the same command continues the search"
+        raise StorageError("search.storage", where or DATABASE, reason=reason) from error
 
 
 def _cause(error: BaseException) -> str:
@@ -93,15 +91,15 @@ def _cause(error: BaseException) -> str:
 
 
 def driver(error: ImportError) -> str:
-    """Returns advice on a missing driver: the command that installs it, or its name."""
+    """Returns the end of a message about a missing driver: the command that installs it, or its name."""
     cause: BaseException | None = error
     while cause is not None and getattr(cause, "name", None) is None:
         cause = cause.__cause__ or cause.__context__
     name = getattr(cause, "name", None)
     return (
-        f"install it with {install_extra('postgresql')}"
+        f"; install it with {install_extra('postgresql')}"
         if name == "psycopg"
-        else f"{name or first_line(error)} is missing"
+        else f" ({name or first_line(error)})"
     )
 
 

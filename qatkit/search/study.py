@@ -52,8 +52,13 @@ class SharedStudy:
         seed: the seed of the proposals.
         settings: the settings that all runs share (`settings_of`); they must equal those of an existing study.
 
+    Attributes:
+        optuna: the study in Optuna.
+        task: the names of the task and its metrics.
+
     Raises:
-        ConfigError: the storage cannot be used, or the existing study has other settings.
+        ConfigError: the storage cannot be used, or the existing study has other settings. If the storage fails later,
+            methods raise a StorageError.
     """
 
     def __init__(
@@ -91,8 +96,8 @@ class SharedStudy:
             self._check_unused()
             return optuna.create_study(study_name=self.name, storage=storage, directions=directions)
         except ImportError as error:
-            allowed = f"a database whose driver is installed; {driver(error)}"
-            raise ConfigError("search.storage", self.asked.storage, allowed) from error
+            reason = f"the driver of this database is not installed{driver(error)}"
+            raise ConfigError("search.storage", self.asked.storage, reason=reason) from error
         except ConfigError:
             raise
         except Exception as error:  # from Optuna, SQLAlchemy, a driver or the disk
@@ -130,8 +135,9 @@ class SharedStudy:
                 raise ConfigError("search.space" if part == "space" else "search", self.folder, reason=reason)
         for part in ("objectives", "constraints"):
             if there[part] != asked[part]:
-                allowed = f"{there[part]} as in the study in {self.folder}; {another}"
-                raise ConfigError(f"search.{part}", asked[part], allowed)
+                known, given = (f"[{', '.join(one[part])}]" for one in (there, asked))
+                allowed = f"{known}, as in the study in {self.folder}; {another}"
+                raise ConfigError(f"search.{part}", given, allowed)
         if _mark(self.folder) != self.optuna.user_attrs.get("mark"):
             allowed = f"the folder of the study {self.name}, which all workers must share; {another}"
             raise ConfigError("output_dir", self.folder, allowed)
@@ -145,7 +151,11 @@ class SharedStudy:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Makes other workers wait with claiming a trial within the context; the lock also ends with the process."""
+        """Makes other workers that want to claim a trial wait for the end of the context, or of this process.
+
+        Raises:
+            ConfigError: the file system has no locks.
+        """
         import fcntl  # does not exist on Windows
 
         descriptor = os.open(self.folder / _CLAIM, os.O_RDWR | os.O_CREAT, 0o666)
@@ -221,7 +231,7 @@ def _mark(folder: Path) -> str | None:
 
 
 def _entry(axis: Axis) -> Any:
-    """Returns an axis in the form in which the study stores it."""
+    """Returns an axis as the study stores it."""
     if isinstance(axis, Numbers):
         return {
             key: value for key, value in vars(axis).items() if key != "key" and value not in (None, False)

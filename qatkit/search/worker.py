@@ -45,7 +45,7 @@ from qatkit.search.storage import StorageError
 from qatkit.search.study import SharedStudy
 from qatkit.verify.checks.base import load_checks
 from qatkit_verify import stopping
-from qatkit_verify.errors import ConfigError, as_typed, disk_error, first_line
+from qatkit_verify.errors import ConfigError, as_typed, counted, disk_error, first_line
 from qatkit_verify.files import write_text
 
 Compose = Callable[[Sequence[str]], Config]
@@ -68,7 +68,8 @@ def work(config: Config, typed: Sequence[str], compose: Compose, job: Callable[[
         The exit status: 0, or 1 if no trial on the Pareto front meets all bounds.
 
     Raises:
-        ConfigError: a setting is wrong, which is found before the first trial, or all of the first trials failed.
+        ConfigError: a setting is wrong, which is found before the first trial, all of the first trials failed, or the
+            storage failed.
     """
     folder = Path(config.output_dir or ".")
     space = axes(config.search.space, _hints(config))
@@ -107,7 +108,7 @@ def _hopeless(study: Study) -> Trial | None:
 
 
 def _hints(config: Config) -> Callable[[str], Any]:
-    """Returns a function that gives the type of a key's value; an algorithm's class gives those of its settings."""
+    """Returns a function that returns the type of a key's value; an algorithm's settings have those of its class."""
     chosen = {f"algorithm.{name}": type(one) for name, one in algorithms_of(config.algorithm).items()}
 
     def hint(key: str) -> Any:
@@ -150,7 +151,11 @@ def _check_a_run(config: Config) -> None:
 
 
 def _check_space(space: Sequence[Axis], typed: Sequence[str], compose: Compose, data: DataModule) -> None:
-    """Checks that every key accepts its values (of an interval, the ends), and that no two values give the same run."""
+    """Checks the keys and values of the space.
+
+    Keys must not be typed on the command line too, and must accept their values (for an interval, the ends). No two
+    values may give the same run.
+    """
     keys = {one.lstrip("+~").partition("=")[0] for one in typed}
     for axis in space:
         if axis.key in keys:
@@ -163,7 +168,7 @@ def _check_space(space: Sequence[Axis], typed: Sequence[str], compose: Compose, 
                 made.append(_composed(axis.key, value, compose, data))
             except ConfigError as error:
                 raise ConfigError(
-                    f"search.space.{axis.key}", value, reason=f"the value cannot be typed: {error}"
+                    f"search.space.{axis.key}", value, reason=f"the value is not accepted: {error}"
                 ) from error
             first = made.index(made[-1])
             if first < len(made) - 1:
@@ -185,7 +190,7 @@ def _composed(key: str, value: Value, compose: Compose, data: DataModule) -> Con
 def _trial(claimed: Claimed, config: Config, compose: Compose, job: Callable[[Config], int | None]) -> None:
     """Runs one trial. If a signal, a full disk or the storage ends it, the start does not count as an attempt."""
     if claimed.attempts > config.search.attempts:
-        claimed.fail(f"its worker was killed {config.search.attempts} times")
+        claimed.fail(f"its worker was killed {counted(config.search.attempts, 'time')}")
         return
     try:
         _ended(claimed, config, compose, job)()
@@ -219,7 +224,7 @@ def _ended(
 def _finished(
     claimed: Claimed, compose: Compose, job: Callable[[Config], int | None]
 ) -> Mapping[str, Any] | None:
-    """Returns the report of the trial's run, after running it if there is none; None if the run wrote no report."""
+    """Runs the trial unless it already has a report, and returns the report; None if the run wrote none."""
     if (report := report_of(claimed.folder)) is not None:
         return report
 
@@ -254,7 +259,9 @@ def _told(claimed: Claimed, config: Config, report: Mapping[str, Any] | None) ->
         return partial(claimed.fail, _without_file(claimed.folder / _TABLE))
     found = figures(report)
     if missing := [name for name in _asked(config.search) if name not in found]:
-        measured = f"it has {', '.join(found)}; without labels, use agreement or sqnr instead of accuracy"
+        measured = (
+            f"it has {', '.join(found) or 'none'}; without labels, use agreement or sqnr instead of accuracy"
+        )
         return partial(claimed.fail, f"its report has no {missing[0]} ({measured})")
     return partial(claimed.complete, found, of_test_images(report), report["shortfalls"])
 

@@ -50,7 +50,13 @@ def feature_loss(ours: Tensor, theirs: Tensor) -> Tensor:
 
 @torch.no_grad()
 def watched(model: nn.Module, batch: Example, paths: Sequence[str]) -> tuple[Any, list[Tensor]]:
-    """Returns the outputs of a model, and the outputs of its modules at `paths` within the same call."""
+    """Returns the outputs of a model, and the outputs of its modules at `paths` within the same call.
+
+    For a module that returns a tuple, this is the first value.
+
+    Raises:
+        KeyError: the model does not call one of the modules.
+    """
     found: dict[str, Tensor] = {}
     with _hooks(model, paths, found):
         outputs = call(model, batch)
@@ -90,7 +96,7 @@ def find_features(
 
     Args:
         graph_module: the graph prepared from `model`; a graph of the same structure has the same names.
-        tensors, example: one batch, in the form for the graph and in the form for the models.
+        tensors, example: one batch, as the inputs of the graph and as the input of the models.
         model, teacher: the models, in inference mode.
         pairs: paths of modules in the model, each followed by ":" and a path in the teacher if that differs.
 
@@ -111,8 +117,8 @@ def find_features(
     for (path, _), name in zip(paths, names, strict=True):
         if name is None:
             wanted = (
-                "a module whose output the quantized graph computes; the output of this one is changed by an "
-                "algorithm or fused away, unlike that of a module that ends a block"
+                "a module whose output the quantized graph computes, such as the last one of a block; this output "
+                "is changed by an algorithm or disappears by fusing"
             )
             raise ConfigError(KEY, path, wanted)
     return [Feature(a, b, name) for (a, b), name in zip(paths, names, strict=True) if name is not None]
@@ -185,7 +191,10 @@ def _equal_values(
 
 
 def tapped(graph_module: fx.GraphModule, names: Sequence[str]) -> fx.GraphModule:
-    """Returns the graph, sharing modules and parameters, with outputs (outputs, values of the nodes `names`)."""
+    """Returns a graph with the outputs (outputs of `graph_module`, values of the nodes `names`).
+
+    It shares modules and parameters with `graph_module`.
+    """
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     outputs = graph.graph_copy(graph_module.graph, copies)
     by_name = {node.name: copy for node, copy in copies.items()}

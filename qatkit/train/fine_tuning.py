@@ -62,19 +62,22 @@ class FineTuning(Learner):
         """Returns the graph's outputs, flat: a tensor, or a tuple in the order of `graph.meta["outputs"]`.
 
         Args:
-            inputs, named: the model's arguments, one batch in the form of the example, or the graph's
-                tensors.
+            inputs, named: the model's arguments, one batch with the structure of the example, or the graph's tensors.
 
         Raises:
-            ConfigError: the inputs do not have the form of the example.
+            ConfigError: the inputs do not have the structure of the example.
         """
         return self.graph(*self.tensors(*inputs, **named))
 
     def tensors(self, *inputs: Any, **named: Any) -> tuple[Tensor, ...]:
-        """Returns the graph's inputs for a call or a batch of the example's form; floating-point ones in float32."""
+        """Returns the graph's inputs for a call or a batch; floating-point tensors are converted to float32.
+
+        Raises:
+            ConfigError: the call or batch does not have the structure of the example.
+        """
         if named and inputs:
             raise ConfigError(
-                "batch", ", ".join(named), "positional or keyword arguments, or one mapping of all"
+                "batch", ", ".join(named), "only positional arguments, only keyword arguments, or one mapping"
             )
         batch = named or (inputs[0] if len(inputs) == 1 else inputs)
         try:
@@ -82,7 +85,7 @@ class FineTuning(Learner):
         except ConfigError:
             if len(inputs) != 1 or isinstance(self.example, Tensor):
                 raise
-            # The only argument of the example holds several tensors.
+            # The only argument of the example contains several tensors.
             return flatten(in_float32(like(self.example, inputs, graph_inputs(self.graph))))
 
     def kept(self, outputs: Any) -> int | None:
@@ -95,12 +98,15 @@ class FineTuning(Learner):
         (1 - distill)·loss + distill·distillation + distill_feature_weight·(mean over features of
         their relative squared error). Source of the mix: Hinton et al., "Distilling the knowledge in a neural
         network", 2015.
+
+        Raises:
+            ConfigError: the schedule distills, but there is no teacher.
         """
         schedule = self.schedule
         if not self.teacher:
             if self._distills:
-                allowed = "a teacher that was passed to QATModule.learn_from"
-                raise ConfigError("schedule.distill_teacher", schedule.distill_teacher, allowed)
+                reason = "distillation needs a teacher; pass it to QATModule.learn_from before training"
+                raise ConfigError("schedule.distill_teacher", schedule.distill_teacher, reason=reason)
             return super().loss(images, targets)
         outputs, ours = self._with_features(images)
         output, auxiliary = self.heads(outputs)
@@ -153,9 +159,11 @@ class FineTuning(Learner):
     def check_gradients(self) -> None:
         """Checks that the gradient of the loss reaches all weights.
 
+        Without epochs, or with feature distillation, nothing is checked.
+
         Raises:
-            ConfigError: it does not reach some weights; the message names them and the module that torch does
-                not compute.
+            ConfigError: the gradient does not reach some weights; the message names the first operator with such
+                weights and the module that torch does not compute.
         """
         trains = self.schedule.epochs and not self.schedule.distill_features
         if trains and (found := stopped(self.graph.graph)) is not None:
@@ -193,16 +201,18 @@ class FineTuning(Learner):
         self.follow_oscillation(self._progress)
 
     def after_step(self) -> None:
-        """Updates, from training BatchNorms, scales that no weight determines (`qatkit.graph.batch_norm.follow`).
+        """Multiplies learned and fixed scales by the change of training BatchNorms (`qatkit.graph.batch_norm.follow`).
 
-        Called after each optimizer step. A custom training loop must also call it, and `set_phase` before the
-        step.
+        Called after each optimizer step. A custom training loop must also call it, and `set_phase` before the step.
         """
         follow(self.graph, self._variances)
         self._variances = {}
 
     def follow_oscillation(self, progress: float) -> None:
-        """Records the integers of a step; with `schedule.oscillation=freeze` oscillating weights are frozen."""
+        """Records the integers of a step, unless `schedule.oscillation` is ignore.
+
+        If it is freeze, oscillating weights are frozen.
+        """
         kind, last = self.schedule.oscillation, self.schedule.freeze_above
         if self.quantize and kind != "ignore":
             threshold = annealed(max(FIRST_THRESHOLD, last), last, progress)

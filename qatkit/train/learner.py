@@ -31,24 +31,27 @@ EMA = "ema"  # key in the record of a float checkpoint; the value is the decay, 
 class Learner(lightning.LightningModule):
     """A Lightning module that trains `self.graph` on batches (images [N, C, H, W], targets [N, ...]).
 
-    Instead of images, batches may hold any other input of a model (`qatkit.graph.signature.Example`); the task's
-    loss takes the first output. A `ScheduleConfig` holds the settings.
+    Instead of images, batches may contain any other input of a model (`qatkit.graph.signature.Example`). The loss is
+    computed from the outputs that `Task.trained` returns. A `ScheduleConfig` has the settings.
 
-    Checkpoints hold the state of torch's random generator, so that a run resumed in mid-epoch drops the same
-    activations as an uninterrupted one. They also hold the average of the weights and the metrics of the
-    epochs so far.
+    Checkpoints contain the state of torch's random generator, so that a run resumed in mid-epoch drops the same
+    activations as an uninterrupted run. They also contain the average of the weights and the metrics of the epochs
+    so far.
 
     Raises:
         ConfigError: a checkpoint is to be written, but the weights are not finite.
 
     Attributes:
+        schedule, lr: the settings, and the initial learning rate.
         task: the task that is learned.
+        about: entries for export that are written into checkpoints.
         keys: the prefix of the keys of this training's own settings.
         average: the average of the weights, if `schedule.ema` is set, from the first step until
             `take_average`.
         curve: the metrics of each evaluated epoch (`qatkit.records.tried.Epoch`).
         best: the state_dict of the best epoch, if epochs are selected; None before there is one.
         finished: whether the weights are final.
+        told: notes on the last training, for the report.
     """
 
     keys: ClassVar[str] = "schedule."
@@ -216,8 +219,8 @@ class Learner(lightning.LightningModule):
         """
         step = self.trainer.global_step
         allowed = (
-            f"a smaller value, such as {self.lr / 10:g}, a longer schedule.warmup or trainer.gradient_clip=1;"
-            f" the training had diverged by step {step} ({how})"
+            f"a smaller value, such as {self.lr / 10:g}, unless schedule.warmup is increased or"
+            f" trainer.gradient_clip=1 is set; the training had diverged by step {step} ({how})"
         )
         return ConfigError(f"{self.keys}lr", self.lr, allowed)
 
@@ -266,7 +269,7 @@ class FloatModule(Learner):
 
 
 def rate_factor(step: int, total: int, schedule: ScheduleConfig) -> float:
-    """Returns the learning rate at `step` of `total`, relative to `schedule.lr`: first warm-up, then decay to 0."""
+    """Returns the learning rate at `step` of `total` relative to its initial value: warm-up, then `schedule.decay`."""
     warmup = round(schedule.warmup * total)
     if step < warmup:
         return (step + 1) / (warmup + 1)

@@ -63,7 +63,7 @@ NOTHING, IDLE = "finds nothing to change", "idle"
 
 
 class QATModule(FineTuning):
-    """A prepared model.
+    """A Lightning module that prepares, calibrates, fine-tunes and converts a float model.
 
     Args:
         model: the float model, which is not changed. A model captured with the same example is traced and
@@ -82,8 +82,8 @@ class QATModule(FineTuning):
 
     Attributes:
         graph: the prepared GraphModule, called with the example's tensors as positional arguments.
-        example: a batch of one sample, in the same form; if the model takes only one batch size, a batch of
-            that size.
+        example: a batch of one sample with the same structure; if the model supports only some batch sizes, the
+            smallest of them.
         skipped: (site, reason) of everything left float, over all hooks.
         notes: (site, reason) of everything that the corrections left unchanged, and of dead channels.
         mixed_scales: "float" or "report", the response of `calibrate` to tensors that one scale cannot represent.
@@ -181,7 +181,7 @@ class QATModule(FineTuning):
         return graph
 
     def fuse(self, model: nn.Module) -> PassResult:
-        """Folds BatchNorms into their operators, in a traced copy or in an already traced graph (hook)."""
+        """Fuses BatchNorms with their operators, in a traced copy or in an already traced graph (hook)."""
         schedule = self.schedule
         # Without training, branches are merged into plain weights, which the algorithms may change.
         branches = schedule.branches if schedule.epochs else "merged"
@@ -207,7 +207,7 @@ class QATModule(FineTuning):
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
     def _captured(self, model: nn.Module | Captured) -> Captured | None:
-        """Returns the capture whose graph is passed to `fuse`; None if an overridden `fuse` gets the model itself."""
+        """Returns the capture whose graph is passed to `fuse`; None for a plain model or with an overridden `fuse`."""
         return model if isinstance(model, Captured) and type(self).fuse is QATModule.fuse else None
 
     def stub(self, model: nn.Module) -> PassResult:
@@ -216,7 +216,11 @@ class QATModule(FineTuning):
         return stub(model, self.example, in_int8)
 
     def run_algorithms(self, algorithms: Iterable[Algorithm], graph: Any, inputs: Any) -> PassResult:
-        """Runs `algorithms`, all of one stage, one after the other on a graph of that stage (hook)."""
+        """Runs `algorithms`, all of one stage, one after the other on a graph of that stage (hook).
+
+        Raises:
+            ConfigError: an algorithm does not return a PassResult.
+        """
         result = PassResult(graph)
         for algorithm in algorithms:
             done = algorithm(result.graph, inputs)
@@ -235,7 +239,7 @@ class QATModule(FineTuning):
         return [algorithm for algorithm in self.algorithms if algorithm.stage == stage]
 
     def prepare_qat(self, graph: Any) -> PassResult:
-        """Inserts FakeQuantize on edges and weights (hook)."""
+        """Inserts a FakeQuantize for each quantized activation and weight (hook)."""
         return prepare_qat(graph, self.backend, self.example, self.overrides, self.quantizers)
 
     def convert(self) -> PassResult:
@@ -244,10 +248,10 @@ class QATModule(FineTuning):
 
     @property
     def left_float(self) -> list[str]:
-        """The sites that are float in the file for a good reason: an override, or a missing int8 kernel.
+        """The sites that are float in the file for a known reason.
 
-        There is no kernel for a Linear with a float bias and a float result. The audit checks all other
-        operators that were skipped.
+        The reasons are an override, mixed scales, an operator of which only the weights are quantized, and a Linear
+        with a float bias and a float result, which has no int8 kernel. The audit checks all other skipped operators.
         """
         found = [
             where
@@ -267,12 +271,12 @@ class QATModule(FineTuning):
         self._with_images(self.of_stage(OBSERVED) if algorithms is None else list(algorithms), batches)
 
     def calibrate(self, batches: Iterable[Any]) -> int:
-        """Finds the ranges from `batches` of the example's form and returns the number of images.
+        """Finds the ranges from `batches` with the example's structure, and returns the number of images.
 
         The first images are searched for tensors that one scale cannot represent. Unless `mixed_scales` is
         "report", the operators that produce them are left float (`qatkit.calibration.mixed_scales`), in a new
         `graph`. Shifts of means by rounded weights (`qatkit.algorithms.shifted_means`) are corrected in the
-        biases, unless `mean_shifts` is "report".
+        biases, unless `mean_shifts` is "report". Neither is done for number formats or without quantization.
         """
         sample = Sample(self.graph)
         images = calibrate(self.graph, sample.of(map(self.tensors, batches)))
@@ -351,7 +355,8 @@ class QATModule(FineTuning):
             teacher: the teacher; None: the model itself.
 
         Raises:
-            ConfigError: model or teacher lacks a feature, or the shapes of a feature differ.
+            ConfigError: model or teacher lacks a feature, the shapes of a feature differ, or an algorithm rescales the
+                compared channels.
         """
         pairs = self.schedule.distill_features
         model = in_single_precision(model)[0].cpu().eval()
@@ -370,7 +375,7 @@ class QATModule(FineTuning):
 
 
 def _of_one(graph: fx.GraphModule, example: Example) -> Example:
-    """Returns a copy of `example` with one row along the batch axes, or the smallest number that the graph takes."""
+    """Returns a copy of `example` with one sample, or the smallest number of samples that the graph supports."""
     tensors = flatten(example)
     return unflatten(
         example, [t.clone() for t in resized(tensors, batch_multiple(graph), graph_axes(graph, tensors))]

@@ -56,7 +56,7 @@ class Seen(NamedTuple):
 
     Attributes:
         example: the arguments of the call.
-        result: the result of the call, without values.
+        result: the result of the call; in a Part, its tensors have no values.
     """
 
     example: Example
@@ -90,9 +90,9 @@ class Parts:
 
     Args:
         model: the float model, which is not changed.
-        scope: paths of the submodules to quantize. Each takes one or more tensors, in the same form at every
-            call. A submodule that is called several times (a head over a pyramid's levels) has one range for
-            all calls; `calibrate` warns if the inputs of these calls differ too much.
+        scope: paths of the submodules to quantize. Each must get at least one tensor, and arguments of the same
+            structure at every call. A submodule that is called several times (a head over a pyramid's levels) has one
+            range for all calls; `calibrate` warns if the inputs of these calls differ too much.
         example: one input of `model`.
         backend: the backend, as for `QATModule`.
         batch_norm: the BatchNorm mode, as in the schedule of `QATModule`.
@@ -101,13 +101,13 @@ class Parts:
         overrides: overrides by path of a part, then by pattern within the part.
 
     Attributes:
-        model: the copy that holds the parts, to calibrate, train and evaluate.
+        model: the copy with the parts, to calibrate, train and evaluate.
         inputs: the arguments of each part, by path.
         skipped: (site, reason) of everything left unchanged.
 
     Raises:
-        ConfigError: a path does not exist, lies in another part, is never called or takes no tensors, or a
-            part cannot be traced.
+        ConfigError: a path does not exist or lies in another part, a part is never called, gets no tensors or cannot be
+            traced, or an override changes nothing.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class _Calls:
         return record
 
     def counted(self, model: nn.Module) -> Callable[[Any], Any]:
-        """Returns a function that calls `model` and counts the calls of parts from the start for each batch."""
+        """Returns a function that calls `model` and restarts the count of the parts' calls for each batch."""
 
         def run(batch: Any) -> Any:
             self.done = dict.fromkeys(self.done, 0)
@@ -218,7 +218,7 @@ class _Calls:
                     path,
                     f"one range serves {len(found)} calls whose inputs differ {max(ends) / min(ends):.0f}-fold "
                     f"({min(ends):.3g} to {max(ends):.3g}), so the smallest uses few of the 256 steps; "
-                    "normalize them, or name submodules that are called only once",
+                    "normalize the inputs, or name submodules that are called only once",
                 )
 
     def __enter__(self) -> _Calls:
@@ -270,21 +270,24 @@ def _first_calls(model: nn.Module, scope: Sequence[str], example: Any) -> dict[s
         if path not in seen:
             raise ConfigError("model.scope", path, reason="the model never calls it for this example")
         if not flatten(seen[path].example):
-            kinds = ", ".join(type(value).__name__ for value in arguments_of(seen[path].example)[0])
-            raise ConfigError("model.scope", path, f"a module that takes at least one tensor, not ({kinds})")
+            args, kwargs = arguments_of(seen[path].example)
+            kinds = ", ".join(type(value).__name__ for value in (*args, *kwargs.values()))
+            given = f", only ({kinds})" if kinds else ""
+            reason = f"the model passes no tensor to it{given}; name a module that gets one"
+            raise ConfigError("model.scope", path, reason=reason)
     return seen
 
 
 def _valueless(seen: Seen) -> Seen:
-    """Returns the containers with empty tensors, so that copies of a part do not copy values."""
+    """Returns a call with its tensors on the meta device, so that copies of a part do not copy values."""
     return Seen(*unflatten(tuple(seen), [tensor.to("meta") for tensor in flatten(tuple(seen))]))
 
 
 def _advice(reason: str, example: Example) -> str:
-    """Returns why a part cannot be captured, with advice to name its submodules if it takes containers of tensors."""
+    """Returns why a part cannot be captured, with advice to name its submodules if it gets containers of tensors."""
     args, kwargs = arguments_of(example)
     values = (*args, *kwargs.values())
     if all(isinstance(value, Tensor) for value in values):
         return reason
     kinds = ", ".join(type(value).__name__ for value in values)
-    return f"a part must take only tensors, not ({kinds}); name its submodules instead ({reason})"
+    return f"the arguments of a part must be tensors, not ({kinds}); name its submodules instead ({reason})"

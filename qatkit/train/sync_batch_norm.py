@@ -159,7 +159,7 @@ def _follow(running: tuple[Tensor, ...], seen: tuple[Tensor, ...], share: float 
 def synchronized(model: nn.Module | None) -> Iterator[None]:
     """Makes every training BatchNorm of `model` normalize by the statistics of all ranks; does nothing for None.
 
-    A BatchNorm whose own forward does not use F.batch_norm keeps the statistics of its process, with a warning.
+    A BatchNorm whose own forward does not use F.batch_norm uses the statistics of its process, with a warning.
     """
     found = [m for m in (model.modules() if model else ()) if isinstance(m, _BatchNorm)]
     found = [norm for norm in found if not isinstance(norm, nn.SyncBatchNorm)]  # synchronizes by itself

@@ -37,6 +37,10 @@ class WeightAverage:
         decay: the decay, at least 0 and below 1.
         stored: `state` of an earlier average to continue; for None, and for tensors that it lacks, the average
             starts from the current weights.
+
+    Attributes:
+        decay: the decay.
+        state: the averages by the name of the tensor.
     """
 
     def __init__(self, module: nn.Module, decay: float, stored: Mapping[str, Tensor] | None = None) -> None:

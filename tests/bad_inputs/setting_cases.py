@@ -270,15 +270,15 @@ _SEARCH = [
             ),
             (
                 ["search.space={schedule.lrr:[1,2]}"],
-                "search.space.schedule.lrr=1: the value cannot be typed: ",
+                "search.space.schedule.lrr=1: the value is not accepted: ",
             ),
             (
                 ["search.space={schedule.lr:{low:-1,high:1}}"],
-                "search.space.schedule.lr=-1.0: the value cannot be typed: ",
+                "search.space.schedule.lr=-1.0: the value is not accepted: ",
             ),
             (
                 ["search.space={calibration:[minmax,msee]}"],
-                "search.space.calibration=msee: the value cannot be typed: ",
+                "search.space.calibration=msee: the value is not accepted: ",
             ),
             (["search.space={output_dir:[a,b]}"], "search.space.output_dir="),
             (

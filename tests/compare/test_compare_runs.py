@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,13 @@ from command_line import Launch, run_script
 
 from qatkit.compare.command import main
 from qatkit.compare.find import runs_below
-from qatkit.compare.page import render_page
+from qatkit.compare.page import render_page, write_page
 from qatkit.config.schema import Config
 from qatkit.records.comparison import BROKEN, MET, SHORT, UNFINISHED, Row, front
 from qatkit.records.results import Fidelity, Results
 from qatkit.report import write_report
-from qatkit_verify.classification import classified
-from qatkit_verify.records import Hardware, Latency
+from qatkit_verify.classification import NAMES, classified
+from qatkit_verify.records import Hardware, Latency, Metric
 
 CHROMIUM = shutil.which("chromium")
 
@@ -217,3 +218,20 @@ def test_page_draws_and_filters_in_a_browser_without_errors(tmp_path: Path) -> N
     assert len(re.findall(r"<tr[^>]* hidden", shown)) == len(rows) - len(some)
     svgs = re.findall(r'<svg class="scatter".*?</svg>', shown, re.DOTALL)
     assert [svg.count('class="front"') for svg in svgs] == [sum(front(some))] * 2
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium to open the page in")
+def test_the_page_prefers_a_lower_perplexity(tmp_path: Path) -> None:
+    task = replace(NAMES, metrics=(Metric("perplexity", unit="", higher_is_better=False),))
+    rows = [
+        Row(name, MET, recipe=name, task=task, score=score, latency_ms=2.0, bytes=1_000_000)
+        for name, score in (("better", 8.0), ("worse", 9.0))
+    ]
+    assert front(rows) == [True, False]
+    write_page(tmp_path / "compare.html", rows, tmp_path)
+    shown, console = in_browser(tmp_path / "compare.html")
+    assert not console and "9.00, 2.00 ms" in shown
+    assert [bool(re.search(f'<tr class="front".*{name}', shown)) for name in ("better", "worse")] == [
+        True,
+        False,
+    ]

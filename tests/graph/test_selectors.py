@@ -13,11 +13,15 @@ from qatkit import QATModule
 from qatkit.config.override_rules import check_override
 from qatkit.config.schema import BackendConfig, OverrideConfig
 from qatkit.config.selectors import every_override
+from qatkit.graph.fixed_scales import fix_activation
 from qatkit.graph.fuse import fuse
 from qatkit.graph.overrides import MATCHED
 from qatkit.graph.prepare import prepare_qat
 from qatkit.graph.quantizers import fake_quantizers, quantized_operators
 from qatkit.quant.backends import FBGEMM
+from qatkit.quant.formats.quantizers import FormatFakeQuantize
+from qatkit.quant.observers import MinMaxObserver
+from qatkit.quant.spec import QuantSpec
 from qatkit_verify.errors import ConfigError
 
 IMAGES = noise(2, 3, 12, 12)
@@ -95,7 +99,7 @@ def test_scales_stand_through_calibration_and_training() -> None:
         ({"exclude": ["subgraph/haed"], "subgraphs": {"head": {"from": "a", "to": "b"}}},
          r"backend.subgraphs has no haed \(did you mean subgraph/head"),
         ({"exclude": [{"from": ["conv1"]}]}, r"expected \{from: \[SELECTOR"),
-        ({"exclude": [{"from": ["conv3"], "to": ["conv1"]}]}, r"no path leads here from conv3, which reaches nothing"),
+        ({"exclude": [{"from": ["conv3"], "to": ["conv1"]}]}, "no path from conv3 leads here or to any other"),
         ({"exclude": [{"from": ["conv1"], "to": ["conv9"]}]}, r"matches no operator \(did you mean conv"),
         ({"overrides": {"tensor/conv9": {"activation_scale": 1.0}}}, r"no tensor \(did you mean tensor/conv"),
         ({"overrides": {"input/5/conv1": {"activation_dtype": "int8"}}}, "it has inputs 0 to 1"),
@@ -114,6 +118,12 @@ def test_scales_stand_through_calibration_and_training() -> None:
 def test_what_fits_no_graph_is_refused(backend: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         prepared(Chain(), **backend)
+
+
+def test_a_number_format_accepts_no_fixed_range() -> None:
+    quantizer = FormatFakeQuantize(QuantSpec("mxint8", symmetric=True).along(1), MinMaxObserver())
+    with pytest.raises(ConfigError, match=r"conv1\.activation_range=.*expected null with mxint8"):
+        fix_activation(quantizer, "conv1", OverrideConfig(activation_range=[-1.0, 1.0]))
 
 
 @pytest.mark.parametrize(

@@ -348,7 +348,7 @@ def test_a_block_that_is_not_merged_trains_and_is_noted() -> None:
 
     model, x = net(forward, block=Bordered()), noise(3, 3, 12, 12)
     module = QATModule(model, x)
-    assert [name for name, reason in module.notes if "no rule here joins them" in reason] == ["block"]
+    assert [name for name, reason in module.notes if "qatkit cannot merge them" in reason] == ["block"]
     assert {"block.first.weight", "block.second.weight"} <= {n for n, _ in module.graph.named_parameters()}
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune
 
+from qatkit import QATModule
 from qatkit.graph.fuse import fuse
 from qatkit.graph.phase import set_phase
 from qatkit.verify.audit import audit
@@ -88,3 +89,15 @@ def test_their_files_compute_what_was_trained(kind: str) -> None:
     np.testing.assert_allclose(plain, run_torch(done.converted, IMAGES), atol=1e-6)
     np.testing.assert_allclose(plain, run_ort(done.path, IMAGES), atol=1e-6)
     assert audit(done.path).int8_share == 1
+
+
+def test_another_hook_of_a_parametrized_module_is_kept() -> None:
+    model = nn.Sequential(parametrizations.weight_norm(nn.Conv2d(3, 4, 3)), nn.ReLU()).eval()
+    model[0].register_forward_pre_hook(lambda _, given: (2 * given[0],))
+    images = noise(8, 3, 8, 8)
+    module = QATModule(model, images[:2])
+    module.calibrate([images])
+    with torch.no_grad():
+        expected = model(images)
+        found = module.convert().graph(images)
+    assert (found - expected).abs().mean() < 0.05 * expected.abs().mean()

@@ -40,7 +40,7 @@ VALUES: list[tuple[str, str, list[Any]]] = [
     ("resize", "at least image_size (8)", [7, [9, 7]]),
     ("interpolation", "one of nearest, bilinear, bicubic", ["lanczos", 2, None, ["bilinear"], {}]),
     ("upright", "true or false", ["yes", 1, None, []]),
-    ("channels", "3, the numbers in mean", [1]),
+    ("channels", "3, the number of values in mean", [1]),
     ("channels", COUNT, ["3", 3.0, None]),
     ("fit", "one of crop, resize, letterbox", ["fill", 1, None, ["crop"]]),
     ("pad_value", "a number from 0 to 255", [-1, 256, "114", None, True, NAN]),
@@ -87,7 +87,7 @@ def test_an_unknown_key_is_named_with_the_nearest(tmp_path: Path) -> None:
     ids=lambda text: text[:9],
 )
 def test_what_is_no_json_is_said(text: str, tmp_path: Path) -> None:
-    assert refused(tmp_path, text).startswith("model.json=") and "expected a JSON file (" in refused(
+    assert refused(tmp_path, text).startswith("model.json=") and "cannot be read as JSON (" in refused(
         tmp_path, text
     )
 
@@ -106,7 +106,7 @@ def test_preprocessing_that_is_no_object_is_refused(value: Any, tmp_path: Path) 
 
 def test_bytes_and_folders_are_refused(tmp_path: Path) -> None:
     (tmp_path / "model.json").write_bytes(b"\xff\xfe\xfa")
-    with pytest.raises(ConfigError, match="expected a JSON file"):
+    with pytest.raises(ConfigError, match="cannot be read as JSON"):
         preprocessing_beside(tmp_path / "file.onnx")
     (tmp_path / "model.json").unlink()
     (tmp_path / "model.json").mkdir()
@@ -133,7 +133,7 @@ def test_what_other_inputs_need_is_returned(tmp_path: Path) -> None:
     (tmp_path / "model.json").write_text(json.dumps({"preprocessing": told}))
     assert preprocessing_beside(tmp_path / "file.onnx") == told
     grey = told | {"mean": [0.5], "std": [0.5], "channels": 1}
-    assert "expected RGB without 3 numbers in mean" in refused(tmp_path, json.dumps({"preprocessing": grey}))
+    assert "expected RGB, unless mean has 3 numbers" in refused(tmp_path, json.dumps({"preprocessing": grey}))
 
 
 def test_the_job_refuses_before_anything_is_written(tmp_path: Path) -> None:

@@ -200,15 +200,15 @@ def test_a_study_goes_on_with_its_images_only(
     [
         (
             ["search.space={schedule.lrr:[1,2]}"],
-            "error: search.space.schedule.lrr=1: the value cannot be typed: ",
+            "error: search.space.schedule.lrr=1: the value is not accepted: ",
         ),
         (
             ["search.space={schedule.lr:{low:-1,high:1}}"],
-            "error: search.space.schedule.lr=-1.0: the value cannot be typed: ",
+            "error: search.space.schedule.lr=-1.0: the value is not accepted: ",
         ),
         (
             ["search.space={calibration:[minmax,msee]}"],
-            "error: search.space.calibration=msee: the value cannot be typed: ",
+            "error: search.space.calibration=msee: the value is not accepted: ",
         ),
         (["schedule.lr=1e-3"], "error: schedule.lr=...: search.space varies this key"),
     ],
@@ -229,8 +229,8 @@ def test_a_space_of_invalid_settings_is_refused_before_a_trial(
     (["data=pictures", "data.root=.", "data.mean=[0.5,0.5,0.5]", "data.std=[0.5,0.5,0.5]"],
      "error: search.objectives=accuracy: expected one of agreement, sqnr, latency, speedup, size, since the images"),
     (["search.space={calibration.observer:[qatkit.quant.observers.MSEObserver,qatkit.quant.observers.Nope]}"],
-     "error: search.space.calibration.observer=qatkit.quant.observers.Nope: the value cannot be typed: "),
-    (["search.space={data:[digits,synthetic]}"], "error: search.space.data=synthetic: the value cannot be typed: "
+     "error: search.space.calibration.observer=qatkit.quant.observers.Nope: the value is not accepted: "),
+    (["search.space={data:[digits,synthetic]}"], "error: search.space.data=synthetic: the value is not accepted: "
      "data=synthetic: it changes the images on which trials are compared"),
     (["search.space={verify.audit:[true,on]}"], "error: search.space.verify.audit=on: "
      "with the other settings it makes the same run as verify.audit=true"),

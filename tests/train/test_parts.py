@@ -145,7 +145,7 @@ def test_parts_train_in_their_places() -> None:
         (["backbon"], "did you mean backbone"),
         (["backbone", "backbone.stem"], "lies inside 'backbone'"),
         (["head.unused"], "the model never calls it for this example"),
-        (["head"], r"must take only tensors, not \(list\)"),
+        (["head"], r"must be tensors, not \(list\)"),
     ],
 )
 def test_scopes_that_cannot_be(scope: list[str], message: str) -> None:

@@ -5,13 +5,13 @@ same sum in floating point, with an error of about a hundredth of an integer. Wh
 round differently. This happens once in 10⁵ values, which in a deep network changes the class of every 300th image. If M
 is a fraction p/q with q odd, p·Σ/q is never nearer to k + ½ than 1/(2q), and all ways to compute it give the same byte.
 Only if q is so large (thousands) that 1/(2q) is below the error of a float32 sum do they differ. Every scale is
-therefore moved up by a fraction of a percent:
+therefore moved up, usually by a fraction of a percent:
 
     Conv, Linear      s_x·s_w/s_y = p/q            moves s_w (`qatkit.quant.weight_fake_quantize.WeightFakeQuantize`)
     Mul               s_a·s_b/s_y = p/q            moves s_y, else s_a or s_b
     average pool      s_x/(n·s_y) = p/q            for means of n values; moves s_y, else s_x
-    HardSigmoid       s_x/(6/255) = p/1021         moves s_x; its 3 is half a step off (127.5), and a prime
-                                                   above 255 keeps all bytes but 0 off the whole steps
+    HardSigmoid       s_x/(6/255) = p/1021         moves s_x; (x + 3)/6 is at a tie where x is a multiple of
+                                                   6/255: with a prime above 255, only where x is 0
     Add, Cat          s_a/s_y = i/j, j odd         a common unit for all tensors that meet in sums; if their ranges
                                                    are too far apart (a deep residual stream), one unit per sum
     SiLU, Sigmoid     256 possible results         moves s_y, else s_x, until no result is near a tie
@@ -55,8 +55,8 @@ def align(graph_module: fx.GraphModule) -> None:
 class Alignment:
     """The relations between the scales of one graph, found once; each call moves the scales into place.
 
-    It refers to the quantizers that the graph had when it was made. A call copies no value to the host, except for the
-    first call after the quantizers have moved to another device.
+    It refers to the quantizers that the graph had when the object was created. A call copies no value to the host,
+    except for the first call after the quantizers have moved to another device.
     """
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
@@ -116,8 +116,8 @@ class Alignment:
 def _least_scales(graph_module: fx.GraphModule, position: dict[int, int]) -> list[float]:
     """Returns the lower bound of each quantizer's scale; 0 where there is none.
 
-    Before a HardSigmoid with powers of two the bound is two steps of the result. Sixths of smaller scales can be ties,
-    and 1/6 is rounded. Each step of the result covers three steps of its input anyway.
+    Before a HardSigmoid with power-of-two scales, the bound is two steps of the result. Sixths of smaller scales can be
+    ties, and 1/6 is rounded. Each step of the result covers three steps of its input anyway.
     """
     least = [0.0] * (max(position.values()) + 1)
     for node in graph_module.graph.nodes:
@@ -167,7 +167,7 @@ def _unique(quantizers: Iterable[FakeQuantize]) -> list[FakeQuantize]:
 
 
 def _around(node: fx.Node) -> list[FakeQuantize] | None:
-    """Returns the quantizers of all inputs and of the output; None if one of them has no 8-bit integers.
+    """Returns the quantizers of all inputs and of the output; None if one of them can't be aligned.
 
     With 16 bits an operator computes in float wherever the file runs. Ties are then so close to each other that no
     scale keeps a float sum away from them.
@@ -177,7 +177,10 @@ def _around(node: fx.Node) -> list[FakeQuantize] | None:
 
 
 def _before(node: fx.Node) -> list[FakeQuantize] | None:
-    """Returns the quantizer of the input twice: once in place of the output's quantizer, whose range is fixed."""
+    """Returns the quantizer of the input twice, or None if it can't be aligned.
+
+    The second one replaces the quantizer of the output, whose range is fixed.
+    """
     before = quantizer_of(node.args[0])
     return _with_integers([None if before is None else cast(FakeQuantize, module_of(before))] * 2)
 

@@ -37,7 +37,7 @@ class Scales(NamedTuple):
     settled: Tensor
 
     def set(self, at: Tensor, to: Tensor, when: Tensor) -> None:
-        """Sets the scales at positions `at` to `to` where `when` is true; the three tensors have one shape.
+        """Sets the scales at positions `at` to `to` where `when` is true; `when` is broadcast to their shape.
 
         A position that occurs twice has to get the same value twice.
         """
@@ -67,7 +67,8 @@ class Rule:
     Attributes:
         kind: one of `qatkit.graph.operators.ALIGNMENTS`.
         node: the node of the operator.
-        inputs, after: positions of the quantizers of its inputs and of its output.
+        inputs, after: positions of the quantizers of its inputs and of its output. For a HardSigmoid, `after` is the
+            position of its input's quantizer.
         count: the number of values that an average pool averages, else 1.
         turns: for a table, whether the scale after the operator and the scale before it may have to move.
     """
@@ -130,7 +131,8 @@ class _Around:
 class _Sums(_Around):
     """Moves the scales of each sum to multiples of a unit that is a fraction of one input's scale.
 
-    This input is the one that is settled already, or else the one with the largest scale.
+    This input is the one whose scale is settled, or else the one with the largest scale. A sum with a settled output
+    or several settled inputs stays unchanged.
     """
 
     def __call__(self, scales: Scales) -> None:

@@ -30,8 +30,8 @@ _POOLS = frozenset({"avg_pool", "global_pool"})
 def shared_groups(graph_module: fx.GraphModule) -> list[Group]:
     """Returns the groups of quantizers that share a scale.
 
-    The first quantizer of a group has an observer if any of them has one. A quantizer whose number type an override
-    changed is not part of a group.
+    The first quantizer of a group has an observer if any of them has one. A quantizer whose spec an override changed is
+    not part of a group. Pools share only power-of-two scales.
     """
     backend = cast("Backend | None", graph_module.meta.get("backend"))
     groups: list[Group] = []
@@ -49,7 +49,7 @@ def shared_groups(graph_module: fx.GraphModule) -> list[Group]:
 
 
 def quantizers_around(node: fx.Node, backend: Backend) -> Group:
-    """Returns the quantizers of a node's inputs, followed by that of its output, also after a fused activation."""
+    """Returns the existing quantizers of a node's inputs and then of its output (after a fused activation)."""
     after = quantizer_after(fused_activation(node, backend.fuses) or node)
     found = [*map(quantizer_of, node.all_input_nodes), after]
     return [cast(FakeQuantize, module_of(one)) for one in found if one is not None]
@@ -76,7 +76,7 @@ def choose_shared_ranges(graph_module: fx.GraphModule) -> None:
     """Gives each group the range with the least sum of relative squared errors over its tensors, by their histograms.
 
     This applies only to scales that are powers of two. With these, a range that covers all tensors may cost the smaller
-    ones several bits. A group stays unchanged if an observer has no histogram.
+    ones several bits. A group stays unchanged if an observer has no histogram or a scale is fixed.
     """
     for group in shared_groups(graph_module):
         observers = [one.observer for one in group if isinstance(one.observer, HistogramObserver)]

@@ -1,4 +1,4 @@
-"""Moves scales so that their shifts are within the hardware's bounds (`qatkit.quant.backends.Shifts`), and reports it.
+"""Moves scales so that their shifts are within hardware bounds (`qatkit.quant.backends.Shifts`), and lists the changes.
 
 With scales 2^-pos an operator requantizes by shifts, whose sizes are differences of positions. A sum first shifts the
 coarser input to the position of the finer one (read), then the result to the position of the output (write). A product
@@ -100,9 +100,8 @@ def adjusted_scales(graph_module: fx.GraphModule) -> list[tuple[str, str]]:
         weight = operator.effective()[0].detach()
         wanted, scale = fake.unbounded(weight), fake.scale(weight)
         if not torch.equal(wanted, scale):
-            lines.append(
-                (site(node), f"{_moved(wanted, scale)} for its weight, to keep the shift within bounds")
-            )
+            moved = _moved("the scale of its weight", wanted, scale)
+            lines.append((site(node), f"{moved}, to keep the shift within bounds"))
     return lines
 
 
@@ -115,9 +114,9 @@ def _activation_line(quantizer: FakeQuantize, name: str, others: Sequence[str]) 
         if others
         else "to keep the shifts around it within bounds"
     )
-    return [(name, f"{_moved(own, quantizer.scale)}, {why}")]
+    return [(name, f"{_moved('the scale', own, quantizer.scale)}, {why}")]
 
 
-def _moved(before: Tensor, after: Tensor) -> str:
+def _moved(what: str, before: Tensor, after: Tensor) -> str:
     first, last = (math.log2(float(one.max())) for one in (before, after))
-    return f"the scale was changed from 2^{first:g} to 2^{last:g}"
+    return f"{what} was changed from 2^{first:g} to 2^{last:g}"

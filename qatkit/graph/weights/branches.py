@@ -1,4 +1,4 @@
-"""Merges summed branches of one input into one convolution, whose weight is computed from theirs.
+"""Merges summed branches of one input into one convolution, whose weight is computed from the branches' weights.
 
     bn(conv3x3(x)) + bn(conv1x1(x)) + bn(x)       →  F.conv2d(x, w, b)      w, b: arithmetic on their parameters
     conv1x1(conv3x3(conv1x1(pad(x)))) + conv(x)   →  the same
@@ -7,9 +7,9 @@ Deployment runs only that convolution, so its weight is the one to quantize. Gra
 arithmetic (`qatkit.graph.weights.lift` makes an operator of it). BatchNorms of the branches keep their statistics,
 since no branch runs on its own.
 
-Two kinds of branches are merged. One is the training form of a block that evaluates with a merged copy
-(`qatkit.graph.capture.training_paths`). The other is any sum of several operators of one input, if the convolution
-costs no more than they do.
+Two kinds of branches are merged: those of a block that the model itself merges for evaluation
+(`qatkit.graph.capture.training_paths`), and any sum of several operators of one input, if the convolution costs no
+more than the operators.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from qatkit.quant.computed_weights import tensor_at
 
 _SETTINGS = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
 _MODULES = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_APART = "the model merges these branches for evaluation, but they stay separate in the file: no rule here joins them"
+_APART = "the model merges these branches for evaluation, but they stay separate in the file: qatkit cannot merge them"
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,15 @@ class Region:
 
 
 def merge_branches(graph_module: fx.GraphModule, *, fold: bool = False, merged: bool = False) -> PassResult:
-    """Merges branches of a graph in place; new nodes have no value in their meta.
+    """Merges branches of a graph in place; new nodes except the convolutions have no value in their meta.
+
+    `changed` in the result is the number of new convolutions. Blocks that only the model's own code can merge are
+    added to the notes of the graph.
 
     Args:
         graph_module: a traced and propagated graph.
-        fold: whether BatchNorms are folded into the weights of their branches now.
+        fold: whether BatchNorms are folded into the weights of their branches now, unless other branches or operators
+            read the same parameters.
         merged: whether the merged weights become parameters of their own, which removes the branches.
     """
     merging = _Merging(graph_module, fold=fold, merged=merged)
@@ -103,10 +107,11 @@ class _Merging:
         self.reads = parameter_reads(graph_module.graph)
 
     def merge(self, last: fx.Node, inside: Sequence[fx.Node] | None = None) -> bool:
-        """Replaces `last`, the end of branches, by a convolution of their input; returns whether it could.
+        """Replaces the branches that end at `last` by a convolution of their input; returns whether it did.
 
         Args:
-            inside: the nodes of the block that `last` belongs to; such a block is merged whatever that costs.
+            last: the last node of the branches.
+            inside: the nodes of the block that `last` belongs to, which is merged at any cost; None for other sums.
         """
         if not last.users or _kind(last) is None:
             return False
@@ -121,8 +126,8 @@ class _Merging:
         """Returns a region as one convolution; None if it is not one.
 
         Args:
-            bare: whether the input itself may be a branch. If not, it may be one only before a BatchNorm: a residual
-                stream would otherwise be quantized.
+            bare: whether the input itself may be a branch. If not, this is allowed only if a BatchNorm follows the
+                sum: a residual stream would otherwise be quantized.
         """
         shape = shape_of(region.x)
         if shape is None or not 3 <= len(shape) <= 5:
@@ -199,13 +204,13 @@ class _Merging:
         return given
 
     def _tensor(self, source: Source) -> Tensor | None:
-        """Returns the value of a source that is a tensor of the model or a constant of the graph."""
+        """Returns the value of a tensor of the model or a constant of the graph; None for other sources."""
         if isinstance(source, str):
             return tensor_at(self.graph_module, source)
         return self.constants.tensor(source)
 
     def _costs_no_more(self, kernel: Kernel, region: Region) -> bool:
-        """Returns whether the convolution needs no more products per output value than the branches."""
+        """Returns whether the convolution needs no more products per output position than the branches."""
         counts = [
             cast(Tensor, self._tensor(cast(Source, self._convolution(node)[0]))).numel()
             for node in region.nodes
@@ -233,7 +238,7 @@ class _Merging:
             last.graph.erase_node(node)
 
     def _emit(self, before: fx.Node, source: Any, made: dict[Any, fx.Node], path: str) -> Any:
-        """Inserts the node of a source before `before` and returns it; numbers and None are returned unchanged."""
+        """Inserts the node of a source before `before` and returns it; returns nodes, numbers and None unchanged."""
         if not isinstance(source, str | Call | Settled):
             return source
         if source not in made:
@@ -263,7 +268,7 @@ class _Merging:
         return new
 
     def _free(self, path: str) -> str:
-        """Returns a free parameter name in the innermost module of `path` that the graph has."""
+        """Returns a free path for a parameter: `path`, moved to its innermost module that exists."""
         owner, _, name = path.rpartition(".")
         modules = dict(self.graph_module.named_modules())
         while owner not in modules:
@@ -272,7 +277,10 @@ class _Merging:
 
 
 def _regions(last: fx.Node, inside: Sequence[fx.Node] | None) -> list[Region]:
-    """Returns the regions that end with `last`: in a block all of them, largest first, elsewhere only the smallest."""
+    """Returns the regions that end with `last` and have several convolutions or sums.
+
+    In a block, these are all such regions, largest first; elsewhere only the smallest region counts.
+    """
     order = {node: i for i, node in enumerate(last.graph.nodes)}
     found, nodes, front = list[Region](), list[fx.Node](), {last}
     while front:

@@ -1,4 +1,4 @@
-"""Rewrites a sum of products with a constant operand, whatever its axes, as a Linear or a grouped convolution.
+"""Rewrites a product that sums over axes of a constant operand as a Linear or a grouped convolution.
 
 Axes are letters, as in einsum. Products are summed over the axes C. Both operands and the result have the axes G (a
 weight per head). The axes F belong only to x, and the axes M only to the weight:
@@ -28,7 +28,8 @@ class Contraction:
 
     Attributes:
         x, weight, result: the letters of the axes of each; none has a letter twice.
-        sizes: the size of each letter of x and weight; the batch has the size of the example.
+        sizes: the size of each letter; the batch has the size of the example. If the shape of x is not known, only
+            letters of the weight have a size.
     """
 
     x: str
@@ -54,7 +55,8 @@ class Contraction:
 def parse(equation: str, ranks: Sequence[int | None]) -> tuple[str, str, str] | None:
     """Returns the letters of both operands and of the result of an einsum.
 
-    Returns None if there are not two operands, or if one of the three parts has a letter twice or none.
+    Returns None if there are not two operands, if the operands or the result have a letter twice or no letter, or if
+    the number of axes that an ellipsis needs is not known.
 
     Args:
         equation: the equation, as in torch.einsum.
@@ -87,7 +89,7 @@ def parse(equation: str, ranks: Sequence[int | None]) -> tuple[str, str, str] | 
 
 
 def why_not(product: Contraction) -> str | None:
-    """Returns why a product can't be rewritten; None if it can, "" if it is elementwise and nothing is summed."""
+    """Returns why a product can't be rewritten; None if it can, "" if it sums over no axis of both operands."""
     alone = [c for c in product.weight if c not in product.x and c not in product.result]
     lost = [c for c in product.x if c not in product.weight and c not in product.result]
     if not product.summed:
@@ -152,7 +154,7 @@ def _weight(
 
 
 class _Shaper:
-    """A writer that inserts operators that move axes before one node; an operator without effect is left out."""
+    """Inserts operators before one node to move axes; operators without effect are left out."""
 
     def __init__(self, node: fx.Node, product: Contraction) -> None:
         self.node, self.product = node, product
@@ -178,7 +180,7 @@ class _Shaper:
         return x if first == last else self.call("flatten", x, first, last)
 
     def split(self, y: fx.Node, axis: int, letters: str) -> fx.Node:
-        """Splits `axis` of `y` into the axes `letters`, from which it was joined."""
+        """Splits `axis` of `y` into the axes `letters`, from which it was joined; removes it if there are none."""
         if not letters:
             return self.call("squeeze", y, axis)
         if len(letters) == 1:

@@ -1,4 +1,4 @@
-"""Cuts the part of the graph that computes a weight from parameters out of it, as a separate program."""
+"""Extracts the nodes that compute a weight from parameters into a program of their own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class WeightOrigin:
         leaves: names of the parameters and buffers that the weight depends on.
         program: the module that computes the weight from these; None if the weight is the single leaf itself, or
             depends on no parameter.
-        key: a key that is equal for equal computations of the same tensors.
+        key: a key that is equal for equal computations of the same tensors; None if the weight depends on no
+            parameter.
     """
 
     value: Tensor
@@ -73,7 +74,7 @@ class Constants:
             return getattr(self._run, node.op)(node.target, args, kwargs)
 
     def add(self, before: fx.Node, what: str | Callable[..., Tensor], *args: Any) -> fx.Node:
-        """Inserts a call of a Tensor method or a function on existing constants before `before`, as a new constant."""
+        """Inserts a new constant before `before`: a function, or a Tensor method by name, called on constants."""
         with before.graph.inserting_before(before):
             call = before.graph.call_method if isinstance(what, str) else before.graph.call_function
             new = call(what, args)  # type: ignore[arg-type]
@@ -113,7 +114,7 @@ class Constants:
         """Returns one node per tensor, in the order in which the tensors were first used.
 
         Computations of the same tensors have the same order, also in different runs. A checkpoint keeps the optimizer's
-        state in the order of the parameters, and it has to fit them after a resume.
+        state in the order of the parameters, so a resumed run needs the same order.
         """
         found = {id(self._values[n]): n for n in leaves}
         for tensor in found:

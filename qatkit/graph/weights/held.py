@@ -45,7 +45,11 @@ class Hook(nn.Module):
 
 
 def open_held(graph_module: fx.GraphModule) -> int:
-    """Replaces modules with computed weights in the traced graph, in place; returns their number."""
+    """Replaces modules whose weight or bias is computed outside of forward, in place; returns their number.
+
+    Args:
+        graph_module: a traced graph.
+    """
     opened = 0
     called = [n for n in graph_module.graph.nodes if n.op == "call_module" and facts(n).weighted]
     for path, node in {str(n.target): n for n in called}.items():
@@ -58,8 +62,9 @@ def open_held(graph_module: fx.GraphModule) -> int:
 
 def is_held(module: nn.Module) -> bool:
     """Returns whether `open_held` replaces a module, and no other hooks run when it is called."""
-    hooks = [] if parametrize.is_parametrized(module) else list(module._forward_pre_hooks.values())
-    return bool(_computed(module)) and not module._forward_hooks and all(map(_sets, hooks))
+    hooks = list(module._forward_pre_hooks.values())
+    known = not hooks if parametrize.is_parametrized(module) else all(map(_sets, hooks))
+    return bool(_computed(module)) and not module._forward_hooks and known
 
 
 def _computed(module: nn.Module) -> list[str]:

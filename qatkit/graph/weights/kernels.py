@@ -4,7 +4,7 @@
     w * (k * x + b) + c           →  (w ∘ k) * x + Σ w · b + c                if w's padding has no effect
     (k * x + b) + (l * x + c)     →  (k + l) * x + (b + c)                    in a window that covers both
 
-Nothing is computed here: a `Kernel` holds the arithmetic of its weight and bias as a tree of calls whose leaves are
+Nothing is computed here: a `Kernel` describes the arithmetic of its weight and bias as a tree of calls whose leaves are
 tensors of the model.
 """
 
@@ -81,7 +81,14 @@ def itself(channels: int, rank: int) -> Kernel:
 
 
 def padded(kernel: Kernel, amounts: Sequence[int]) -> Kernel | None:
-    """Pads the input of the identity with zeros (`amounts` as in F.pad); returns None for any other kernel."""
+    """Pads the input of the identity with zeros.
+
+    Returns None for any other kernel, or if batch or channels are padded too.
+
+    Args:
+        kernel: the kernel.
+        amounts: the numbers of zeros, as in F.pad.
+    """
     rank = len(kernel.size)
     pairs = [tuple(amounts[i : i + 2]) for i in range(0, len(amounts), 2)]
     if kernel.weight is not None or len(pairs) > rank:
@@ -109,8 +116,13 @@ def normalized(kernel: Kernel, norm: Any, path: str) -> Kernel:
 def convolved(first: Kernel, second: Kernel, dilation: Sizes) -> Kernel | None:
     """Returns `first` followed by the convolution `second`; None if that is not one convolution of the input.
 
-    It is not if `second` pads, and `first` has a bias or a wide window: such zeros correspond to no zeros around
-    the input.
+    It is not if `second` pads and `first` has a bias, padding or a window of several values: such zeros correspond
+    to no zeros around the input. Nor is it if the numbers of groups differ and neither convolution is depthwise.
+
+    Args:
+        first: the first convolution.
+        second: the second convolution, as if it had no dilation.
+        dilation: the dilation of `second`, per axis.
     """
     pads = any(second.before) or any(second.after)
     wide = math.prod(first.size) > 1 or any(first.before) or any(first.after)
@@ -253,7 +265,7 @@ def _chained(first: Tensor, second: Tensor, groups: int) -> Tensor:
 
 
 def _pushed(weight: Tensor, bias: Tensor, groups: int, own: Tensor | None) -> Tensor:
-    """Returns the bias [out] of a convolution whose input has a constant added.
+    """Returns the bias [out] of a convolution that absorbs a constant added to its input.
 
     Args:
         weight: the weight of the convolution, [out, mid / groups, ...].

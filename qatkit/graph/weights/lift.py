@@ -27,7 +27,7 @@ _NO_WEIGHT = "stays float: the operator of the file does not multiply by a const
 
 
 def lift_weights(graph_module: fx.GraphModule) -> PassResult:
-    """Lifts weights in a traced graph, in place; it has to be propagated if an example is available.
+    """Lifts weights in a traced graph, in place; the graph must be propagated if there is an example.
 
     `changed` in the result is the number of operators that got a module. New nodes have no value in their meta yet.
     """
@@ -49,7 +49,7 @@ def lift_weights(graph_module: fx.GraphModule) -> PassResult:
     if result.changed:
         for node in reversed(
             list(graph_module.graph.nodes)
-        ):  # such a node reads a tensor below a path where an operator is now
+        ):  # the tensor of such a node may have moved into an operator
             if node in builder.constants and not node.users:
                 graph_module.graph.erase_node(node)
         tidy(graph_module)
@@ -69,7 +69,7 @@ def _drop_identities(graph_module: fx.GraphModule) -> None:
 
 
 def _drop_unread(graph_module: fx.GraphModule) -> None:
-    """Removes tensors that moved into operators from their former modules, unless these are still called."""
+    """Removes unread tensors of modules that are not called: operators have the tensors that are still used."""
     called = {str(n.target) for n in graph_module.graph.nodes if n.op == "call_module"}
     read = {str(n.target) for n in graph_module.graph.nodes if n.op == "get_attr"}
     for path, module in graph_module.named_modules():

@@ -1,4 +1,4 @@
-"""Builds the operator for a weight: its type, its place in the model and the names of its parameters.
+"""Builds the operator for a weight: its type, its path in the model and the names of its parameters.
 
 If nothing else is called in the module that has the weight, the operator replaces this module, and the parameters
 keep their names. Otherwise the operator becomes a child, named by the function's site ("attn.linear").
@@ -81,9 +81,9 @@ class OperatorBuilder:
         return free_path(self.graph_module, site(node))
 
     def _free(self, path: str, node: fx.Node, own: Collection[fx.Node]) -> bool:
-        """Returns whether the module at `path` is used only by `node` and by the computation of its weight and bias.
+        """Returns whether only `node`, the computation of its weight and bias, and paddings use the module at `path`.
 
-        If paddings are the only other users, they are renamed so that the path becomes free.
+        If this is true, the paddings are renamed so that the path becomes free.
 
         Args:
             path: the path of the module.
@@ -180,7 +180,7 @@ def _empty(kind: Kind, sources: Mapping[str, WeightOrigin], settings: Mapping[st
 
 
 def _parameter(source: WeightOrigin) -> nn.Parameter:
-    """Returns the parameter for a weight; if its value depends on no parameter, it is frozen."""
+    """Returns the parameter for a weight, frozen if the value depends on no parameter."""
     value: Tensor = source.value
     return value if isinstance(value, nn.Parameter) else nn.Parameter(value.detach(), requires_grad=False)
 

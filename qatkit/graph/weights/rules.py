@@ -1,4 +1,4 @@
-"""Rules for functions that multiply by a weight: each rewrites one kind of product.
+"""Rules for functions of a weight: each rewrites one kind of product, or a lookup in a table.
 
 A rule returns None after it has rewritten its node, the reason if it can't, or "" if it does not apply.
 """
@@ -29,7 +29,7 @@ _UNKNOWN = "the shape of its input is not known without an example"
 
 
 def rule_of(node: fx.Node) -> Rule | None:
-    """Returns the rule for a node; None if the node is no product that a rule knows."""
+    """Returns the rule for a node; None if there is none for its function."""
     if node.op == "call_module" and type(module_of(node)) in TYPES:
         return lower_transposed
     if node.op == "call_function":
@@ -82,9 +82,9 @@ def _linear_call(
 
 
 def _added(builder: OperatorBuilder, node: fx.Node, outputs: int) -> tuple[fx.Node, fx.Node | None]:
-    """Returns the node after the bias, and the bias.
+    """Returns the Add of a bias [outputs] after `node`, and the bias.
 
-    These are an Add that is the only reader of `node` and its vector [outputs], else `node` and None.
+    Returns `node` and None if its only reader is not such an Add.
     """
     user = next(iter(node.users)) if len(node.users) == 1 else None
     if user is None or called(user) not in ("add", "add_", "iadd") or user.kwargs or len(user.args) != 2:

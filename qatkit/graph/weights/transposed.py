@@ -1,9 +1,9 @@
 """Rewrites a transposed convolution as a convolution, which has an 8-bit kernel, and operators that move values.
 
-With stride s, output q·s + r - padding is a sum over only the taps r, r + s, r + 2s, ... of the kernel. Each phase r
-is thus a convolution with ceil(k / s) taps. All phases together are one convolution with s times the channels, whose
-output is interleaved (in ONNX: DepthToSpace) and cut to size. For k = s, the usual upsampling in a U-Net, that is a 1x1
-convolution without a cut.
+With stride s and a kernel of k taps, the output at q·s + r - padding, where 0 ≤ r < s, is a sum over only the taps r,
+r + s, r + 2s, ... of the kernel. Each phase r is thus a convolution with ceil(k / s) taps. All phases together are one
+convolution with s times the channels, whose output is interleaved (in ONNX: DepthToSpace) and cut to size. For k = s,
+the usual upsampling in a U-Net, that is a 1x1 convolution without a cut.
 
     weight [in, out / groups, k, ...]  →  [out · s · ..., in / groups, taps, ...], computed at each step
 """
@@ -73,7 +73,9 @@ def lower_transposed(builder: OperatorBuilder, node: fx.Node) -> str | None:
     stride, padding, extra, dilation = (
         _each(given[k], rank) for k in ("stride", "padding", "output_padding", "dilation")
     )
-    if shape is None or len(shape) != rank + 2 or set(dilation) != {1}:
+    if shape is None:
+        return "the shape of its input is not known without an example"
+    if len(shape) != rank + 2 or set(dilation) != {1}:
         return "a transposed convolution with dilation, or of one image without a batch, stays float"
     kernel = list(value.shape[2:])
     taps = [-(-(k + max(e - p, 0)) // s) for k, s, p, e in zip(kernel, stride, padding, extra, strict=True)]
