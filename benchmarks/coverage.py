@@ -12,7 +12,7 @@ Speeds come from `placement.py --record` on an idle machine. The result of each 
 docs/coverage.json at once, so a stopped run continues with the missing models (`--again` measures all of them).
 
 `--all` uses another list: about 600 models of timm, Hugging Face, segmentation_models_pytorch and our own (`zoo/`),
-each in its own process, written to docs/models.md.
+each in its own process, written to docs/models.md and docs/models/.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from qatkit_verify.files import write_text
 
 DOCS = Path(__file__).parent.parent / "docs"
 RECORD, PAGE = DOCS / "coverage.json", DOCS / "coverage.md"
-MODELS_RECORD, MODELS_PAGE = DOCS / "models.json", DOCS / "models.md"  # of --all
+MODELS_RECORD = DOCS / "models.json"  # the results of --all
 TASKS = ("classification", "segmentation", "video")
 PARITY_IMAGES, FEW_IMAGES, BATCH = 256, 8, 8
 # Up to this size the float file is also written (protobuf ends at 2 GB), for the size ratio.
@@ -311,15 +311,17 @@ def _reasons(rows: dict[str, Any]) -> list[str]:
 
 def the_list(args: argparse.Namespace) -> int:
     """Measures the models of `zoo/`; returns 1 if one ends in a traceback or computes something else."""
-    from zoo.page import page as models_page
+    from zoo.page import pages as model_pages
     from zoo.run import chosen, run
 
     record = args.record or MODELS_RECORD
     wanted = chosen(args.models or ())
     rows = run(wanted, record, jobs=args.jobs, limit=args.limit, again=args.again)
     if record == MODELS_RECORD:
-        write_text(MODELS_PAGE, models_page(rows))
-        print(MODELS_PAGE)
+        (DOCS / "models").mkdir(exist_ok=True)
+        for name, text in model_pages(rows).items():
+            write_text(DOCS / name, text)
+        print(DOCS / "models.md")
     return int(any(rows[entry.name]["status"] not in ("through", "refused") for entry in wanted))
 
 

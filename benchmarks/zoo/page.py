@@ -1,4 +1,4 @@
-"""Writes docs/models.md: the results of each model of the list."""
+"""Writes docs/models.md and docs/models/: the results of each model of the list."""
 
 from __future__ import annotations
 
@@ -22,29 +22,43 @@ LOW = 0.95  # share of int8 below which a model's float operators are listed
 WITHIN = 1.0  # dB that a model may be below its twin
 
 
-def page(rows: Rows) -> str:
-    """The whole page."""
-    lines = [
-        "# Models",
-        "",
-        "Written by `uv run --group benchmark benchmarks/coverage.py --all`; do not edit. Random weights "
-        "(spread so that every part counts), fbgemm, opset 13 where nothing else is said. Each model is "
-        "captured with every axis free that it leaves free, its graph compared with the model itself (batches "
-        "of 1, 2 and 3, other values; in training mode too where it is random there), calibrated with 16 "
-        "inputs, trained for a step, converted, exported and run in ONNX Runtime on 16 other inputs. SNR: the "
-        "INT8 file's outputs against the float model's, the worst output, what all inputs have in common left "
-        "out. Twin: the SNR of the same model with its functional parts written as modules. Parity: equal "
-        "choices (argmax, or whole numbers) of the file and the converted module, optimizations off / on. "
-        "Capture and export: CPU seconds, one thread (the INT8 file). Other sizes: at how many other sizes of "
-        'the axes in brackets both files were compared, too; "-" in a row of before that was measured.',
-        "",
-        *_summary(rows),
-    ]
-    for group in GROUPS:
-        found = {name: row for name, row in rows.items() if name.startswith(f"{group}/")}
-        if found:
-            lines += ["", f"## {TITLES[group]}", "", *_table(found), *_refusals(found), *_low(found)]
-    return "\n".join(lines) + "\n"
+def pages(rows: Rows) -> dict[str, str]:
+    """Returns the pages by path: models.md with the summary, and models/GROUP.md with the rows of each group."""
+    found = {group: _of(group, rows) for group in GROUPS}
+    links = [f"- [{TITLES[group]}](models/{group}.md)" for group in GROUPS if found[group]]
+    written = {"models.md": ["# Models of benchmarks", "", _INTRODUCTION, "", *_summary(rows), "", *links]}
+    for group, own in found.items():
+        if own:
+            top = [
+                f"# {TITLES[group]}",
+                "",
+                "The columns are described in [Models of benchmarks](../models.md).",
+                "",
+            ]
+            written[f"models/{group}.md"] = [*top, *_table(own), *_refusals(own), *_low(own)]
+    return {path: "\n".join(lines) + "\n" for path, lines in written.items()}
+
+
+_INTRODUCTION = (
+    "Written by `uv run --group benchmark benchmarks/coverage.py --all`; do not edit. Random weights (spread so that "
+    "every part counts), fbgemm, opset 13 unless a row names another one. Each model is captured with every axis "
+    "dynamic that it leaves dynamic. Its graph is compared with the model itself (batches of 1, 2 and 3, other values; "
+    "in training mode too if the model is random there), calibrated with 16 inputs, trained for a step, converted, "
+    "exported, and run in ONNX Runtime on 16 other inputs.\n\n"
+    "- SNR: the outputs of the INT8 file against those of the float model, for the worst output; the part that the "
+    "outputs for all inputs have in common is left out.\n"
+    "- Twin: the SNR of the same model with its functional parts written as modules.\n"
+    "- Parity: equal decisions (argmax, or integers) of the file and the converted module, without / with "
+    "optimizations.\n"
+    "- Capture and export: CPU seconds with one thread (the INT8 file).\n"
+    '- Other sizes: the number of other sizes of the axes in brackets at which both files were compared too; "-" in '
+    "rows that were measured before this comparison existed."
+)
+
+
+def _of(group: str, rows: Rows) -> Rows:
+    """Returns the rows of a group."""
+    return {name: row for name, row in rows.items() if name.startswith(f"{group}/")}
 
 
 def _summary(rows: Rows) -> list[str]:
