@@ -1,4 +1,4 @@
-"""Integer ends: the same tensor behind the first quantization, the same logits to half a step of the output."""
+"""Tests of integer inputs and outputs: input integers and logits match those of the float interface."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def pixels(count: int, size: int, seed: int = 0) -> NDArray[np.uint8]:
 
 
 def normalised(images: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """As torchvision's ToTensor and Normalize."""
+    """Normalizes images like torchvision's ToTensor and Normalize."""
     mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (MEAN, STD))
     return ((torch.from_numpy(images).float() / 255 - mean) / std).numpy()
 
@@ -46,7 +46,7 @@ def case(kind: str, backend: Backend = FBGEMM) -> tuple[Shipped, NDArray[np.uint
 
 
 def quantization(path: Path) -> tuple[NDArray[np.float32], NDArray[np.integer[Any]], str]:
-    """Scale, zero point and output of the file's own input quantization."""
+    """Returns scale, zero_point and output name of the file's own input quantization."""
     node = next(n for n in read_model(path).graph if n.name == "input_quant/QuantizeLinear")
     scale, zero_point = (constant(node.inputs[i]) for i in (1, 2))
     assert scale is not None and zero_point is not None
@@ -55,7 +55,7 @@ def quantization(path: Path) -> tuple[NDArray[np.float32], NDArray[np.integer[An
 
 @pytest.mark.parametrize("backend", [FBGEMM, QNNPACK], ids=["fbgemm", "qnnpack"])
 def test_every_pixel_becomes_the_same_integer(backend: Backend, tmp_path: Path) -> None:
-    """All 256 levels of all channels, against quantizing the normalised floats."""
+    """All 256 levels of each channel are compared with quantizing the normalised floats."""
     shipped, _ = case("residual", backend)
     to_integer_io(shipped.path, tmp_path / "io.onnx", MEAN, STD, (-1.0, 1.0))
     every = np.resize(np.arange(256, dtype=np.uint8), (2, 1, 12, 12))
@@ -69,7 +69,7 @@ def test_every_pixel_becomes_the_same_integer(backend: Backend, tmp_path: Path) 
     model.graph.output.append(helper.make_tensor_value_info(name, kind, None))
     got = ort.InferenceSession(model.SerializeToString()).run([name], {"input": levels})[0]
     difference = np.abs(got.astype(int) - want)
-    assert difference.max() <= 1  # the bias is whole steps of 1/127 of a level
+    assert difference.max() <= 1  # the bias is rounded to 1/127 of a level
     assert (difference > 0).mean() < 0.01
 
 
@@ -85,7 +85,7 @@ def test_the_logits_are_those_of_the_float_ends(kind: str, tmp_path: Path) -> No
     logits = (q.astype(np.float64) - ends.zero_point) * ends.scale
     step = (max(floats.max(), 0) - min(floats.min(), 0)) / 255
     assert ends.scale == pytest.approx(step, rel=1e-5)
-    # Half a step of the output, and what one step of a few input values changes.
+    # Half an output step, and the effect of one step in a few input values.
     assert np.abs(logits - floats).mean() < 0.5 * step
     assert np.abs(logits - floats).max() < 1.5 * step
     np.testing.assert_allclose(
@@ -99,8 +99,8 @@ def test_verification_feeds_pixels_and_finds_integers(tmp_path: Path) -> None:
     to_integer_io(shipped.path, target, MEAN, STD, (-1.0, 1.0))
     found = audit(target)
     assert found.ok and found.int8_share == 1.0
-    assert (found.quantize, found.dequantize) == (0, 0)  # not one float tensor is left
-    # Between two pixels: module and file both get the nearest.
+    assert (found.quantize, found.dequantize) == (0, 0)  # no float tensor is left
+    # Between two pixel levels, module and file both take the nearest one.
     between = normalised(raw) + np.float32(0.3 / 255 / 0.229)
     result = parity(shipped.converted, target, [torch.from_numpy(between)], threads=1)
     assert result.step == pytest.approx(2 / 255) and result.step_source == "the output's quantization scale"

@@ -1,4 +1,4 @@
-"""A file in chunks: its states are those of torch's own layers, and chunks of any length lead to the whole output."""
+"""Tests of streaming files: states match torch's layers, and chunks of any length give the whole output."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FRAMES = {"input": {1: "frames"}}
 
 
 class Spotter(nn.Module):
-    """A recurrent layer between Linears; with `mean` its answer is of all frames of a chunk."""
+    """A recurrent layer between Linears; with `mean`, its output averages all frames of a chunk."""
 
     def __init__(self, kind: str, mean: bool = False, backwards: bool = False) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def drawn(count: int = 4, frames: int = 23, seed: int = 0) -> Tensor:
 
 
 def written(model: nn.Module, folder: Path, axes: object = FRAMES) -> Path:
-    """Writes the int8 file of a model."""
+    """Writes the int8 file of a model and returns its path."""
     captured = Captured(model.eval(), drawn(), axes)  # type: ignore[arg-type]
     module = QATModule(captured, drawn())
     module.calibrate([drawn(16), drawn(16, seed=1)])

@@ -1,4 +1,4 @@
-"""Weights with zero points in the file: the module's integers, computed alike everywhere."""
+"""Tests of weights with zero points: the file has the module's integers and gives its outputs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ROWS = PerChannel(0)
 
 
 def weights(dtype: str, *, symmetric: bool = False, granularity: Granularity = ROWS) -> QuantSpec:
-    """int8 ones have 7 bits on a processor where 8 saturate, from which no guard keeps asymmetric ones."""
+    """Returns a spec with 7 bits for int8 where 8 saturate, since no guard protects asymmetric weights."""
     return QuantSpec(dtype, symmetric, granularity, reduce_range=dtype == "int8" and saturates_here())
 
 
@@ -74,9 +74,9 @@ def quantized(graph: fx.GraphModule) -> dict[str, Quantized]:
     return {path: one for path, one in graph.named_modules() if isinstance(one, Quantized)}
 
 
-EACH_TYPE = ("chain", "mlp")  # Convolutions and linear layers, of which the other networks consist too.
-# Each library and CPU rounds LayerNorm and Softmax otherwise: what lies at a tie behind them may be another step.
-BETWEEN = {"block": 0.01, "vit": 1.0}  # of the values
+EACH_TYPE = ("chain", "mlp")  # Convolutions and linear layers; the other networks consist of the same ones.
+# Libraries and CPUs round LayerNorm and Softmax differently, so values after them may be a step off.
+BETWEEN = {"block": 0.01, "vit": 1.0}  # share of the values
 
 
 @newer
@@ -139,7 +139,7 @@ def test_onnx_reference_evaluator_agrees() -> None:
 
 
 def test_one_zero_point_serves_a_whole_weight() -> None:
-    """As every version of ONNX Runtime takes it; symmetric uint8 has 128 everywhere."""
+    """Every version of ONNX Runtime accepts this; symmetric uint8 has the zero point 128 everywhere."""
     model, images = small("chain")
     for name, spec in {
         "tensor": weights("int8", granularity=PerTensor()),
@@ -189,7 +189,7 @@ def test_packed_weights_and_zero_points_are_the_modules(tmp_path: Path, dtype: s
 
 
 class Recurrent(nn.Module):
-    """An Embedding, an LSTM and a GRU over [N, 5] tokens, and a Linear tied with the table."""
+    """An Embedding, an LSTM and a GRU over [N, 5] tokens, and a Linear that shares the table's weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ def test_tables_and_recurrent_weights_have_zero_points(tmp_path: Path) -> None:
     ids=lambda one: type(one).__name__,
 )
 def test_what_algorithms_find_ships(tmp_path: Path, algorithm: Algorithm) -> None:
-    """Each gains on rounding to nearest, and its integers are those of the file."""
+    """Each algorithm beats rounding to nearest, and the file has the integers it finds."""
     model, images = small("residual")
     shifted = backend("int4")
     plain = convert(calibrated(model, images, shifted)).graph
@@ -268,7 +268,7 @@ def test_ranges_of_least_error_ship(tmp_path: Path) -> None:
 
 @newer
 def test_sums_beyond_float32_are_those_of_the_runtime() -> None:
-    """2,000 products with positive weights of 255 steps."""
+    """Each sum has 2,000 products with positive weights of up to 255 steps."""
     torch.manual_seed(0)
     first = nn.Linear(2000, 4)
     first.weight.data.uniform_(0.9, 1.0)
@@ -292,7 +292,7 @@ INT8 = backend()
 
 @newer
 def test_a_run_with_a_users_backend_trains_and_ships(tmp_path: Path) -> None:
-    """With a BatchNorm that trains and integers that are frozen while the range of their weight moves on."""
+    """The BatchNorm is trained, and integers are frozen while the range of their weight still changes."""
     config = tiny(tmp_path)
     config.backend.target, config.backend.reduce_range = f"{__name__}.INT8", saturates_here()
     config.schedule.batch_norm, config.schedule.oscillation, config.schedule.epochs = "train", "freeze", 2
@@ -300,7 +300,7 @@ def test_a_run_with_a_users_backend_trains_and_ships(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["accuracy"]["int8"]["top1"] == report["accuracy"]["simulated"]["top1"] > 85
     assert report["parity"]["optimized"]["max_steps"] < 1e-3
-    images, labels = digits_test()  # a pixel lies between two steps: a last bit may round it the other way
+    images, labels = digits_test()  # one bit may round a pixel at a tie the other way
     found = top(logits(tmp_path / "model.int8.onnx", images), labels, 1)
     assert found == pytest.approx(report["accuracy"]["int8"]["top1"], abs=0.6)
     held = {one.name: one for one in onnx.load(tmp_path / "model.int8.onnx").graph.initializer}

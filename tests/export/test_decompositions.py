@@ -1,4 +1,4 @@
-"""Programs decomposed node by node: the files compute what the models do, and the rest is left to torch's exporter."""
+"""Tests of node-by-node decomposition, including the programs that are left to torch's exporter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from qatkit.export.torch_to_onnx import export_onnx
 from qatkit_verify.errors import ConfigError
 
 MEAN, VARIANCE = noise(4), noise(4).square() + 1
-# Each takes [N, 4, 6, 6] and is written without a second trace of the program.
+# Each takes [N, 4, 6, 6] and is exported without a second trace of the program.
 WRITTEN_OUT: dict[str, Callable[[Tensor], Any]] = {
     "flatten": lambda x: x.flatten(1),
     "flatten of no more than one axis": lambda x: x.relu().flatten(2, 2),
@@ -54,7 +54,7 @@ WRITTEN_OUT: dict[str, Callable[[Tensor], Any]] = {
         nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.Hardswish(), nn.Flatten(), nn.Linear(128, 3)
     ),
 }
-# The same for [N, 4, H, W] of any batch and size.
+# The same for [N, 4, H, W] with any batch and image size.
 OF_ANY_SIZE: dict[str, Callable[[Tensor], Any]] = {
     "flatten of two free axes": lambda x: x.flatten(2),
     "flatten between free axes": lambda x: x.relu().flatten(1, 2),
@@ -78,7 +78,7 @@ LEFT: dict[str, Callable[[Tensor], Any]] = {
 
 
 class Function(nn.Module):
-    """A model of one function."""
+    """A model that applies one function."""
 
     def __init__(self, function: Callable[[Tensor], Any]) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Function(nn.Module):
 
 @pytest.fixture
 def traces(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The programs that torch's exporter has decomposed."""
+    """Records the programs that torch's exporter decomposes."""
     seen: list[Any] = []
     decompose = _fx_passes.decompose_with_registry
 
@@ -103,7 +103,7 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def check(function: Callable[[Tensor], Any], path: Path) -> None:
-    """Writes a file for any batch, and compares what it gives for another than the example's with the model."""
+    """Exports a model for any batch size and compares the file with it at a size other than the example's."""
     model = Function(function).eval()
     x = noise(3, 4, 6, 6, seed=1)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""onnxscript's rewrite rules, tried where they can match, give what trying them everywhere gives."""
+"""Checks that rewrite rules tried only where they can match give the same as when tried everywhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from qatkit.export.default_rules import _RuleOfOperators, _rules, apply_default_
 
 
 class Rewritten(nn.Module):
-    """Holds what several rules rewrite: chains of casts, transposes, reshapes, slices of all, and a padded Conv."""
+    """A model for several rules: chains of casts, transposes and reshapes, a full slice, a padded Conv."""
 
     def __init__(self) -> None:
         super().__init__()

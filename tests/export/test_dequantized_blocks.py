@@ -1,4 +1,4 @@
-"""Packed products as DequantizeLinear and MatMul: the same numbers in ONNX Runtime and onnx's reference evaluator."""
+"""Tests of packed products as DequantizeLinear and MatMul, in ONNX Runtime and onnx's reference evaluator."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PACKED = {TensorProto.INT4, TensorProto.UINT4, TensorProto.INT2, TensorProto.UIN
 
 
 class Words(nn.Module):
-    """A head that is the table, too."""
+    """An embedding whose table is also the head's weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def written(model: nn.Module, x: Tensor, path: Path, dtype: str, kind: str, scal
 
 
 def both(path: Path, x: Tensor) -> tuple[np.ndarray, np.ndarray, onnx.ModelProto]:
-    """Outputs in ONNX Runtime before and after the rewrite, and the new file."""
+    """Returns ONNX Runtime's outputs before and after the rewrite, and the rewritten model."""
 
     def run() -> np.ndarray:
         session = open_session(path, threads=1)

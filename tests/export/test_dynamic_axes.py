@@ -1,4 +1,4 @@
-"""One file for many sizes: ONNX Runtime answers as the converted module does, at sizes that nothing was made with."""
+"""Tests of one file for many sizes: it agrees with the converted module at sizes unknown to the export."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Shapes, list[str], list[Shapes]]
     ),
 }  # fmt: skip
 
-OPSETS = {"grids": 16}  # GridSample
-ATOL = {"grids": 1e-5}  # its places are float
+OPSETS = {"grids": 16}  # for GridSample
+ATOL = {"grids": 1e-5}  # its coordinates are float
 
 
 def dims(session: ort.InferenceSession) -> list[str]:
@@ -184,7 +184,7 @@ def test_axes_without_a_form_have_the_size_of_the_example(opset: int, free: bool
 def test_at_one_size_what_follows_from_it_is_a_constant(
     make: Callable[[], nn.Module], shape: tuple[int, ...], tmp_path: Path
 ) -> None:
-    """No operator is left that has no form in this opset, or computes sizes; the batch stays free."""
+    """No operator that computes sizes or that this opset lacks is left, and the batch stays dynamic."""
     torch.manual_seed(0)
     model, example, path = make().eval(), drawn(shape), tmp_path / "float.onnx"
     graph = Captured(model, example, "auto").graph()
@@ -200,7 +200,7 @@ def test_at_one_size_what_follows_from_it_is_a_constant(
 
 
 def test_no_size_is_taken_for_the_number_that_it_was(tmp_path: Path) -> None:
-    """A window of the pool's kernel is as large as the example's, unasked: right there, and wrong for other sizes."""
+    """PyTorch's exporter derives the pool's kernel from the example, which is wrong at other sizes."""
     torch.manual_seed(0)
     model, example, path = resizable.HalfRows().eval(), drawn((2, 3, 32, 48)), tmp_path / "float.onnx"
     graph = Captured(model, example, "auto").graph()

@@ -1,7 +1,7 @@
-"""torch's operators, one after another: quantized with a Conv before and a Linear behind, exported at opset 13, and
-the file against the converted module; or refused in one line that is true, and the opset that it names works.
+"""Tests of torch's operators, quantized between a Conv and a Linear, exported at opset 13 and compared.
 
-Several operators share a model, each in a branch with a Linear of its own: a branch that differs is named.
+What cannot be exported is refused in one line, and the opset that it names works. Several operators share a
+model, each in a branch with its own Linear, so that a failure names the branch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Function = Callable[[Tensor], Tensor]
 
 
 class Call(nn.Module):
-    """A function as a module, and the layers that it needs."""
+    """A function as a module, with the layers that it needs."""
 
     def __init__(self, function: Callable[..., Tensor], **layers: nn.Module) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Call(nn.Module):
 
 
 class Branches(nn.Module):
-    """A first layer, then a Linear of 3 behind each of the operators; the results side by side."""
+    """A first layer, then each operator with a Linear to 3 values after it; the results are concatenated."""
 
     def __init__(self, operators: dict[str, nn.Module | Function], shape: tuple[int, ...]) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Branches(nn.Module):
 
 
 def steps(kind: Callable[..., nn.RNNBase], **options: Any) -> nn.Module:
-    """A recurrent layer of 5 on [N, 6, 8]: its outputs, the batch first."""
+    """Returns a module that runs a recurrent layer of 5 units on [N, 6, 8], batch first."""
     layer = kind(8, 5, **options)
     if layer.batch_first:
         return Call(lambda x, rnn: rnn(x)[0], rnn=layer)
@@ -188,7 +188,7 @@ def test_operators_of_a_quantized_model_at_opset_13(name: str, tmp_path: Path) -
         found = run_ort(path, images, optimize=optimize)
         for i, branch in enumerate(operators):
             at = slice(3 * i, 3 * i + 3)
-            atol = 0.02 * float(np.ptp(expected[:, at])) + 1e-6  # where an activation lies between two steps
+            atol = 0.02 * float(np.ptp(expected[:, at])) + 1e-6  # for activations at a tie
             np.testing.assert_allclose(found[:, at], expected[:, at], rtol=0, atol=atol, err_msg=branch)
 
 
@@ -197,7 +197,7 @@ def grid(x: Tensor) -> Tensor:
 
 
 BOXES = torch.tensor([[0, 1.0, 1, 6, 6], [1, 0, 0, 4, 4]])
-# What needs a newer opset than 13: its shape, what is said of it, and the lowest opset that has it.
+# Operators that need an opset above 13: function, input shape, reason in the message, lowest opset.
 NEWER: dict[str, tuple[Function, tuple[int, ...], str, int]] = {
     "grid_sample": (lambda x: F.grid_sample(x, grid(x), align_corners=False), IMAGE, "this form of GridSample", 16),
     "roi_align": (lambda x: roi_align(x, BOXES, 3, aligned=True), IMAGE, "pixel centres", 16),
@@ -234,14 +234,14 @@ def test_operators_of_a_newer_opset_are_refused_and_work_there(name: str, tmp_pa
 
 
 class Pooled(nn.Module):
-    """The places of an adaptive pool, which no operator of ONNX tells."""
+    """The indices of an adaptive pool, which no ONNX operator returns."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.adaptive_max_pool2d(x, 3, return_indices=True)[1].float()
 
 
 class Doubtful(nn.Module):
-    """A branch on values."""
+    """A branch that depends on values."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x if bool(x.sum() > 0) else -x
@@ -287,7 +287,7 @@ def test_a_head_ending_in_argmax_exports_an_integer_output(tmp_path: Path) -> No
 
 
 def test_two_clamps_of_one_tensor(tmp_path: Path) -> None:
-    """By tensors: they are Max and Min, which become Clips whose bounds had one name."""
+    """Clamps by tensors become Max and Min and then Clips, whose bounds must not share a name."""
 
     class Clamped(nn.Module):
         def __init__(self) -> None:
@@ -296,7 +296,7 @@ def test_two_clamps_of_one_tensor(tmp_path: Path) -> None:
             self.register_buffer("low", torch.tensor(-0.5))
             self.register_buffer("high", torch.tensor(0.75))
 
-        def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the file's name
+        def forward(self, input: Tensor) -> Tensor:  # noqa: A002  name in the file
             low, high = cast(Tensor, self.low), cast(Tensor, self.high)
             left, right = self.left(input.clamp(low, high)), self.right(input.clamp(low, 2 * high))
             return cast(Tensor, left * right)

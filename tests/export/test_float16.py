@@ -1,4 +1,4 @@
-"""Files of mode float16 on values that float16 can't hold: in ONNX Runtime, and by NumPy operator by operator."""
+"""Tests of mode float16 on values that float16 cannot hold, in ONNX Runtime and onnx's evaluator in NumPy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from qatkit.jobs import quantize_file
 
 Array = NDArray[np.float32]
 DRAW = np.random.default_rng(3)
-# The last image is all zeros: what an epsilon is for.
+# The last image is all zeros, so that epsilons matter.
 IMAGES = np.concatenate([DRAW.normal(size=(15, 3, 8, 8)), np.zeros((1, 3, 8, 8))]).astype(np.float32)
 
 
@@ -41,7 +41,7 @@ Case = tuple[list[NodeProto], dict[str, NDArray[Any]]]
 
 
 def log_mel() -> Case:
-    """Loud samples, their power spectrum, filters, a logarithm."""
+    """Returns a log-mel spectrogram of loud samples: power spectrum, filters and logarithm."""
     nodes = [FLAT, node("Mul", "f loud", "x"), node("MatMul", "x cos", "re"), node("MatMul", "x sin", "im"),
              node("Mul", "re re", "re2"), node("Pow", "im two", "im2"), node("Add", "re2 im2", "power"),
              node("MatMul", "power mel", "m"), node("Add", "m eps", "e"), node("Log", "e", "log"),
@@ -53,7 +53,7 @@ def log_mel() -> Case:
 
 
 def quiet_mel() -> Case:
-    """The same of samples so quiet that their power is nothing in float16."""
+    """Returns the same for samples so quiet that their power is zero in float16."""
     nodes, weights = log_mel()
     return nodes, weights | {"loud": number(1e-4), "eps": number(1e-14)}
 
@@ -91,7 +91,7 @@ def where_masked() -> Case:
 
 
 def normalized() -> Case:
-    """A LayerNorm in parts, of large values; the epsilon is that of the image without any."""
+    """Returns a LayerNorm in parts for large values, whose epsilon matters for the image of zeros."""
     nodes = [FLAT, node("MatMul", "f a", "x"), node("ReduceMean", "x", "mean", axes=[1]), node("Sub", "x mean", "c"),
              node("Pow", "c two", "c2"), node("ReduceMean", "c2", "var", axes=[1]), node("Add", "var eps", "v"),
              node("Sqrt", "v", "d"), node("Div", "c d", "h"), HEAD]  # fmt: skip
@@ -105,7 +105,7 @@ def unit() -> Case:
 
 
 def two_readers() -> Case:
-    """The input and a large tensor are read by several operators that stay float32, and shared constants."""
+    """Returns a net whose float32 operators share the input, a large tensor and constants."""
     nodes = [FLAT, node("Mul", "f big", "x"), node("Sub", "x big", "y"), node("Add", "x y", "z"),
              node("Mul", "z z", "q"), node("Sqrt", "q", "r"), node("Div", "r big", "s"), node("MatMul", "s a", "t"),
              node("Add", "t eps", "h"), HEAD]  # fmt: skip
@@ -129,7 +129,7 @@ CASES: dict[str, Callable[[], Case]] = {
 }  # fmt: skip
 
 
-# The weight is that of an operator with a large constant: of a Gemm, whose bias a mask became.
+# Cases whose weight belongs to an operator with a large constant; the mask becomes the bias of a Gemm.
 FUSED = ("large weight", "mask of -1e9")
 
 
@@ -149,7 +149,7 @@ def write(path: Path, nodes: list[NodeProto], weights: dict[str, NDArray[Any]]) 
 @pytest.mark.parametrize("given", [True, False], ids=["images", "drawn"])
 @pytest.mark.parametrize("case", CASES)
 def test_values_beyond_float16_stay_float32(case: str, given: bool, tmp_path: Path) -> None:
-    """Where ranges are of drawn values, the image of zeros is one that they did not show."""
+    """Ranges from drawn values do not include the image of zeros."""
     source, target = write(tmp_path / "float.onnx", *CASES[case]()), tmp_path / "half.onnx"
     kept = ort_modes.float16(source, target, [IMAGES[:8], IMAGES[8:]] if given else [])
     assert bool(kept.names) == (case != "mask of -inf")
@@ -179,7 +179,7 @@ def test_what_float16_holds_is_float16(case: str, tmp_path: Path) -> None:
 
 
 def test_operators_after_another_domain_are_cast(tmp_path: Path) -> None:
-    """No type is inferred there, and the converter casts only what has one."""
+    """No types are inferred after such an operator, and the converter casts only tensors with a type."""
     nodes = [FLAT, node("MatMul", "f a", "x"), node("Gelu", "x", "g", domain="com.microsoft"), node("Exp", "g", "e"),
              node("Log", "e", "h"), HEAD]  # fmt: skip
     weights: dict[str, NDArray[Any]] = {"a": matrix(192, 24) / 3, "fc": matrix(24, 10)}

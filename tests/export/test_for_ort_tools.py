@@ -1,4 +1,4 @@
-"""Legal files that ONNX Runtime's tools read wrongly or not at all: every mode against the float file."""
+"""Tests of every mode on legal files that ONNX Runtime's tools misread or reject, against the float file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from onnx import NodeProto, helper
 from qatkit.export import ort_modes
 from qatkit.quant.backends import FBGEMM, QNNPACK, Backend
 
-# A backend's specs are those of mode=static.
+# Only mode=static uses the backend's specs.
 WAYS = [
     ("dynamic", FBGEMM),
     ("static", FBGEMM),
@@ -26,18 +26,20 @@ WAYS = [
 
 
 def node(kind: str, inputs: str, output: str, **settings: Any) -> NodeProto:
-    """`inputs` by name, "-" for one that is left out."""
+    """Returns a node; "-" in `inputs` is an input that is left out."""
     names = [name.replace("-", "") for name in inputs.split()]
     return helper.make_node(kind, names, [output], f"{kind}_{output}", **settings)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A network on [N, 3, 8, 8]: `body` makes [N, K] called "f" of "input", a Gemm makes 10 logits of it.
+    """A network on [N, 3, 8, 8]: `body` computes "f" [N, K] from "input", and a Gemm 10 logits from "f".
 
     Attributes:
-        shapes: of its weights; each channel along the axis in `uneven` has another range.
-        head: takes the place of the last Gemm.
+        body: nodes up to "f".
+        shapes: shapes of the weights.
+        uneven: the axis along which the channels of a weight differ in range.
+        head: nodes that replace the last Gemm.
     """
 
     body: list[NodeProto]
@@ -127,7 +129,7 @@ CASES = {
 def test_the_file_computes_what_the_float_file_does(
     name: str, mode: str, backend: Backend, tmp_path: Path
 ) -> None:
-    """With and without optimizations, to 2 % of the range of the logits (float16: 0.1 %)."""
+    """Logits agree to 2 % of their range (float16: 0.1 %), with and without optimizations."""
     source, target = CASES[name].write(tmp_path / "float.onnx"), tmp_path / "made.onnx"
     images = float_files.digits()[0]
     if mode == "static":

@@ -1,4 +1,4 @@
-"""Number formats in ONNX files: their functions give what the simulation does, bit for bit."""
+"""Tests of number formats in ONNX files: their functions equal the simulation bit for bit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LEVELS = ort.GraphOptimizationLevel
 
 
 def file_of(name: str, axis: int, rank: int, opset: int) -> onnx.ModelProto:
-    """One call of a format's function."""
+    """Returns a model that calls a format's function once."""
     form = FORMATS[name]
     given = ["x", "s"] if form.has_tensor_scale else ["x"]
     settings: dict[str, Any] = {"axis": axis} if form.block else {}
@@ -44,7 +44,7 @@ def file_of(name: str, axis: int, rank: int, opset: int) -> onnx.ModelProto:
 
 
 def values(shape: tuple[int, ...], seed: int) -> NDArray[np.float32]:
-    """Any bits, numbers at both ends of float32, and ties; zeros of both signs and infinities."""
+    """Returns any bits, tiny numbers, ties and usual numbers, with zeros of both signs and infinities."""
     draw = np.random.default_rng(seed)
     kinds = [
         draw.integers(0, 2**32, shape, dtype=np.uint32).view(np.float32),
@@ -67,7 +67,7 @@ def bits(x: NDArray[np.float32]) -> NDArray[np.uint32]:
 
 
 def evaluated(model: onnx.ModelProto, given: dict[str, Any]) -> NDArray[np.float32]:
-    """The output in ONNX's reference evaluator, which warns where the sign of a zero is asked for."""
+    """Returns the output in onnx's reference evaluator, without its warnings about the signs of zeros."""
     with np.errstate(all="ignore"):
         outputs: Any = ReferenceEvaluator(model).run(None, given)
     found: NDArray[np.float32] = outputs[0]
@@ -110,7 +110,7 @@ def test_a_whole_file_computes_what_was_simulated(name: str) -> None:
     shipped = ship(small_vit(), noise(8, 3, 32, 32), f"vit_{name}", of(name))
     simulated = run_torch(shipped.simulated, shipped.images)
     np.testing.assert_array_equal(run_torch(shipped.converted, shipped.images), simulated)
-    # Sums in another order cross some of float16's many rounding boundaries, a step of 2^-10 of the logits each.
+    # Sums in another order cross some of float16's rounding boundaries, each a step of 2^-10 of the logits.
     atol = 2e-3 if name == "float16" else 1e-5
     for optimize in (True, False):
         found = run_ort(shipped.path, shipped.images, optimize=optimize)

@@ -1,4 +1,4 @@
-"""int8 tables that ids index: what the file computes, against NumPy, and which tables stay float."""
+"""Tests of int8 tables that ids index, against NumPy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IDS = np.random.default_rng(1).integers(0, ROWS, (3, 7))
 
 
 def write(path: Path, *, tied: bool = False) -> Path:
-    """An Embedding whose rows are multiplied by a matrix, the table's own where `tied`."""
+    """Writes a table lookup whose rows are multiplied by a matrix, or by the table itself if `tied`."""
     matrix = TABLE[:64].T.copy()
     nodes = [helper.make_node("Gather", ["table", "ids"], ["rows"], "lookup")]
     if tied:

@@ -1,4 +1,4 @@
-"""int8 weights behind operators that multiply in float: where their scales lie, and what the files give and weigh."""
+"""Tests of int8 weights for operators that multiply in float: scales, outputs and file size."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def node(kind: str, inputs: str, output: str, **settings: Any) -> NodeProto:
 def write(
     path: Path, nodes: list[NodeProto], weights: dict[str, Any], shape: list[Any] | None = None
 ) -> Path:
-    """A model of [N, 3, 8, 8] whose output "output" has any shape."""
+    """Writes a model of [N, 3, 8, 8] whose output "output" has any shape."""
     graph = helper.make_graph(
         nodes,
         "net",
@@ -50,7 +50,7 @@ def write(
 
 
 def sqnr(source: Path, target: Path, axis: int = 1) -> float:
-    """Signal to noise in dB, of the worst channel along `axis` of the output."""
+    """Returns the SQNR in dB of the worst channel along `axis` of the output."""
     exact, found = (float_files.logits(path, IMAGES) for path in (source, target))
     others = tuple(one for one in range(exact.ndim) if one != axis)
     signal, noise = np.square(exact).sum(others), np.square(found - exact).sum(others)
@@ -63,7 +63,7 @@ def integers(path: Path) -> dict[str, NDArray[Any]]:
 
 
 def up(groups: int, outputs: int) -> Callable[[Path], Path]:
-    """A ConvTranspose of 12 channels whose output channels differ in range by 1,000."""
+    """Returns the writer of a ConvTranspose of 12 channels whose output channels differ in range by 1,000."""
     weight = drawn(12, outputs // groups, 4, 4)
     ranges = uneven(outputs).reshape(groups, outputs // groups)
     weight *= np.repeat(ranges, 12 // groups, axis=0)[:, :, None, None]
@@ -81,7 +81,7 @@ def gemm(transposed: int) -> Callable[[Path], Path]:
 
 
 def stack(first: bool) -> Callable[[Path], Path]:
-    """A matrix for each of the 3 channels; its columns (rows, where it is the first factor) differ in range."""
+    """Returns the writer of a MatMul by 3 matrices whose columns (rows if `first`) differ in range."""
     weight = drawn(3, 8, 24) * uneven(72).reshape(3, 1, 24)
     turned = node("Transpose", "m", "t", perm=[0, 1, 2, 3] if first else [0, 1, 3, 2])
     nodes = [node("MatMul", "w input" if first else "input w", "m"), turned, node("Reshape", "t s", "output")]
@@ -90,7 +90,7 @@ def stack(first: bool) -> Callable[[Path], Path]:
 
 
 def behind(kind: str) -> Callable[[Path], Path]:
-    """A Conv whose weight stands behind an operator that moves values."""
+    """Returns the writer of a Conv whose weight passes through an operator that moves or casts values."""
     weight = drawn(16, 3, 3, 3) * uneven(16)[:, None, None, None]
     forms: dict[str, tuple[NDArray[Any], dict[str, Any]]] = {
         "Transpose": (weight.transpose(1, 2, 3, 0).copy(), {"perm": [3, 0, 1, 2]}),
@@ -122,7 +122,7 @@ CASES: dict[str, Callable[[Path], Path]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_output_channel_is_near_float(case: str, tmp_path: Path) -> None:
-    """38 dB are what 8 bits give normal values; one scale for all channels gives the small ones less than 0."""
+    """With 8 bits, normal values reach 38 dB; with a per-tensor scale, small channels would be below 0."""
     source, target = CASES[case](tmp_path / "float.onnx"), tmp_path / "made.onnx"
     ort_modes.weight_only(source, target)
     assert sqnr(source, target) > 36
@@ -143,7 +143,7 @@ SIZE = 48
 
 
 def recurrent(path: Path, kind: str, *, both: bool) -> Path:
-    """Rows of the image as steps: a recurrent operator whose rows of weights differ in range, and a Gemm."""
+    """Writes a recurrent operator over the image's rows, whose weight rows differ in range, and a Gemm."""
     directions, rows = 1 + both, GATES[kind] * SIZE
     ranges = uneven(rows)[None, :, None] + np.float32(0.05)
     weights = {
@@ -225,7 +225,7 @@ def test_recurrent_weights_are_computed_at_load(tmp_path: Path) -> None:
 
 
 def test_weights_that_int8_would_enlarge_stay_float(tmp_path: Path) -> None:
-    """A row of one value and its scale take 5 bytes."""
+    """A row of one int8 value and its scale takes 5 bytes, one more than a float."""
     nodes = [node("Conv", "input w", "c", group=3), node("Conv", "c v", "output")]
     weights = {"w": drawn(3, 1, 1, 1), "v": drawn(16, 3, 3, 3)}
     target = tmp_path / "made.onnx"

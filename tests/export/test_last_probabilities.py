@@ -1,4 +1,4 @@
-"""Scores of a float16 file keep the order of their logits: in ONNX Runtime, against a sigmoid in float64."""
+"""Checks that the scores of a float16 file keep the order of their logits, against the float file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from qatkit.export.last_probabilities import last_probabilities
 
 
 class Scores(nn.Module):
-    """Scores of confident boxes, as YOLOX (objectness times class) and SSD (softmax with a background) give them."""
+    """Scores of confident boxes as in YOLOX (objectness times class) and SSD (softmax with background)."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Scores(nn.Module):
             return both.transpose(1, 2)
         if self.kind == "softmax":
             return torch.cat([torch.zeros_like(logits[..., :1]), logits[..., :1]], -1).softmax(-1)[..., 1:]
-        gated: Tensor = self.linear(rows) * self.linear(rows).sigmoid()  # no probabilities
+        gated: Tensor = self.linear(rows) * self.linear(rows).sigmoid()  # not probabilities
         return gated
 
 
@@ -51,7 +51,7 @@ def test_confident_scores_of_a_float16_file_differ(kind: str, tmp_path: Path) ->
     exact, half = found
     sure = exact > 0.9995
     assert sure.sum() > 100
-    # As near as the logits, which have eleven bits, allow: far below the 2^-11 of float16 itself.
+    # As close as the eleven bits of the logits allow, far below the 2^-11 of float16 itself.
     assert abs(exact - half)[sure].max() < 2.0**-15
     assert len(np.unique(half[sure])) > 0.4 * len(np.unique(exact[sure]))
 

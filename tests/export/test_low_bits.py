@@ -1,4 +1,4 @@
-"""4-bit weights and activations in the file: the integers of the module, computed alike everywhere."""
+"""Tests of 4-bit weights and activations: the file has the module's integers and gives its outputs."""
 
 from __future__ import annotations
 

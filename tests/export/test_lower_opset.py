@@ -1,4 +1,4 @@
-"""Lowering, rule by rule: ONNX Runtime's output before and after, for hand-built graphs of opset 18."""
+"""Tests of each lowering rule: ONNX Runtime's outputs before and after, for hand-built graphs of opset 18."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def lowered(proto: onnx.ModelProto, opset: int = 13) -> onnx.ModelProto:
     model = ir.from_proto(proto)
     for_onnxruntime(model, opset)
     lower(model, opset)
-    common.RemoveUnusedNodesPass()(model)  # what a rewrite took out of use, as export does
+    common.RemoveUnusedNodesPass()(model)  # as in an export
     after = ir.to_proto(model)
     del after.graph.value_info[:]
     onnx.checker.check_model(after, full_check=True)
@@ -67,7 +67,7 @@ def kinds(proto: onnx.ModelProto) -> list[str]:
     return [node.op_type for node in proto.graph.node]
 
 
-# By PyTorch, of newer forms that a tested ONNX Runtime computes wrongly or not at all: before 1.24, 1.27 and 1.29.
+# PyTorch's results for forms that ONNX Runtime before 1.24, 1.27 or 1.29 computes wrongly or not at all.
 BY_TORCH: dict[str, Callable[[Tensor], Tensor]] = {
     "mean_noop": lambda x: x,
     "resize_axes_to": lambda x: F.interpolate(x, (9, 4), mode="bilinear"),
@@ -176,7 +176,7 @@ BATCH_FIRST = {"LSTM": (4, "y0,y1,y2"), "GRU": (3, "y0,y1"), "RNN": (1, "y0,y1")
 
 @pytest.mark.parametrize("kind", BATCH_FIRST)
 def test_a_batch_first_layer_is_the_evaluators(kind: str) -> None:
-    """ONNX Runtime has no kernel for layout 1, so the specification's evaluator tells what it computes."""
+    """ONNX Runtime has no kernel for layout 1, so onnx's reference evaluator gives the expected values."""
     gates, outputs = BATCH_FIRST[kind]
     shapes = {"w": (1, gates * 4, 7), "r": (1, gates * 4, 4), "b": (1, gates * 8), "h": (2, 1, 4)}
     node = op(kind, "x,w,r,b,,h", outputs, hidden_size=4, layout=1)
@@ -190,7 +190,7 @@ def test_a_batch_first_layer_is_the_evaluators(kind: str) -> None:
 
 
 def test_groups_are_normed_as_the_specification_says() -> None:
-    """The form of opset 18, a factor for each group, has no kernel and is no longer legal: by NumPy."""
+    """NumPy is the reference, since opset 18's form (a factor per group) has no kernel and is illegal now."""
     case = Case(
         [op("GroupNormalization", "x,g,b", num_groups=3)], {"g": floats(3), "b": floats(3)}, (2, 6, 5, 7)
     )
@@ -204,7 +204,7 @@ def test_groups_are_normed_as_the_specification_says() -> None:
 
 
 def branching(*nodes: NodeProto) -> onnx.ModelProto:
-    """A model whose branches hold `nodes`, from "x" to "z", and the input's negative."""
+    """Returns a model whose branches compute `nodes`, from "x" to "z", or the negative of the input."""
     made = onnx.ValueInfoProto(name="z")
     negative = onnx.ValueInfoProto(name="n")
     then = helper.make_graph(list(nodes), "then", [], [made])

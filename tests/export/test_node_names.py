@@ -1,4 +1,4 @@
-"""Names of nodes: functions get the path of their site, nodes get MODULE/OPERATOR, once each."""
+"""Tests of node names: functions get the path of their site, and nodes a unique MODULE/OPERATOR."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_site_may_be_called_as_a_method_of_modules() -> None:
 
 
 def _model(*scopes: str) -> ir.Model:
-    """A chain of Relus with these recorded scopes."""
+    """Returns a chain of Relus with these recorded scopes."""
     value = x = ir.Value(name="input")
     nodes = []
     for scope in scopes:
@@ -116,7 +116,7 @@ def test_split_outputs_are_numbered() -> None:
 
 
 def places(path: Path) -> dict[str, str]:
-    """Of every node, quantized tensor and constant of a file by its name: the part that tells where it is."""
+    """Returns the module path or site in the name of each node, tensor and constant of a file."""
     graph = read_model(path).graph
     found = {str(node.name): str(node.name).rpartition("/")[0] for node in graph}
     ends = {value.name for value in (*graph.inputs, *graph.outputs)}
@@ -131,7 +131,7 @@ def places(path: Path) -> dict[str, str]:
 
 
 def known_places(model: nn.Module, graph: fx.GraphModule) -> set[str]:
-    """Modules of the model, and functions by the module that calls them and their name."""
+    """Returns the paths of the model's modules and the sites of its functions."""
     modules = {path for path, _ in model.named_modules()}
     functions = {site(node) for node in graph.graph.nodes}
     outside = {path for path in functions if "." in path and path.partition(".")[0] not in modules}
@@ -160,7 +160,7 @@ def test_every_name_of_a_file_leads_to_a_place_in_the_model(name: str, file: str
         own = base in ("input", "output", "input_normalize") or what in dict(graph.named_parameters())
         within = base.rpartition(".")[0] in modules - {
             ""
-        }  # the gate of a module that was written as two operators
+        }  # the gate of a module that is two operators in the file
         assert base in known - {""} or within or own, (what, place)
     names = {str(node.name) for node in read_model(path).graph}
     sources = {node.source for node in audit(path, input_shape=(1, *network.images.shape[1:])).matrix_nodes}
@@ -178,7 +178,7 @@ def test_constants_are_named_after_what_reads_them(tmp_path: Path) -> None:
 
 def test_a_barrier_and_the_size_of_the_batch_have_a_place(tmp_path: Path) -> None:
     class Turned(nn.Module):
-        """A GELU behind a Transpose, which ONNX Runtime would move through it."""
+        """A GELU after a Transpose that ONNX Runtime would move past it."""
 
         def __init__(self) -> None:
             super().__init__()

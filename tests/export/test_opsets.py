@@ -1,4 +1,4 @@
-"""Every opset that can be asked for: the file is legal, and computes what the module does, for two readers."""
+"""Tests of every opset: the file is legal and matches its module in ONNX Runtime and onnx's evaluator."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from torch.nn import functional as F
 from qatkit.export.torch_to_onnx import export_onnx
 
 OPSETS = range(13, 22)
-# Where a form comes (14, 17, 18, 21), and the lowest; the others with the slow tests.
+# The lowest opset and those with new forms (14, 17, 18, 21); the others are slow tests.
 CHANGES = (13, 14, 17, 18, 21)
 CHOSEN = [opset if opset in CHANGES else pytest.param(opset, marks=pytest.mark.slow) for opset in OPSETS]
-# Since which opset an operator may stand in a file.
+# The first opset that has an operator.
 SINCE = {"LayerNormalization": 17, "HardSwish": 14}
 
 
 class Many(nn.Module):
-    """What differs between opsets: LayerNorm, Hardswish, a split, means, a pad, a norm of values, a scatter."""
+    """A model of forms that differ between opsets: LayerNorm, Hardswish, split, means, pad, norm, scatter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Many(nn.Module):
 
 
 def reference(path: Path, images: Tensor) -> NDArray[np.float32]:
-    """Output of the file by the evaluator that comes with the specification."""
+    """Returns a file's output in onnx's reference evaluator."""
     outputs = list(ReferenceEvaluator(str(path)).run(None, {"input": images.numpy()}))
     return cast("NDArray[np.float32]", outputs[0])
 
@@ -65,7 +65,7 @@ def test_a_float_model_is_the_same_function_at_every_opset(opset: int, tmp_path:
     np.testing.assert_allclose(reference(path, images), expected, rtol=1e-4, atol=1e-6)
 
 
-# The ends for each network, and where a form of its own comes.
+# The lowest and highest opset for each network, and those with new forms that it uses.
 INT8_CHOSEN = {
     (name, opset) for name in ("residual", "block", "hard_gate", "gated") for opset in (13, 21)
 } | {
@@ -84,13 +84,13 @@ INT8_CHOSEN = {
     ],
 )
 def test_an_int8_file_is_the_same_function_at_every_opset(name: str, opset: int, tmp_path: Path) -> None:
-    """In ONNX Runtime without optimizations and in the evaluator, which dequantizes from opset 19 on."""
+    """The file runs in ONNX Runtime without optimizations and, from opset 19 on, in onnx's evaluator."""
     network, path = shipped(name), tmp_path / "model.onnx"
     export_onnx(network.converted, network.images[:2], path, opset=opset)
     onnx.checker.check_model(str(path), full_check=True)
     images = network.images[:4]
     expected = run_torch(network.converted, images)
-    atol = 0.02 * float(np.ptp(expected))  # where an activation lies between two steps
+    atol = 0.02 * float(np.ptp(expected))  # for activations at a tie
     np.testing.assert_allclose(run_ort(path, images, optimize=False), expected, rtol=0, atol=atol)
     if opset >= 19:
         np.testing.assert_allclose(reference(path, images), expected, rtol=0, atol=atol)

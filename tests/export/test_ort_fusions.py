@@ -1,4 +1,4 @@
-"""What ONNX Runtime's optimizer would make of a graph that is not prepared for it."""
+"""Tests of preparing a graph for ONNX Runtime's optimizer, which would otherwise change its results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from qatkit_verify.installed import version_numbers
 
 
 def two_pairs(opset: int = 13) -> onnx.ModelProto:
-    """A convolution behind two pairs of different scale, nothing between them."""
+    """Returns a convolution after two consecutive Q/DQ pairs with different scales."""
     rng = np.random.default_rng(0)
     constants = {
         "fine": np.float32(0.013), "coarse": np.float32(0.05), "zero": np.uint8(117), "other": np.uint8(128),
@@ -49,11 +49,11 @@ def test_two_pairs_in_a_row_stay_two() -> None:
     original = two_pairs()
     expected = next(
         iter(ReferenceEvaluator(two_pairs(19)).run(None, {"x": x}))
-    )  # which has no version for 13
-    assert _share(in_ort(original, x), expected) > 0.5  # one pair of the two, by ONNX Runtime
+    )  # the evaluator lacks opset 13
+    assert _share(in_ort(original, x), expected) > 0.5  # ONNX Runtime merges the two pairs
     model = ir.from_proto(original)
     for_onnxruntime(model, 13)
-    # What is left are ties: the integer kernel and float sums round them to different sides.
+    # The rest are ties, which the integer kernel and float sums round differently.
     assert _share(in_ort(ir.to_proto(model), x), expected) < 0.02
 
 
@@ -62,7 +62,7 @@ def _share(found: Any, expected: Any) -> float:
 
 
 def test_zeros_before_a_max_pool_are_numbers() -> None:
-    """ONNX Runtime before 1.32 hands the padding to the pool, which pads with nothing: the maximum is negative."""
+    """ONNX Runtime before 1.32 merges the Pad into the pool, which ignores it, so the maximum is negative."""
     graph = helper.make_graph(
         [
             helper.make_node("Pad", ["x", "amounts"], ["padded"]),

@@ -1,4 +1,4 @@
-"""Each mode against the float file in ONNX Runtime, and against its own arithmetic done by NumPy and PyTorch."""
+"""Tests of each mode against the float file and against its own arithmetic in NumPy or PyTorch."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def constants(path: Path) -> dict[str, NDArray[np.generic]]:
 @pytest.mark.parametrize("optimize", [True, False])
 @pytest.mark.parametrize("mode", MODES)
 def test_accuracy_and_size_are_kept(mode: str, optimize: bool, made: dict[str, Path]) -> None:
-    """At most one of the 360 test images lost (0.28 points)."""
+    """At most one of the 360 test images may be lost (0.28 points)."""
     source = float_files.trained()
     assert float_files.top1(source) > 95
     assert float_files.top1(made[mode], optimize=optimize) >= float_files.top1(source) - 0.3
@@ -66,7 +66,7 @@ def test_accuracy_and_size_are_kept(mode: str, optimize: bool, made: dict[str, P
 
 
 def test_dynamic_files_hold_integer_operators(made: dict[str, Path]) -> None:
-    """The depthwise Conv alone stays float."""
+    """Only the depthwise Conv stays float."""
     kinds = operators(made["dynamic"])
     assert (kinds["ConvInteger"], kinds["MatMulInteger"], kinds["Conv"]) == (2, 2, 1)
     assert kinds["DynamicQuantizeLinear"] >= 4 - 1  # one for each input, shared by its readers
@@ -78,11 +78,11 @@ def test_dynamic_files_hold_integer_operators(made: dict[str, Path]) -> None:
 
 
 def test_a_dynamic_conv_is_the_formula(tmp_path: Path) -> None:
-    """uint8 activations by the range of this very input, int8 weights by the range of each filter."""
+    """Activations are uint8 in the range of this input, weights int8 in the range of each filter."""
     torch.manual_seed(0)
     conv = torch.nn.Conv2d(3, 8, 3)
     with torch.no_grad():
-        conv.weight *= torch.logspace(-2, 0, 8)[:, None, None, None]  # per tensor, the first would be 0 or 1
+        conv.weight *= torch.logspace(-2, 0, 8)[:, None, None, None]  # per-tensor, the first would be 0 or 1
     images = noise(2, 3, 9, 9)
     export_onnx(conv.eval(), images, tmp_path / "conv.onnx")
     ort_modes.dynamic(tmp_path / "conv.onnx", tmp_path / "dynamic.onnx")
@@ -101,7 +101,7 @@ def test_a_dynamic_conv_is_the_formula(tmp_path: Path) -> None:
 
 
 def test_weights_alone_are_int8(made: dict[str, Path], tmp_path: Path) -> None:
-    """Every weight is within half a step of float; with the rounded weights the float file gives the same."""
+    """Weights are within half a step of float, and with them the float file gives the same outputs."""
     model, values = onnx.load(str(float_files.trained())), constants(made["weight_only"])
     stored = [
         node for node in onnx.load(str(made["weight_only"])).graph.node if node.op_type == "DequantizeLinear"
@@ -167,7 +167,7 @@ def test_static_follows_the_backend(backend: Backend, kind: type[np.generic], tm
 
 
 def test_static_leaves_a_residual_stream_float(tmp_path: Path) -> None:
-    """Of a transformer, the inputs of Conv, Linear and MatMul are quantized and nothing else."""
+    """In a transformer, only the inputs of Conv, Linear and MatMul are quantized."""
     images = noise(16, 3, 32, 32)
     export_onnx(small_vit(), images[:2], tmp_path / "vit.onnx")
     ort_modes.static(tmp_path / "vit.onnx", tmp_path / "static.onnx", [images.numpy()], FBGEMM)
@@ -197,7 +197,7 @@ def test_a_type_that_the_quantizer_does_not_have_is_refused(
 
 
 def test_the_tool_has_no_zero_points_of_channels(tmp_path: Path) -> None:
-    """It would make such weights symmetric without a word; one scale a tensor may have one."""
+    """It would silently make such weights symmetric; per-tensor weights can have a zero point."""
     backend = replace(FBGEMM, weight=spec.QuantSpec("int8", granularity=PerChannel(0)))
     message = r"backend=fbgemm: weight\.symmetric=false: expected true with mode=static"
     with pytest.raises(ConfigError, match=message):
@@ -215,7 +215,7 @@ def test_the_tool_has_no_zero_points_of_channels(tmp_path: Path) -> None:
 def test_preparing_a_file_takes_time_linear_in_its_operators(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each constant is looked at as often in a chain of 80 MatMuls as in one of 20: per operator, so 4 times."""
+    """A chain of 80 MatMuls may look at values about 4 times as often as a chain of 20."""
     looked = Counter[int]()
     of = ir.Value.is_initializer
 
@@ -251,7 +251,7 @@ for mode in MODES:
 
 
 def test_the_same_file_gives_the_same_bytes(made: dict[str, Path], tmp_path: Path) -> None:
-    """In another process, with another order of sets and another folder."""
+    """The second run is in another process, with another hash seed and another folder."""
     here = Path(__file__).parent
     search = os.pathsep.join(
         [str(here), str(here.parent), str(here.parents[1]), os.environ.get("PYTHONPATH", "")]

@@ -1,4 +1,4 @@
-"""Models of half, bfloat16 and double, whole or in part: their files are float32, and compute what they do."""
+"""Tests of models in float16, bfloat16 or float64, whole or in part: their files compute in float32."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def part(kind: torch.dtype) -> nn.Module:
 
 
 def table(kind: torch.dtype) -> nn.Module:
-    """Constants in every form: a buffer, an attribute, an array of doubles."""
+    """Returns a model with constants in every form: a buffer, an attribute and an array of doubles."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         y = self.body(x) * self.scale + self.shift

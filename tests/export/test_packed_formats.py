@@ -1,4 +1,4 @@
-"""Weights in number formats, packed: the same bits as the simulation's in both evaluators, and small files."""
+"""Tests of packed weights in number formats: the simulation's bits in both evaluators, and small files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from qatkit.quant.formats.table import DEQUANTIZED, FORMATS
 
 
 class Products(nn.Module):
-    """A Conv, a MatMul of a weight that is turned, a Gemm; blocks of a full length, shorter ones and single ones."""
+    """A Conv, a MatMul with a transposed weight and a Gemm, with full, shorter and single blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def made(name: str) -> Shipped:
 
 
 def weights(path: Path, evaluator: str) -> list[NDArray[np.float32]]:
-    """What Conv, MatMul and Gemm read as weights, computed by one of two evaluators."""
+    """Computes the weights that Conv, MatMul and Gemm read, in one of two evaluators."""
     model = onnx.load(path)
     names = [n.input[1] for n in model.graph.node if n.op_type in ("Conv", "MatMul", "Gemm")]
     ends = {one.name for one in model.graph.initializer}
@@ -75,7 +75,7 @@ def weights(path: Path, evaluator: str) -> list[NDArray[np.float32]]:
 
 
 def _constant(node: onnx.NodeProto, known: set[str]) -> bool:
-    """Whether all inputs are constants; its outputs are, then."""
+    """Tells whether all inputs are constants; if so, adds the outputs to `known`."""
     if not set(node.input) <= known:
         return False
     known.update(node.output)
@@ -91,7 +91,7 @@ def expected(shipped: Shipped) -> list[NDArray[np.float32]]:
 def turned(
     found: list[NDArray[np.float32]], shipped: Shipped
 ) -> list[tuple[NDArray[np.float32], NDArray[np.float32]]]:
-    """Each weight of a file, as the module has it, beside the module's."""
+    """Pairs each weight of a file, in the module's layout, with the module's weight."""
     pairs = zip(found, expected(shipped), strict=True)
     return [(one if one.shape == other.shape else one.T, other) for one, other in pairs]
 
@@ -116,7 +116,7 @@ def test_no_float_weight_is_left_in_the_file(name: str) -> None:
     arrays = [numpy_helper.to_array(one) for one in onnx.load(shipped.path).graph.initializer]
     values = sum(one.size for one in expected(shipped))
     size = sum(one.nbytes for one in arrays)
-    # Scales of shorter blocks, biases, the blocks' places, and the tables that all weights share.
+    # The rest is for scales of shorter blocks, biases, block indices, and tables that all weights share.
     assert values * FORMATS[name].bits / 8 < size < values * FORMATS[name].bits / 8 + 8000
     assert max(one.size for one in arrays if one.dtype == np.float32) <= 512
 
@@ -131,7 +131,7 @@ def test_dequantize_linear_gives_the_same_bits(name: str, evaluator: str, tmp_pa
     pairs = sum(kind == "QuantizeLinear" for kind in kinds)
     assert kinds.count("DequantizeLinear") - pairs == len(expected(shipped))
     found = weights(path, evaluator)
-    if evaluator == "onnx":  # whose Sum of one input is a sum that begins at zero
+    if evaluator == "onnx":  # its Sum of one input starts at zero and loses -0
         found = [
             np.where(one == 0, np.copysign(np.float32(0), other), one)
             for one, other in turned(found, shipped)

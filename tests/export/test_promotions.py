@@ -1,4 +1,4 @@
-"""Type promotions found without running a program again: the same files as with torch's own pass."""
+"""Tests of type promotion without running a program again: files are the same as with torch's own pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from qatkit.export.torch_to_onnx import export_onnx
 
 
 class Mixed(nn.Module):
-    """Numbers, truth values and integers meet floats, before and behind operators that promote nothing."""
+    """A model where numbers, booleans and integers meet floats, around operators without promotion."""
 
     def __init__(self) -> None:
         super().__init__()

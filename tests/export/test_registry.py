@@ -1,4 +1,4 @@
-"""Tables for all exports: the same files as without them, and what one export adds is not in the next one's."""
+"""Tests of operator tables built once for all exports: files stay the same, and exports stay independent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from qatkit.export.torch_to_onnx import export_onnx
 
 
 class Gated(nn.Module):
-    """Operators of several of the table's files."""
+    """A model of operators from several files of the table."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.softmax(nn.functional.layer_norm(x, (8,)), 1) * x.sigmoid().cumsum(1).clamp(min=0)

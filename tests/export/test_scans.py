@@ -1,4 +1,4 @@
-"""Running products, maxima, minima and log-sums against torch, in ONNX Runtime and the specification's evaluator."""
+"""Tests of cumulative products, maxima, minima and log-sums against torch, in two evaluators."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from qatkit_verify.errors import ConfigError
 
 
 class Function(nn.Module):
-    """One function of the input."""
+    """A model that applies one function."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Weights with the zero point -1: the same bits, in ONNX Runtime's int8 kernels."""
+"""Tests of weights with the zero point -1: bit-identical outputs, still in ONNX Runtime's int8 kernels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from qatkit.verify.audit import audit
 
 
 class Convs(nn.Module):
-    """Dense, depthwise, in groups, one called twice, and a Linear: [N, 3, 12, 12] to [N, 5]."""
+    """Dense (one called twice), depthwise and grouped convolutions and a Linear: [N, 3, 12, 12] to [N, 5]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def weights(path: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """By initializer, the bytes and zero points that a DequantizeLinear of int8 reads."""
+    """Returns the int8 weights and zero points that a DequantizeLinear reads, by initializer."""
     graph = onnx.load(path).graph
     held = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
     pairs = [n.input for n in graph.node if n.op_type == "DequantizeLinear" and n.input[0] in held]
@@ -62,7 +62,7 @@ def test_weights_of_dense_convolutions_alone_are_one_lower(files: tuple[Path, Pa
     for name, (before, zero) in plain.items():
         after, moved = shifted[name]
         assert not zero.any() and np.all(moved == (-1 if name in changed else 0))
-        # as whole numbers, not as bytes, which could wrap around
+        # as int, because int8 could wrap around
         np.testing.assert_array_equal(after.astype(int) - moved.reshape(-1)[0], before.astype(int))
 
 

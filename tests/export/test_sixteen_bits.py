@@ -1,4 +1,4 @@
-"""16-bit integers in the file: the numbers of the formula, computed alike in every form, and never requantized."""
+"""Tests of 16-bit integers: they follow the formula, are equal in every form, and are never requantized."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _backend(activations: str = "uint16", weights: str | None = None) -> Backend
 
 
 def _rounded(x: Array, scale: float, zero: int, low: int, high: int) -> Array:
-    """clamp(round(x / scale) + zero, low, high), in integers."""
+    """Returns clamp(round(x / scale) + zero, low, high) as integers."""
     return np.clip(np.rint(x / np.float32(scale)).astype(np.int64) + zero, low, high)
 
 
@@ -82,7 +82,7 @@ def test_the_file_computes_what_the_module_does(
         activations
     }
     assert max(int(m.weight.abs().max()) for m in converted.modules() if isinstance(m, Quantized)) == largest
-    tolerance = 5e-5 * np.abs(expected).max()  # a value beside a tie is a step of 16 bits apart
+    tolerance = 5e-5 * np.abs(expected).max()  # a value near a tie may differ by one 16-bit step
     np.testing.assert_allclose(run_torch(graph, images), expected, rtol=0, atol=tolerance)
     for opset in (13, 21) if activations == "uint16" and weights is None else (21,):
         export_onnx(converted, images[:2], tmp_path / "model.onnx", opset=opset)
@@ -149,7 +149,7 @@ def test_a_wrong_scale_is_found_and_a_tie_is_not(tmp_path: Path) -> None:
 
 
 def test_a_float_conv_between_pairs_keeps_its_weight(tmp_path: Path) -> None:
-    """ONNX Runtime would make int8 of it, silently, for it stands between a DequantizeLinear and a QuantizeLinear."""
+    """ONNX Runtime would silently run a Conv between a DequantizeLinear and a QuantizeLinear in int8."""
     overrides = {"inner": OverrideConfig(float=True)}
     graph = calibrated(GatedSum().eval(), noise(32, 3, 10, 10), _backend(), overrides)
     converted, images = convert(graph).graph, noise(32, 3, 10, 10, seed=4)
@@ -159,13 +159,13 @@ def test_a_float_conv_between_pairs_keeps_its_weight(tmp_path: Path) -> None:
 
 
 def _classes(count: int) -> tuple[Tensor, Tensor]:
-    """Noise around the points of ten classes: [count, 32], and the classes."""
+    """Returns noise around ten class centers as [count, 32], and the classes."""
     labels = torch.arange(count) % 10
     return 1.2 * noise(10, 32, seed=7)[labels] + noise(count, 32, seed=8), labels
 
 
 def _with_outliers(factor: float) -> nn.Sequential:
-    """Two Linears around a ReLU; two hidden channels are `factor` as large, and the next weights less by as much."""
+    """Returns a net with two hidden channels multiplied and their next weights divided by `factor`."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10)).eval()
     images, labels = _classes(2000)
@@ -181,7 +181,7 @@ def _with_outliers(factor: float) -> nn.Sequential:
 
 
 def _by_formula(model: nn.Sequential, images: Tensor, bits: int) -> Array:
-    """The float model with its inputs and hidden values rounded to `bits`, by the formula of affine quantization."""
+    """Runs the float model with its inputs and hidden values rounded to `bits` by affine quantization."""
     x = images.numpy()
     for i, layer in enumerate(cast(list[nn.Linear], [model[0], model[2]])):
         low, high = min(0.0, float(x.min())), float(x.max())

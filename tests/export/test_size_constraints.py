@@ -1,4 +1,4 @@
-"""Arithmetic of sizes while a file is exported, against Python's own."""
+"""Tests of the arithmetic of sizes during an export, against Python's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The calibration table against what the float file gives in ONNX Runtime, tensor by tensor."""
+"""Tests of TensorRT's calibration table against each tensor of the float file in ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def ends_in_a_convolution() -> nn.Module:
 
 
 class TwoSplits(nn.Module):
-    """One tensor, cut in two ways."""
+    """A model that splits one tensor in two ways."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def test_every_step_is_the_largest_value_that_the_tensor_takes(name: str, tmp_pa
         largest = float(np.abs(value).max()) / 127
         if tensor in chosen:
             assert step == pytest.approx(chosen[tensor]["scale"], rel=1e-6)
-            # Scales are moved into place by a few percent (`qatkit.graph.scales.align`); ReLU6 keeps 0..6.
+            # Scales are aligned by a few percent (`qatkit.graph.scales.align`); ReLU6 keeps 0..6.
             assert step == pytest.approx(largest, rel=0.04) or step == pytest.approx(6 / 127, rel=0.04), (
                 tensor
             )

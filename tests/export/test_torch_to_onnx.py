@@ -1,4 +1,4 @@
-"""The file: what it holds, that it runs, that it is the same every time, and that it is whole or absent."""
+"""Tests of an exported file: it has the right contents, runs, is reproducible, and is complete or absent."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CNNS = [name for name in NETWORKS if name not in ("block", "vit")]
 
 
 class File:
-    """An ONNX file, looked at by name."""
+    """An ONNX file with its nodes and tensors by name."""
 
     def __init__(self, path: Path) -> None:
         self.proto = onnx.load(str(path))
@@ -56,7 +56,7 @@ def contents(path: Path) -> list[str]:
 def test_header(name: str) -> None:
     proto = File(shipped(name).path).proto
     onnx.checker.check_model(proto, full_check=True)
-    with_silu = name == "efficientnet_b0"  # a node of another domain, whose body is in the file
+    with_silu = name == "efficientnet_b0"  # a com.microsoft node, whose function is in the file
     assert [(o.domain, o.version) for o in proto.opset_import] == [("", 13), ("com.microsoft", 1)][
         : 1 + with_silu
     ]
@@ -85,13 +85,13 @@ def test_weights_are_int8_and_biases_int32_at_the_scales_product(name: str) -> N
         assert node.op_type == "Conv" or attribute(node, "transB") == 1
         if len(read) == 3:
             bias, bias_scale = (file.tensors[t] for t in read[2].input)
-            assert bias.dtype == np.int32  # without a zero point, it is 0 by definition
+            assert bias.dtype == np.int32  # it has no zero point, which is 0 by default
             np.testing.assert_allclose(bias_scale, scale * file.tensors[read[0].input[1]], rtol=1e-6)
             assert bias.shape == bias_scale.shape and attribute(read[2], "axis") == 0
         checked += 1
     assert checked == sum(isinstance(m, (nn.Conv2d, nn.Linear)) for m in shipped(name).model.modules()) + sum(
         isinstance(m, nn.MultiheadAttention) for m in shipped(name).model.modules()
-    )  # its in_proj is no module
+    )  # its in_proj is not a module
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -116,7 +116,7 @@ def test_global_pooling_has_its_own_operator(name: str) -> None:
     file = File(shipped(name).path)
     pools = sum(isinstance(m, nn.AdaptiveAvgPool2d) for m in shipped(name).model.modules())
     if name == "mobilenet_v2":
-        pools += 1  # it calls the function
+        pools += 1  # it calls the function instead
     assert file.counts["GlobalAveragePool"] == pools
     assert file.counts["ReduceMean"] == 0
 
@@ -132,8 +132,8 @@ def test_activations_and_norms_are_absorbed(name: str) -> None:
 def test_every_linear_is_a_gemm(name: str) -> None:
     model, file = shipped(name).model, File(shipped(name).path)
     linears = sum(isinstance(m, (nn.Linear, nn.MultiheadAttention)) for m in model.modules())
-    assert file.counts["Gemm"] == linears  # MultiheadAttention: its in_proj; its out_proj is a Linear
-    for node in file.all("MatMul"):  # only of two activations
+    assert file.counts["Gemm"] == linears  # MultiheadAttention counts for its in_proj
+    for node in file.all("MatMul"):  # only for two activations
         assert not any(
             t in file.tensors or (t in file.maker and file.maker[t].input[0] in file.tensors)
             for t in node.input
@@ -256,7 +256,7 @@ def test_float_models_export_too(tmp_path: Path) -> None:
 
 
 class _GridSample(nn.Module):
-    """An operator that ONNX has since opset 16."""
+    """An operator that ONNX has had since opset 16."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.grid_sample(x, x[:, :2].permute(0, 2, 3, 1), align_corners=False)
@@ -314,7 +314,7 @@ def test_weights_are_stored_in_one_byte(name: str) -> None:
     parameters = sum(p.numel() for p in shipped(name).model.parameters())
     assert shipped(name).path.stat().st_size < parameters * 1.2
     weights = [p for p in shipped(name).model.parameters() if p.ndim in (2, 4)]
-    matrices = sum(p.numel() for p in weights) + weights[0][:, 0].numel()  # the image has a fourth channel
+    matrices = sum(p.numel() for p in weights) + weights[0][:, 0].numel()  # for a fourth image channel
     stored = sum(
         math.prod(t.dims)
         for t in File(shipped(name).path).proto.graph.initializer
@@ -324,7 +324,7 @@ def test_weights_are_stored_in_one_byte(name: str) -> None:
 
 
 def test_silu_is_one_node_with_a_body_of_standard_operators(tmp_path: Path) -> None:
-    """ONNX Runtime keeps the node and its kernel; inlined, as another runtime reads it, it is the same function."""
+    """ONNX Runtime keeps the node and its kernel; inlined for other runtimes, it computes the same."""
     case = shipped("gated")
     model = onnx.load(str(case.path))
     assert [(f.domain, f.name) for f in model.functions] == [("com.microsoft", "QuickGelu")]

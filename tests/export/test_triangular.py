@@ -1,4 +1,4 @@
-"""Triangular systems against torch, in ONNX Runtime and the specification's evaluator."""
+"""Tests of triangular systems against torch, in ONNX Runtime and onnx's reference evaluator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from qatkit.export.torch_to_onnx import export_onnx
 
 
 class Solved(nn.Module):
-    """A system made of the input, [batch, size, size], whose other half holds values that nothing may read."""
+    """A triangular system from an input [batch, size, size], whose other half must not be read."""
 
     def __init__(self, upper: bool, left: bool, unit: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Weights of the files that modes write, against the float file's: what a mode changed and could not complete."""
+"""Tests of weights in the files that modes write: they match the float file's, or are reported by name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HEAD = [
 
 
 def uneven(*shape: int) -> NDArray[np.float64]:
-    """Filters whose ranges lie between 0.02 and 50."""
+    """Returns filters whose ranges are between 0.02 and 50."""
     values = np.random.default_rng(0).normal(size=shape)
     return values * np.geomspace(0.02, 50, shape[0]).reshape(-1, *[1] * (len(shape) - 1))
 
@@ -41,7 +41,7 @@ def held(model: ir.Model, name: str) -> NDArray[Any]:
 
 
 def after(path: Path, node: NodeProto, *more: NodeProto) -> Path:
-    """A Conv after `node`, which makes "g" of a Conv's "c"; of an operator set of ONNX Runtime's own."""
+    """Writes two Convs with com.microsoft operators between them: `node` and `more` compute "g" from "c"."""
     nodes = [
         helper.make_node("Conv", ["input", "w0", "b"], ["c"], "first", pads=[1, 1, 1, 1]),
         node,
@@ -103,7 +103,7 @@ def test_a_conv_that_the_tool_leaves_float_keeps_its_weights(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_wrong_weight_is_named_with_its_operator(mode: str, tmp_path: Path) -> None:
-    """One value of each weight in turn is changed by a few steps of its scale."""
+    """One value of each weight in turn is changed by a few steps of its scale or by 1 %."""
     source, target = float_files.trained(), tmp_path / "made.onnx"
     if mode == "static":
         ort_modes.static(source, target, [float_files.digits()[0][:64]], FBGEMM)

@@ -1,4 +1,4 @@
-"""Files with parts that PyTorch has no form for, each behind a convolution and most before another one."""
+"""ONNX files with parts that PyTorch cannot compute, most of them between two convolutions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _RANDOM = np.random.default_rng(7)
 
 
 def floats(*shape: int) -> Array:
-    """Normal values."""
+    """Returns normally distributed values."""
     return _RANDOM.normal(0, 1, shape).astype(np.float32)
 
 
@@ -25,19 +25,19 @@ _ANY: Sequence[Any] = ("N", 3, 8, 8)
 
 
 def node(operator: str, inputs: Sequence[str], outputs: Sequence[str], **attributes: Any) -> onnx.NodeProto:
-    """A node named after its first output."""
+    """Returns a node named after its first output."""
     return helper.make_node(operator, inputs, outputs, f"/{outputs[0]}/{operator}", **attributes)
 
 
 def info(name: str, kind: int = FLOAT, shape: Sequence[Any] | None = None) -> onnx.ValueInfoProto:
-    """An input or output of a body."""
+    """Returns the value info of an input or output of a body."""
     return helper.make_tensor_value_info(name, kind, shape)
 
 
 def _between(
     path: Path, middle: Sequence[onnx.NodeProto], constants: Mapping[str, Array] | None = None, **more: Any
 ) -> Path:
-    """A convolution to `a`, then `middle` to `m`, then a convolution of `m`."""
+    """Writes a convolution to `a`, the nodes of `middle` from `a` to `m`, and a convolution of `m`."""
     nodes = [
         node("Conv", ["x", "w0"], ["a"], pads=[1, 1, 1, 1]),
         *middle,
@@ -48,7 +48,7 @@ def _between(
 
 
 def loop(path: Path) -> Path:
-    """A Loop whose body captures a weight of the file, as often as values say."""
+    """Writes a Loop with a computed trip count, whose body reads a weight of the outer graph."""
     body = helper.make_graph(
         [
             node("Mul", ["state", "decay"], ["scaled"]),
@@ -70,7 +70,7 @@ def loop(path: Path) -> Path:
 
 
 def scan(path: Path) -> Path:
-    """A Scan over the rows of an image."""
+    """Writes a Scan over the rows of an image."""
     body = helper.make_graph(
         [node("Add", ["sum", "row"], ["next"]), node("Tanh", ["next"], ["out"])],
         "body",
@@ -88,7 +88,7 @@ def scan(path: Path) -> Path:
 
 
 def condition(path: Path) -> Path:
-    """An If that values decide, with a convolution in each branch."""
+    """Writes an If whose condition depends on values, with a convolution in each branch."""
 
     def branch(weight: str) -> onnx.GraphProto:
         made = node("Conv", ["a", weight], [f"in_{weight}"], pads=[1, 1, 1, 1])
@@ -105,7 +105,7 @@ def condition(path: Path) -> Path:
 
 
 def contrib(path: Path) -> Path:
-    """An operator of com.microsoft that PyTorch's table lacks."""
+    """Writes a com.microsoft operator that has no PyTorch equivalent."""
     middle = [
         node("Add", ["a", "diagonal"], ["regular"]),
         helper.make_node("Inverse", ["regular"], ["m"], "/inverse", domain="com.microsoft"),
@@ -115,7 +115,7 @@ def contrib(path: Path) -> Path:
 
 
 def values_of_some_images(path: Path) -> Path:
-    """Images that values choose, before a convolution."""
+    """Writes a Compress that selects images by their values, before a convolution."""
     middle = [
         node("ReduceMax", ["a"], ["most"], axes=[1, 2, 3], keepdims=0),
         node("Greater", ["most", "limit"], ["chosen"]),
@@ -126,7 +126,7 @@ def values_of_some_images(path: Path) -> Path:
 
 
 def largest(path: Path) -> Path:
-    """As many of the largest values as other values say, back in an image of another size."""
+    """Writes a TopK whose k is computed from values and becomes the width of the image."""
     middle = [
         node("Greater", ["a", "limit"], ["chosen"]),
         node("Cast", ["chosen"], ["whole"], to=INT64),
@@ -140,7 +140,7 @@ def largest(path: Path) -> Path:
 
 
 def sequences(path: Path) -> Path:
-    """A tensor taken apart into a sequence, and put together again in another order."""
+    """Writes a tensor that is split into a sequence and concatenated in another order."""
     middle = [
         node("SplitToSequence", ["a", "one"], ["parts"], axis=1),
         node("SequenceAt", ["parts", "first"], ["head"]),
@@ -152,7 +152,7 @@ def sequences(path: Path) -> Path:
 
 
 def boxes(path: Path) -> Path:
-    """A detector's head: scores and corners by convolutions, the boxes that NonMaxSuppression leaves."""
+    """Writes a detection head: scores and boxes from convolutions, filtered by NonMaxSuppression."""
     nodes = [
         node("Conv", ["x", "w0"], ["a"], pads=[1, 1, 1, 1]),
         node("Relu", ["a"], ["r"]),
@@ -182,7 +182,7 @@ def boxes(path: Path) -> Path:
 
 
 def words(path: Path) -> Path:
-    """Numbers of words through a table of strings, whose integers look up an embedding."""
+    """Writes an embedding lookup whose ids come from a table of strings."""
     table = numpy_helper.from_array(np.array(["ZERO", "One", "two"], object), "table")
     nodes = [
         node("Constant", [], ["table"], value=table),
@@ -201,7 +201,7 @@ def words(path: Path) -> Path:
 
 
 def hashes(path: Path) -> Path:
-    """A hash of integers, which a table of buckets is looked up with."""
+    """Writes a table lookup by the hash of integers."""
     nodes = [
         helper.make_node("MurmurHash3", ["ids"], ["hash"], "/hash", domain="com.microsoft", positive=1),
         node("Cast", ["hash"], ["wide"], to=INT64),
@@ -215,7 +215,7 @@ def hashes(path: Path) -> Path:
 
 
 def lengths(path: Path) -> Path:
-    """A GRU over sequences whose lengths are an input, between two products."""
+    """Writes a GRU with sequence lengths as an input, between two MatMuls."""
     nodes = [
         node("MatMul", ["x", "w"], ["h"]),
         node(
@@ -237,7 +237,7 @@ def lengths(path: Path) -> Path:
 
 
 def turned_back(path: Path) -> Path:
-    """A sequence whose place PyTorch could compute from its length: both stay with the sequence."""
+    """Writes an index computed from a sequence's length, which stays in the island with the sequence."""
     middle = [
         node("SplitToSequence", ["a", "one"], ["parts"], axis=1),
         node("SequenceLength", ["parts"], ["length"]),
@@ -249,7 +249,7 @@ def turned_back(path: Path) -> Path:
 
 
 def sizes_of_some_images(path: Path) -> Path:
-    """Sizes that depend on values, and are read as such."""
+    """Writes a Reshape to sizes that depend on values."""
     middle = [
         node("ReduceMax", ["a"], ["most"], axes=[1, 2, 3], keepdims=0),
         node("Greater", ["most", "limit"], ["chosen"]),
@@ -264,7 +264,7 @@ def sizes_of_some_images(path: Path) -> Path:
 
 
 def in_a_branch(path: Path) -> Path:
-    """An If that sizes decide, with NonZero in the branch that is taken."""
+    """Writes an If whose condition depends on a size, with NonZero in the branch that is taken."""
     taken = [
         node("NonZero", ["a"], ["places"]),
         node("Cast", ["places"], ["numbers"], to=FLOAT),
@@ -286,7 +286,7 @@ def in_a_branch(path: Path) -> Path:
 
 
 def a_number_in_words(path: Path) -> Path:
-    """A constant string that is read as a number."""
+    """Writes a constant string that is cast to a number."""
     middle = [
         node("Constant", [], ["word"], value_string="1.5"),
         node("Cast", ["word"], ["number"], to=FLOAT),
@@ -296,7 +296,7 @@ def a_number_in_words(path: Path) -> Path:
 
 
 def old(path: Path) -> Path:
-    """A file of an opset that pairs do not have."""
+    """Writes a file of opset 9, which has no QuantizeLinear."""
     nodes = [
         node("Conv", ["x", "w0"], ["a"], pads=[1, 1, 1, 1]),
         node("Relu", ["a"], ["r"]),

@@ -1,7 +1,7 @@
-"""Small ONNX files whose nodes and tensors have names with colons, slashes, brackets, spaces, JSON and our prefixes.
+"""Small ONNX files with colons, slashes, brackets, spaces, JSON or qatkit's selector prefixes in their names.
 
-Each is quantized as `export.py` quantizes a file, and read again with onnx: which operators compute in float, and with
-which type, scale and zero point each tensor is quantized.
+Each file is quantized like `export.py` does and then read with onnx for the operators that stay float and the
+type, scale and zero_point of each tensor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from written import Written, write
 from qatkit.config.schema import BackendConfig, OverrideConfig
 from qatkit.config.selectors import every_override
 
-# By file: operator, name, inputs, output. A weighted operator's weight is called by its output, with ".w" behind it.
+# Nodes of each file: operator, name, inputs, output. The weight of a node with output NAME is called NAME.w.
 FILES: dict[str, list[tuple[str, str, list[str], str]]] = {
     "colons": [
         ("Conv", "net/conv:0", ["x:0"], "a:0"),
@@ -59,7 +59,7 @@ _CHANNELS = 4
 
 
 def build(folder: Path, name: str) -> Path:
-    """Writes one of the files."""
+    """Writes the file of that name in FILES."""
     draw = np.random.default_rng(0)
     nodes, constants = [], {}
     for kind, label, inputs, output in FILES[name]:
@@ -75,24 +75,24 @@ def build(folder: Path, name: str) -> Path:
 
 
 def feeds() -> dict[str, Tensor]:
-    """An input of the files."""
+    """Returns an input that fits each of the files."""
     return {"x:0": torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(0))}
 
 
 def quantized(folder: Path, name: str, backend: Mapping[str, Any]) -> Written:
-    """Quantizes one of the files with settings of `backend`: overrides, exclude, only and subgraphs."""
+    """Quantizes a file with the overrides, exclude, only and subgraphs of `backend`."""
     overrides = {one: OverrideConfig(**given) for one, given in backend.get("overrides", {}).items()}
     asked = BackendConfig(**{**backend, "overrides": overrides})
     return write(build(folder, name), feeds(), batches=1, overrides=every_override(asked))
 
 
 def matched(written: Written) -> list[list[str]]:
-    """What each selector chose, as the report has it."""
+    """Returns the names that each selector matched, as in the report."""
     return [one["names"] for one in written.module.graph.meta["matched"]]
 
 
 class Read:
-    """A written file as onnx reads it."""
+    """A written file, read with onnx."""
 
     def __init__(self, path: Path) -> None:
         graph = onnx.load(path).graph
@@ -101,8 +101,9 @@ class Read:
         self.constants = {one.name: numpy_helper.to_array(one) for one in graph.initializer}
 
     def in_float(self) -> set[str]:
-        """The names of weighted operators and Adds of which some input is no result of a DequantizeLinear, and of Adds
-        that no QuantizeLinear reads.
+        """Returns the names of weighted operators and Adds that stay float.
+
+        They have an input that is not dequantized or, for Adds, an output that is not quantized.
         """
         kinds = ("Conv", "ConvTranspose", "Gemm", "MatMul", "Add")
         rounded = {name for n in self.nodes if n.op_type == "QuantizeLinear" for name in n.input[:1]}
@@ -119,13 +120,13 @@ class Read:
         return name in self.made and self.made[name].op_type == "DequantizeLinear"
 
     def activation(self, tensor: str) -> tuple[str, float, int]:
-        """Type, scale and zero point of the pair behind a tensor."""
+        """Returns the type, scale and zero_point with which a tensor is quantized."""
         node = next(n for n in self.nodes if n.op_type == "QuantizeLinear" and n.input[0] == tensor)
         scale, zero = (self.constants[name] for name in node.input[1:3])
         return str(zero.dtype), float(scale), int(zero)
 
     def weight(self, name: str) -> tuple[str, list[float]]:
-        """Type and scales of the weight of an operator."""
+        """Returns the type and the scales of an operator's weight."""
         node = next(n for n in self.nodes if n.name in (name, f"{name}_Conv"))  # of a ConvTranspose
         pair = self.made[node.input[1]]
         while pair.op_type != "DequantizeLinear":

@@ -1,4 +1,4 @@
-"""ONNX files made for the tests of the importer, and their outputs in ONNX Runtime."""
+"""Helpers that write ONNX files for tests of the importer and compare their outputs with ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Array = np.ndarray[Any, Any]
 
 
 def onnx_type(array: Array) -> int:
-    """Returns ONNX's number of an array's type."""
+    """Returns ONNX's type number for an array."""
     return int(helper.np_dtype_to_tensor_dtype(array.dtype))
 
 
@@ -32,7 +32,7 @@ def save(
     opset: int = 17,
     **more: Any,
 ) -> Path:
-    """Writes a model. An input is an array of its shape, or its type with sizes that may be names."""
+    """Writes a model whose inputs are given as example arrays or as a type and sizes, which may be names."""
     given = []
     for name, one in inputs.items():
         kind, shape = (onnx_type(one), one.shape) if isinstance(one, np.ndarray) else one
@@ -54,7 +54,7 @@ def save(
 
 
 def sqnr(wanted: Array, found: Array) -> float:
-    """Returns the signal-to-noise ratio in dB, over the values that are not infinite in both."""
+    """Returns the signal-to-noise ratio in dB, without the values that are the same infinity in both."""
     assert wanted.shape == found.shape
     finite = ~((wanted == found) & np.isinf(wanted))
     a, b = wanted[finite].astype(np.float64), found[finite].astype(np.float64)
@@ -65,7 +65,7 @@ def sqnr(wanted: Array, found: Array) -> float:
 def in_onnxruntime(
     path: Path, feeds: Mapping[str, Array], fixed: Mapping[str, Any] | None = None
 ) -> list[Array]:
-    """Returns a file's outputs without optimizations."""
+    """Returns a file's outputs in ONNX Runtime without graph optimizations."""
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
@@ -84,7 +84,7 @@ def imported(path: Path, feeds: Mapping[str, Array], fixed: Mapping[str, Any] | 
 def check(
     path: Path, feeds: Mapping[str, Array], *, least: float = 110.0, fixed: Mapping[str, Any] | None = None
 ) -> None:
-    """Compares the module with ONNX Runtime: floats to rounding, everything else exactly."""
+    """Checks the module against ONNX Runtime: floats by at least `least` dB, everything else exactly."""
     wanted, found = in_onnxruntime(path, feeds, fixed), imported(path, feeds, fixed)
     assert len(wanted) == len(found)
     for a, b in zip(wanted, found, strict=True):

@@ -1,6 +1,6 @@
-"""MatMulNBits by NumPy, for onnx's reference evaluator.
+"""MatMulNBits in NumPy for onnx's reference evaluator.
 
-From its definition in onnxruntime's docs/ContribOperators.md.
+It follows the definition in onnxruntime's docs/ContribOperators.md.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from onnx_models import Array
 
 
 def integers(held: Array, bits: int, count: int) -> Array:
-    """Returns the first integers of each row of bytes, the lowest bits first."""
+    """Unpacks the first `count` integers of each row of bytes, lowest bits first."""
     found = np.stack([(held >> place) & (2**bits - 1) for place in range(0, 8, bits)], -1)
     return found.reshape(*held.shape[:-1], -1)[..., :count].astype(np.float64)
 
 
 def dequantized(held: Array, scale: Array, zero: Array | None, bits: int, inputs: int) -> Array:
-    """Returns a weight [out, inputs] of bytes [out, blocks, bytes], scales [out, blocks] and packed zero points."""
+    """Unpacks a weight [out, in] from bytes [out, blocks, bytes], scales [out, blocks] and zero points."""
     rows, blocks, size = held.shape
     offset = np.full((rows, blocks), 2.0 ** (bits - 1))
     if zero is not None:
@@ -33,7 +33,7 @@ def dequantized(held: Array, scale: Array, zero: Array | None, bits: int, inputs
 
 
 class MatMulNBits(OpRun):
-    """The operator in float64."""
+    """The operator, computed in float64."""
 
     op_domain = "com.microsoft"
 
@@ -48,6 +48,6 @@ class MatMulNBits(OpRun):
 
 
 def by_reference(path: Path, feeds: Mapping[str, Array]) -> list[Array]:
-    """Returns the outputs of a file without ONNX Runtime."""
+    """Returns a file's outputs in onnx's reference evaluator."""
     found: Any = ReferenceEvaluator(str(path), new_ops=[MatMulNBits]).run(None, dict(feeds))
     return list(found)

@@ -1,4 +1,4 @@
-"""Small graphs of the patterns that files have, and what is expected of them when they are quantized."""
+"""Small ONNX graphs with patterns of real files, and the expected result of quantizing them."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ _RANDOM = np.random.default_rng(5)
 
 
 def begin_again() -> None:
-    """Draws the same numbers from now on, whatever was drawn before."""
+    """Resets the random generators, so that the same numbers are drawn whatever was drawn before."""
     torch.manual_seed(5)
     _RANDOM.bit_generator.state = np.random.default_rng(5).bit_generator.state
 
 
 def floats(*shape: int) -> Array:
-    """Normal values, scaled as weights are."""
+    """Returns normally distributed values, scaled like weights."""
     values: Array = _RANDOM.normal(0, 1, shape) / max(1.0, float(np.sqrt(np.prod(shape[1:]))))
     return values.astype(np.float32)
 
 
 def between(low: float, high: float, *shape: int) -> Array:
-    """Even values."""
+    """Returns uniformly distributed values."""
     return _RANDOM.uniform(low, high, shape).astype(np.float32)
 
 
 class Net:
-    """A graph in the making: nodes in order, constants by name."""
+    """A graph under construction: nodes in order and constants by name."""
 
     def __init__(self) -> None:
         self.nodes: list[onnx.NodeProto] = []
         self.constants: dict[str, Array] = {}
 
     def add(self, operator: str, *inputs: str, name: str = "", outputs: int = 1, **attributes: Any) -> str:
-        """The (first) output of a new node."""
+        """Adds a node and returns its first output."""
         name = name or f"/{operator}_{len(self.nodes)}"
         made = [f"{name}_out{i or ''}" for i in range(outputs)]
         self.nodes.append(helper.make_node(operator, list(inputs), made, name, **attributes))
         return made[0]
 
     def constant(self, value: Any) -> str:
-        """The name of an initializer."""
+        """Adds an initializer and returns its name."""
         name = f"c{len(self.constants)}"
         self.constants[name] = np.asarray(value)
         return name
@@ -56,13 +56,13 @@ class Net:
     def conv(
         self, x: str, out: int, inputs: int, size: int = 3, *, bias: bool = True, **attributes: Any
     ) -> str:
-        """A convolution that keeps the size."""
+        """Adds a convolution whose default padding keeps the image size."""
         given = [self.constant(floats(out, inputs, size, size))] + [self.constant(floats(out))] * bias
         attributes.setdefault("pads", [size // 2] * 4)
         return self.add("Conv", x, *given, **attributes)
 
     def norm(self, x: str, channels: int) -> str:
-        """A BatchNormalization."""
+        """Adds a BatchNormalization."""
         values = (
             between(0.5, 1.5, channels),
             floats(channels),
@@ -72,7 +72,7 @@ class Net:
         return self.add("BatchNormalization", x, *map(self.constant, values))
 
     def head(self, x: str, channels: int) -> str:
-        """A global pool and a Gemm of 10 classes."""
+        """Adds a global pool and a Gemm to 10 classes."""
         flat = self.add("Flatten", self.add("GlobalAveragePool", x))
         return self.add(
             "Gemm", flat, self.constant(floats(10, channels)), self.constant(floats(10)), transB=1
@@ -81,16 +81,16 @@ class Net:
 
 @dataclass
 class Case:
-    """A graph and what is expected of its file.
+    """A graph and the expected properties of the written file.
 
     Attributes:
-        build: makes the graph; returns the names of its outputs.
-        inputs: shapes of float inputs.
-        kernels: that ONNX Runtime runs, at least so many.
-        gone, changed: nodes by operator and number.
-        new: operators that were not there.
-        opset: of the source.
-        steps: how far outputs may be off; one where float sums come before a pair, and may round the other way.
+        build: builds the graph and returns the names of its outputs.
+        inputs: shapes of the float inputs.
+        kernels: exact count of each listed operator that ONNX Runtime runs; others may run too.
+        gone, changed: number of removed and of changed nodes.
+        new: number of added nodes by operator.
+        opset: opset of the source.
+        steps: tolerance as in `same`; 1 where a float sum may make a quantizer round the other way.
     """
 
     build: Callable[[Net], tuple[str, ...]]
@@ -104,7 +104,7 @@ class Case:
 
 
 def saved(case: Case, folder: Path, **more: Any) -> tuple[Path, dict[str, torch.Tensor]]:
-    """The file of a case, and inputs for it."""
+    """Writes the file of a case and returns its path and inputs for it."""
     net = Net()
     ends = case.build(net)
     feeds = {name: torch.from_numpy(floats(*shape) * 3) for name, shape in case.inputs.items()}

@@ -1,4 +1,4 @@
-"""Given files whose biases are quantized to each type."""
+"""Tests of each bias type in given ONNX files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scales and zero points of quantized files, whoever made them, by the names that tensors have in the float file."""
+"""Tests of reading encodings from quantized files of any tool, under the tensor names of the float file."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_pairs_of_a_pytorch_model_are_listed_once_a_tensor() -> None:
 
 
 def test_constants_with_equal_bytes_keep_their_names(tmp_path: Path) -> None:
-    """Tools store them once, under the name of the first."""
+    """Tools store equal constants once, under the first one's name."""
     text = f"""{HEAD} net (float[1, 4] x) => (float[1, 4] y) {{
       w_DequantizeLinear_Output = DequantizeLinear (w_quantized, s)
       v_DequantizeLinear_Output = DequantizeLinear (w_quantized, t)
@@ -124,7 +124,7 @@ def test_what_has_no_pairs_is_said(tmp_path: Path) -> None:
 
 
 def test_functions_of_number_formats_are_noted(tmp_path: Path) -> None:
-    """A function of the domain `qatkit` has no zero point: its name says what it rounds to."""
+    """A function of the domain `qatkit` has no zero point; its name is the number format it rounds to."""
     double = helper.make_function(
         "qatkit", "mxint8", ["a"], ["b"], [helper.make_node("Add", ["a", "a"], ["b"])],
         [helper.make_opsetid("", 13)],

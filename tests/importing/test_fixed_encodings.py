@@ -1,4 +1,4 @@
-"""Encodings of a quantized file on the float file that it was made of: the same numbers again, whoever made it."""
+"""Tests of quantizing a float file with the fixed encodings of a quantized file from any tool."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from qatkit_verify.errors import ConfigError
 
 KEY = "calibration.encodings"
 FEEDS = {"input": noise(4, 3, 8, 8)}
-# A residual block with a BatchNormalization, a pool behind a ReLU, a Concat, a MatMul of [inputs, outputs], SiLU and
-# HardSwish.
+# A residual block with a BatchNormalization, a pool after a ReLU, a Concat, SiLU, HardSwish, and a MatMul
+# whose weight is [inputs, outputs].
 RESIDUAL = """<ir_version: 8, opset_import: ["" : 17]> net (float[n, 3, 8, 8] input) => (float[n, 10] out, float[n] s) {
   c1 = Conv <pads = [1, 1, 1, 1]> (input, w1)
   b1 = BatchNormalization (c1, one, zero, zero, one)
@@ -54,7 +54,7 @@ RESIDUAL = """<ir_version: 8, opset_import: ["" : 17]> net (float[n, 3, 8, 8] in
   s = ReduceMean <axes = [1], keepdims = 0> (out)
 }"""
 
-# In place of names for which onnx's text syntax has no form.
+# Replacement names that onnx's text syntax cannot express.
 NAMES = {"b1": "b1:0", "r1": "r/1", "sum": "block.sum", "relu2": "/block/relu:0"}
 
 
@@ -71,7 +71,7 @@ def residual(path: Path) -> Path:
 
 
 def again(source: Path, encodings: Mapping[str, Encoding], **settings: Any) -> tuple[Written, Matched]:
-    """The float file quantized with fixed encodings, the rest calibrated on other images."""
+    """Quantizes the float file with fixed encodings and calibrates the rest on other images."""
     model = import_onnx(source)
     module = QATModule(model, FEEDS, **settings)
     module.mixed_scales = "report"
@@ -94,7 +94,7 @@ def same_bits(a: Array, b: Array) -> bool:
 
 @pytest.mark.parametrize("make", [network, residual])
 def test_a_quantized_file_comes_back_bit_for_bit(make: Any, tmp_path: Path) -> None:
-    """Through JSON: scales, zero points, weights and biases, and what ONNX Runtime computes."""
+    """Encodings, weights, biases and outputs in ONNX Runtime must survive a round trip through JSON."""
     source = make(tmp_path / "net.onnx")
     first = write(source, FEEDS)
     listed = tmp_path / "encodings.json"
@@ -105,7 +105,7 @@ def test_a_quantized_file_comes_back_bit_for_bit(make: Any, tmp_path: Path) -> N
     assert found.unused.keys() <= {
         "gated_Add_Output",
         "gated_three",
-    }  # inside of the HardSwish, always the same
+    }  # constants inside the HardSwish
     before, after = constants(first.path), constants(second.path)
     assert before.keys() == after.keys()
     different = [name for name in before if not same_bits(before[name], after[name])]
@@ -141,11 +141,11 @@ def test_half_of_the_encodings_leave_the_rest_to_calibration(tmp_path: Path) -> 
     assert all(after.all[name].equals(given[name]) for name in held)
     others = [name for name in whole.activations if name not in given]
     changed = [name for name in others if not after.activations[name].equals(whole.activations[name])]
-    assert "input" in changed  # three times the values
+    assert "input" in changed  # calibrated on values three times as large
 
 
 def quantized_by_ort(source: Path) -> Path:
-    """By onnxruntime.quantization.quantize_static, per channel."""
+    """Quantizes a file per channel with onnxruntime.quantization.quantize_static."""
 
     class Reader(CalibrationDataReader):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -180,7 +180,7 @@ def test_quantize_statics_numbers_are_taken_over(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", aimet.VERSIONS)
 def test_aimets_own_encodings_are_taken_over(version: str, tmp_path: Path) -> None:
-    """Encodings that AIMET made; its weights end at -128, ours at -127."""
+    """AIMET's scales are kept, but its integer weights start at -128 and qatkit's at -127."""
     source = network(tmp_path / "net.onnx")
     listed = encodings_from(SAMPLES / f"per_channel.{version}.json", KEY)
 
@@ -245,7 +245,7 @@ def test_an_override_lets_another_type_in(tmp_path: Path) -> None:
 
 
 def test_a_type_of_the_other_sign_is_counted_anew(tmp_path: Path) -> None:
-    """int8 from -128 on is uint8 from 0 on: the same steps."""
+    """int8 and uint8 have the same steps, with zero points that differ by 128."""
     source = network(tmp_path / "net.onnx")
     given = {"input": one("int8", -8), "first.weight": one("uint8", 128, [0.01] * 8)}
     written, _ = again(source, given)
@@ -283,7 +283,7 @@ def test_an_encoding_before_a_relu_does_not_undo_it(tmp_path: Path) -> None:
 
 
 def test_fixed_scales_survive_a_state_dict(tmp_path: Path) -> None:
-    """As a resumed run has them."""
+    """A resumed run restores them this way."""
     source = network(tmp_path / "net.onnx")
     written, _ = again(source, {"input": one("uint8", 100, 0.03)})
     other = QATModule(written.model, FEEDS)

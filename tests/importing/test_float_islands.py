@@ -1,4 +1,4 @@
-"""Parts of a file that PyTorch has no form for: ONNX Runtime computes them, and their nodes stay in the file."""
+"""Tests of parts that PyTorch cannot compute: ONNX Runtime runs them, and their nodes stay in the file."""
 
 from __future__ import annotations
 
@@ -80,12 +80,12 @@ def test_the_file_keeps_what_pytorch_lacks(case: str, tmp_path: Path) -> None:
     found = difference(source, written.path)
     assert not found.gone
     assert found.pairs > 0
-    assert not found.changed - {"/m/Loop", "/m/If"}  # their bodies read what is dequantized
+    assert not found.changed - {"/m/Loop", "/m/If"}  # their bodies read dequantized values
     before, after = (
         {name: value for name, value in _operators(path).items() if name in operators}
         for path in (source, written.path)
     )
-    assert all(after[name] >= count for name, count in before.items())  # a table in int8 is one more Gather
+    assert all(after[name] >= count for name, count in before.items())  # an int8 table adds a Gather
 
 
 def _operators(path: Path) -> dict[str, int]:
@@ -116,7 +116,7 @@ def test_another_count_of_values_in_each_run(tmp_path: Path) -> None:
 
 
 def test_an_island_image_by_image(tmp_path: Path) -> None:
-    """A file of one image per run chooses boxes of each image by itself."""
+    """A file with a fixed batch size of 1 runs once per image, so each image keeps its own boxes."""
     source = island_nets.boxes(tmp_path / "m.onnx")
     model = onnx.load(source)
     model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 1
@@ -131,7 +131,7 @@ def test_an_island_image_by_image(tmp_path: Path) -> None:
 
 
 def test_types_that_the_module_does_not_have(tmp_path: Path) -> None:
-    """float16 and uint64 at the border of a region get the file's types inside."""
+    """Values that are float16 or uint64 in the file have these types inside an island."""
     nodes = [
         helper.make_node("Cast", ["x"], ["h"], "half", to=TensorProto.FLOAT16),
         helper.make_node("Cast", ["x"], ["u"], "whole", to=TensorProto.UINT64),
@@ -179,7 +179,7 @@ def test_gradients_go_around_an_island(tmp_path: Path) -> None:
 
 
 def _beside(path: Path) -> Path:
-    """One convolution to an output, and to the places of its positive values."""
+    """Writes a convolution with two outputs: its result and the indices of its positive values."""
     nodes = [
         helper.make_node("Conv", ["x", "w"], ["y"], "conv"),
         helper.make_node("Relu", ["y"], ["r"], "relu"),

@@ -1,4 +1,4 @@
-"""The range of ids, by the tables that an input of a file indexes."""
+"""Tests of the range of ids, which follows from the tables that an input indexes."""
 
 from __future__ import annotations
 

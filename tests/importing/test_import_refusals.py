@@ -1,4 +1,4 @@
-"""Files that can't be imported get one sentence that names the file, the node and the reason."""
+"""Tests of files that cannot be imported: one line names the file, the node and the reason."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_external_data_of_a_branch_that_is_missing(tmp_path: Path) -> None:
 
 
 def _beside(folder: Path, nodes: list[onnx.NodeProto], constants: dict[str, Array]) -> Path:
-    """A file with its weights in w.bin."""
+    """Writes a file with its weights in w.bin."""
     path = save(folder / "m.onnx", nodes, {"x": X}, ["y"], constants)
     onnx.save(onnx.load(str(path)), str(path), save_as_external_data=True, location="w.bin", size_threshold=0)
     return path
@@ -201,7 +201,7 @@ def test_an_input_without_a_type(tmp_path: Path) -> None:
 
 
 def test_nodes_of_one_name(tmp_path: Path) -> None:
-    """ONNX Runtime loads no such file."""
+    """ONNX Runtime does not load such a file."""
     nodes = [helper.make_node("Neg", ["x"], ["a"], "same"), helper.make_node("Abs", ["a"], ["y"], "same")]
     path = save(tmp_path / "m.onnx", nodes, {"x": X}, ["y"])
     with pytest.raises(ConfigError, match="two nodes with same node name") as raised:
@@ -210,7 +210,7 @@ def test_nodes_of_one_name(tmp_path: Path) -> None:
 
 
 def test_a_layer_that_onnxruntime_does_not_run(tmp_path: Path) -> None:
-    """Its batch is in front, which PyTorch computes and ONNX Runtime does not."""
+    """PyTorch computes an LSTM whose first axis is the batch (layout=1), but ONNX Runtime does not."""
     constants = {"w": np.ones((1, 8, 3), np.float32), "r": np.ones((1, 8, 2), np.float32)}
     nodes = [helper.make_node("LSTM", ["x", "w", "r"], ["y"], "lstm", hidden_size=2, layout=1)]
     feeds = {"x": np.ones((2, 4, 3), np.float32)}

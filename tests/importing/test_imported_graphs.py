@@ -1,4 +1,4 @@
-"""Graphs as strangers write them: names, types, orders, ways to hold weights, branches, functions."""
+"""Tests of graphs from other tools: names, types, node order, forms of weights, branches and functions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RANDOM = np.random.default_rng(1)
 
 
 def floats(*shape: int) -> Array:
-    """Normal values."""
+    """Returns normally distributed values."""
     return _RANDOM.normal(0, 1, shape).astype(np.float32)
 
 
@@ -29,7 +29,7 @@ WEIGHT, BIAS = floats(4, 3, 3, 3), floats(4)
 
 
 def node(operator: str, inputs: list[str], outputs: list[str], **attributes: Any) -> onnx.NodeProto:
-    """A node without a name."""
+    """Returns a node without a name."""
     return helper.make_node(operator, inputs, outputs, **attributes)
 
 

@@ -1,4 +1,4 @@
-"""An imported file goes through the same graph as any model: its names, PTQ, export and any size of batch."""
+"""Tests of an imported file in the same graph as any model: names, PTQ, export and any batch size."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _RANDOM = np.random.default_rng(2)
 
 
 def floats(*shape: int) -> Array:
-    """Normal values."""
+    """Returns normally distributed values."""
     return _RANDOM.normal(0, 1, shape).astype(np.float32)
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """A small network with a residual, a state and two outputs, without batch-dependent constants."""
+    """A small network with a residual connection, a state, two outputs and constants for any batch size."""
     nodes = [
         helper.make_node("Conv", ["image", "w"], ["a"], "/stem/Conv", pads=[1, 1, 1, 1]),
         helper.make_node("BatchNormalization", ["a", "s", "b", "m", "v"], ["n"], "/stem/Norm"),
@@ -149,7 +149,7 @@ def test_a_size_below_one_is_an_open_one(size: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shape", [[-1], [-1, 1]])
 def test_places_of_the_images_follow_the_batch(shape: list[int], tmp_path: Path) -> None:
-    """Range up to the size of the batch, as indices of a Gather and as numbers that are added."""
+    """A Range over the batch size gives the indices of a Gather and an operand of an Add."""
     nodes = [
         helper.make_node("Shape", ["x"], ["size"], start=0, end=1),
         helper.make_node("Squeeze", ["size"], ["n"]),

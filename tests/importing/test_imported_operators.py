@@ -1,4 +1,4 @@
-"""Each operator of the table against ONNX Runtime, by the forms that it has had since opset 7."""
+"""Checks each operator that can be imported against ONNX Runtime, in its forms since opset 7."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _RANDOM = np.random.default_rng(0)
 
 
 def floats(*shape: int) -> np.ndarray[Any, Any]:
-    """Normal values."""
+    """Returns normally distributed values."""
     return _RANDOM.normal(0, 1, shape).astype(np.float32)
 
 
 def positive(*shape: int) -> np.ndarray[Any, Any]:
-    """Values between 0.1 and 2."""
+    """Returns values between 0.1 and 2."""
     return _RANDOM.uniform(0.1, 2, shape).astype(np.float32)
 
 
 class Case(NamedTuple):
-    """One node: what it reads, its constants (None: an input), attributes and opset."""
+    """A node: its inputs and constants by position (None: a constant or left out), attributes and opset."""
 
     operator: str
     inputs: list[Any]
@@ -224,7 +224,7 @@ def test_an_operator_computes_what_onnxruntime_computes(case: Case, tmp_path: Pa
     count = max([len(case.inputs), *(place + 1 for place in case.constants)])
     names = [f"input_{i}" for i in range(count)]
     feeds = {names[i]: value for i, value in enumerate(case.inputs) if value is not None}
-    # What is listed neither as an input nor as a constant is left out.
+    # A position that is neither an input nor a constant is an optional input that is left out.
     given = [name if name in feeds or i in case.constants else "" for i, name in enumerate(names)]
     outputs = [f"output_{i}" for i in range(case.outputs)]
     node = helper.make_node(case.operator, given, outputs, "node", domain=case.domain, **case.attributes)

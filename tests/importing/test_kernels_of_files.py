@@ -1,4 +1,4 @@
-"""The kernels that ONNX Runtime runs for an imported file, and for what was written of it, are known by their sites."""
+"""Checks that the kernels of an imported file and of the written file are assigned to their sites."""
 
 from __future__ import annotations
 

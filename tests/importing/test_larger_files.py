@@ -1,4 +1,4 @@
-"""What is said of an INT8 file that is larger than the float file it was made of."""
+"""Tests of the reason given for an INT8 file that is larger than its float file."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from qatkit.export.larger_file import why_larger
 
 
 def _kinds(path: Path, kind: int) -> int:
-    """Returns the bytes of a file's initializers of one type."""
+    """Returns the size in bytes of a file's matrices of one type."""
     tensors = onnx.load(str(path)).graph.initializer
     return sum(tensor.ByteSize() for tensor in tensors if tensor.data_type == kind and len(tensor.dims) == 2)
 
 
 def _computed(path: Path) -> Path:
-    """A weight that is the product of a column and a row."""
+    """Writes a model whose weight is the product of a column and a row."""
     draw = np.random.default_rng(3)
     nodes = [
         helper.make_node("Mul", ["column", "row"], ["weight"], "/Outer"),
@@ -36,7 +36,7 @@ def _computed(path: Path) -> Path:
 
 
 def _shared(path: Path) -> Path:
-    """A weight that another output is made of as well."""
+    """Writes a model whose weight is also read by a float operator."""
     draw = np.random.default_rng(3)
     nodes = [
         helper.make_node("MatMul", ["x", "weight"], ["y"], "/MatMul"),

@@ -1,4 +1,4 @@
-"""A float ONNX file of any inputs through train.py: samples are arrays by the names of its inputs."""
+"""Tests of train.py with a float ONNX file of any inputs and samples that are arrays by input name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from onnx_models import FLOAT, save, sqnr
 
 
 def _two_inputs(path: Path) -> Path:
-    """Ids and a vector to probabilities: Gather, MatMul, Add, Relu, MatMul, Softmax."""
+    """Writes a model from ids and a vector to probabilities."""
     draw = np.random.default_rng(3)
     nodes = [
         helper.make_node("Gather", ["table", "ids"], ["embedded"], "/embed/Gather"),

@@ -1,4 +1,4 @@
-"""A bundle of a model of arrays: any inputs and outputs, verified without torch, and what is changed in it is seen."""
+"""Tests of bundles for models of arrays: any inputs and outputs, verification without torch, and damage."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SETTINGS = (
     "verify.latency_runs=3", "verify.threads=1", "trainer.progress=false", "verify.audit=false",
     "verify.min_float_agreement=0", "verify.min_float_sqnr=-100", "export.bundle=true", "export.golden_images=3",
 )  # fmt: skip
-# qatkit-verify where nothing else is installed.
+# Runs qatkit-verify as if torch, qatkit, onnx and Pillow were not installed.
 ALONE = (
     "import sys; sys.modules.update(dict.fromkeys(('torch', 'qatkit', 'onnx', 'onnx_ir', 'PIL'))); "
     "from qatkit_verify.command import main; sys.exit(main())"
@@ -40,7 +40,7 @@ ALONE = (
 
 
 def _file(path: Path) -> Path:
-    """Ids [n, 6], a mask beside them, a state [2, n, 8] and a gain without samples to four outputs."""
+    """Writes a model of ids and a mask [n, 6], a state [2, n, 8] and a gain without a batch axis."""
     draw = np.random.default_rng(3)
     nodes = [
         helper.make_node("Gather", ["table", "ids"], ["embedded"], "/embed/Gather"),
@@ -105,7 +105,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def seal(bundle: Path) -> None:
-    """Writes the manifest of what is there now."""
+    """Rewrites the manifest for the present contents of the bundle."""
     told = read_manifest(bundle)
     write_manifest(bundle, replace(told, files=tuple(entry(bundle, one.name) for one in told.files)))
 
@@ -140,7 +140,7 @@ def test_golden_runs_are_test_samples_and_the_files_answers(run: Path) -> None:
         answers = session.run(None, dict(one))
         for output, answer in zip(session.get_outputs(), answers, strict=True):
             np.testing.assert_allclose(golden.on[f"{place}/{output.name}"], answer, atol=1e-6)
-    assert golden.steps["0/best"] == golden.steps["2/best"] == 0.5  # another class is beyond a step
+    assert golden.steps["0/best"] == golden.steps["2/best"] == 0.5  # so another class is out of tolerance
     about = json.loads((bundle / "model.json").read_text())
     assert [(one["name"], one["batch_axis"]) for one in about["inputs"]] == [
         ("ids", 0), ("mask", 0), ("state", 1), ("gain", None),
@@ -176,7 +176,7 @@ def test_a_damaged_array_is_seen(run: Path, tmp_path: Path, capsys: pytest.Captu
     assert judged(bundle) == 2 and "golden.npz has other contents" in capsys.readouterr().err
     (bundle / "golden.npz").write_bytes(stored)
     golden, runs = read_golden(bundle / "golden.npz"), tuple[Mapping[str, Array], ...]()
-    for key, change in (("ids", 7), ("state", 3.0)):  # with a manifest of the changed file
+    for key, change in (("ids", 7), ("state", 3.0)):  # with a manifest that fits the changed file
         runs = ({**golden.runs[0], key: (golden.runs[0][key] + change).astype(golden.runs[0][key].dtype)},)
         write_golden(bundle / "golden.npz", replace(golden, runs=runs + golden.runs[1:]))
         seal(bundle)

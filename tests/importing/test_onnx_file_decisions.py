@@ -1,4 +1,4 @@
-"""What two files' outputs have the same where they agree, through train.py: a detector of two outputs."""
+"""Tests of the decision by which train.py compares two files, for a detector with two outputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from qatkit.config.compose import compose_config
 
 
 def _detector(path: Path) -> Path:
-    """[n, 3, 16, 16] to scores [n, 64, 3] and corners [n, 64, 4] around 8 x 8 cells."""
+    """Writes a detector from [n, 3, 16, 16] to scores [n, 64, 3] and boxes [n, 64, 4] for 8 x 8 cells."""
     draw = np.random.default_rng(3)
     y, x = np.mgrid[:8, :8]
     low = np.stack([x, y], -1).reshape(1, 64, 2) * 8.0
@@ -47,7 +47,7 @@ def _detector(path: Path) -> Path:
 
 
 def _f1(float_file: Path, int8_file: Path, images: Array, least: float) -> float:
-    """Of both files' boxes, by torchvision."""
+    """Returns the F1 score between both files' boxes, found with torchvision."""
     found, matched, count = [], 0, 0
     for file in (float_file, int8_file):
         scores, boxes = map(

@@ -1,4 +1,4 @@
-"""Float ONNX files whose outputs are no rows of floats, through train.py: one sample per run, and whole numbers."""
+"""Tests of train.py with float ONNX files that take one sample per run or have integer outputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from onnx_models import FLOAT, Array, save, sqnr
 
 
 def _file(path: Path, ending: list[onnx.NodeProto], outputs: list[str], classes: int = 4) -> Path:
-    """[batch, 16] to logits [batch, classes], and what follows them."""
+    """Writes a model from [batch, 16] to logits [batch, classes], followed by the nodes of `ending`."""
     draw = np.random.default_rng(3)
     nodes = [
         helper.make_node("MatMul", ["x", "a"], ["hidden"], "/first/MatMul"),
@@ -35,7 +35,7 @@ def _file(path: Path, ending: list[onnx.NodeProto], outputs: list[str], classes:
 
 
 def _run(file: Path, recipe: str = "onnx_ptq") -> tuple[subprocess.CompletedProcess[str], Array]:
-    """The run, and the samples that verify."""
+    """Runs train.py and returns the finished process and the samples for verification."""
     root, draw = file.parent / "data", np.random.default_rng(1)
     root.mkdir()
     samples = draw.normal(size=(32, 1, 16)).astype(np.float32)
@@ -51,7 +51,7 @@ def _run(file: Path, recipe: str = "onnx_ptq") -> tuple[subprocess.CompletedProc
 
 
 def _both(file: Path, samples: Array) -> list[list[Array]]:
-    """The outputs of the given file and of the INT8 one, sample by sample."""
+    """Returns the first output of the given file and of the INT8 file, sample by sample."""
     paths = (file, file.parent / "run" / "model.int8.onnx")
     sessions = [ort.InferenceSession(str(path), providers=["CPUExecutionProvider"]) for path in paths]
     return [[one.run(None, {"x": x})[0] for x in samples] for one in sessions]

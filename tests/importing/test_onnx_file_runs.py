@@ -1,4 +1,4 @@
-"""A float ONNX file as the model of train.py: PTQ and fine-tuning by distillation, without labels or training code."""
+"""Tests of train.py with a float ONNX file as its model: PTQ and distillation, without labels."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SETTINGS = (
 
 
 def _detector(path: Path, seed: int = 0) -> Path:
-    """Two outputs of different scales: boxes in 0..640 and scores in 0..1, over places and not over classes."""
+    """Writes a detector with two outputs per position, of different magnitude: boxes and scores in 0..1."""
     draw = np.random.default_rng(seed)
 
     def weights(*shape: int) -> Array:
@@ -87,7 +87,7 @@ def _quality(float_file: Path, folder: Path) -> list[float]:
 
 
 def test_relus_of_a_file_are_no_fault_before_calibration(tmp_path: Path) -> None:
-    """Signed bytes: the zero point behind a ReLU is -128, in the export before any range is known too."""
+    """With int8 activations, the zero_point after a ReLU is -128 even in the export before calibration."""
     file = _detector(tmp_path / "detector.onnx")
     told = _train(tmp_path / "run", f"model.name=onnx/{file}", "schedule=calibrate_only", "backend=qnnpack",
                   "backend.reduce_range=true")  # fmt: skip
@@ -121,7 +121,7 @@ def test_a_run_edits_the_file_and_uses_its_names(tmp_path: Path) -> None:
     assert [one.name for one in graph.input] == ["image"]
     assert [one.name for one in graph.output] == ["boxes", "scores"]
     names = {node.name for node in given.node}
-    assert names - {node.name for node in graph.node} == {"/stem/Sigmoid", "/stem/Mul"}  # one SiLU in 8 bits
+    assert names - {node.name for node in graph.node} == {"/stem/Sigmoid", "/stem/Mul"}  # one 8-bit SiLU now
     added = {node.op_type for node in graph.node if node.name not in names}
     assert added == {"QuantizeLinear", "DequantizeLinear", "QuickGelu"}
 
@@ -200,7 +200,7 @@ def test_a_new_file_where_the_given_one_has_no_form(tmp_path: Path) -> None:
 
 
 def _inverting(path: Path) -> Path:
-    """A matrix inverse, which ONNX Runtime alone has, between two convolutions."""
+    """Writes a matrix inverse, which has no PyTorch equivalent, between two convolutions."""
     draw = np.random.default_rng(3)
     nodes = [
         helper.make_node("Conv", ["image", "w"], ["a"], "/first/Conv", pads=[1, 1, 1, 1]),
@@ -251,7 +251,7 @@ def test_what_needs_a_gradient_or_a_new_file(settings: tuple[str, ...], message:
 
 
 def _channels_last(path: Path, *sides: int | str) -> Path:
-    """A detector of [n, *sides, 3] that wants 0..255: boxes over places."""
+    """Writes a detector that takes pixels [n, *sides, 3] in 0..255 and returns boxes per position."""
     draw = np.random.default_rng(1)
     constants = {"w": draw.normal(0, 0.01, (8, 3, 3, 3)).astype(np.float32),
                  "v": draw.normal(0, 0.5, (4, 8, 1, 1)).astype(np.float32)}  # fmt: skip
@@ -265,7 +265,7 @@ def _channels_last(path: Path, *sides: int | str) -> Path:
 
 
 def _letterboxed() -> Array:
-    """The test digits of 8 x 8 pixels shrunk by Pillow to 6 x 6 at the left of 6 x 12, three equal channels."""
+    """Returns the test digits, resized to the left 6 x 6 of 6 x 12 pixels, in three equal channels."""
     test, found = digits(None, False, 0).test, []
     for image, _ in (test[i] for i in range(len(test))):
         canvas = Image.new("L", (12, 6), 114)

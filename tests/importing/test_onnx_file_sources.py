@@ -1,4 +1,4 @@
-"""A float ONNX file through train.py from sound files and from drawn samples, to a bundle that verifies."""
+"""Tests of train.py with a float ONNX file and audio files or random samples, up to a verified bundle."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _train(folder: Path, *settings: str) -> str:
 
 
 def _file(path: Path, inputs: dict[str, tuple[int, Sequence[int | str]]]) -> Path:
-    """A wave [.., 64] in frames through two Convs; `ids`, where there are any, choose what is added."""
+    """Writes a model of a wave in frames of 64 and two Convs; an input `ids` adds rows of a table."""
     draw = np.random.default_rng(3)
     constants: dict[str, Array] = {
         "flat": np.array([-1, 1, 64], np.int64),

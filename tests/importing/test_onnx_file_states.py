@@ -1,4 +1,4 @@
-"""A float ONNX file with a state through train.py: its own states calibrate it, and free runs verify it."""
+"""Tests of train.py with a stateful float ONNX file: calibration with its own states, and free runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _command(file: Path, root: Path, states: str, *more: str) -> list[str]:
 
 
 def _free_run(file: Path, x: Any, state: tuple[str, str], start: Any) -> list[Any]:
-    """All outputs of a file along a sequence, stacked, with its own state."""
+    """Runs a file along a sequence with its own state and returns each output, stacked."""
     session, found = ort.InferenceSession(str(file)), []
     names = [one.name for one in session.get_outputs()]
     given = [one.name for one in session.get_inputs() if one.name != state[0]]
@@ -63,7 +63,7 @@ def test_a_file_with_a_state_is_quantized_along_sequences(recipe: str, tmp_path:
 
 
 def test_precision_is_chosen_by_free_runs(tmp_path: Path) -> None:
-    """Along the sequences that calibrate: with the states of the float file an error that accumulates does not show."""
+    """With the float file's states, an error that accumulates along a calibration sequence would not show."""
     file, root = save_gru(tmp_path / "gru.onnx", WEIGHTS), tmp_path / "data"
     root.mkdir()
     for index in range(4):

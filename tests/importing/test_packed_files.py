@@ -1,4 +1,4 @@
-"""Given files with packed weights: against NumPy, the float file, and the module that they were written from."""
+"""Tests of given files with packed weights against NumPy, the float file and their module."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_operator_that_an_override_leaves_float_is_as_given(tmp_path: Path) -> N
 
 
 def words(folder: Path) -> Path:
-    """A table that is looked up by ids of any rank, and is the head's weight too."""
+    """Writes a model with a table that ids of any rank look up and that is also the head's weight."""
     net = Net()
     table = net.constant(floats(50, 72))
     found = net.add("Gather", table, "ids")

@@ -1,4 +1,4 @@
-"""Files of others before and after: what differs beside pairs, 8-bit weights and 32-bit biases is named and counted."""
+"""Checks which nodes of real files change, apart from Q/DQ pairs, 8-bit weights and 32-bit biases."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _FILES = ("dtln_2", "magika", "rapidocr_cls", "speech_embedding", "ultraface_rfb
 
 
 def _written(source: Path, feeds: Mapping[str, Tensor]) -> Written:
-    """The file of a module whose biases are those of its source, rounded."""
+    """Calibrates a source and writes it back, with biases that are rounded but not corrected."""
     model = import_onnx(source)
     module = QATModule(model, feeds)
     module.mixed_scales = module.mean_shifts = "report"
@@ -64,7 +64,7 @@ def test_a_real_file_changes_only_where_it_says(name: str, tmp_path: Path) -> No
 
 
 def _open(value: onnx.ValueInfoProto) -> onnx.ValueInfoProto:
-    """An input with a dynamic axis where the file has -1, as the standard wants it."""
+    """Replaces each size below 1 of an input with a dynamic axis, as the standard requires."""
     for size in value.type.tensor_type.shape.dim:
         if size.HasField("dim_value") and size.dim_value < 1:
             size.Clear()
@@ -72,7 +72,7 @@ def _open(value: onnx.ValueInfoProto) -> onnx.ValueInfoProto:
 
 
 def _with_names(source: Path) -> Path:
-    """The same file, with names for nodes that have none."""
+    """Names the nodes of a file that have no name."""
     model = onnx.load(str(source))
     for number, node in enumerate(model.graph.node):
         node.name = node.name or f"{node.op_type}_{number}"
@@ -85,7 +85,7 @@ def _opset(model: onnx.ModelProto) -> int:
 
 
 def _without_inputs(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy whose initializers are no inputs, as the converter wants them."""
+    """Returns a copy whose initializers are not inputs, as the version converter requires."""
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
     constants = {one.name for one in copy.graph.initializer}
@@ -97,12 +97,12 @@ def _without_inputs(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _plain(found: Changes) -> dict[str, Any]:
-    """The counts and names that are not empty."""
+    """Returns the counts and names that are not empty."""
     return {key: dict(v) if isinstance(v, dict) else v for key, v in vars(found).items() if v}
 
 
-# A Sum keeps ONNX Runtime from making a float product of an int8 one. HardSwish in parts is an Add and two Mul in
-# 8 bits, a SiLU in parts one operator.
+# A Sum keeps ONNX Runtime from fusing an int8 product into a float one. A HardSwish made of parts becomes an
+# Add and two Muls in 8 bits, and a SiLU made of parts becomes one operator.
 _EXPECTED: dict[str, dict[str, Any]] = {
     "dtln_2": {"new": {"Sum": 5}},
     "magika": {"new": {"Sum": 1}},
@@ -124,7 +124,7 @@ _OTHERS = {
 
 
 def _pages(height: int, width: int) -> Tensor:
-    """Photographs and scans of text, from -1 to 1."""
+    """Returns photographs and scans of text as values from -1 to 1."""
     with zipfile.ZipFile(_PAGES) as archive:
         names = sorted(name for name in archive.namelist() if name.endswith((".jpg", ".png")))[:8]
         pictures = [Image.open(archive.open(name)).convert("RGB").resize((width, height)) for name in names]

@@ -1,4 +1,4 @@
-"""Files of others written back: the file gives what its converted module gives, at all sizes that it allows."""
+"""Checks that real files, written back, compute the same as their modules at all sizes they allow."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from qatkit.verify.audit import audit
 
 _ZIP = Path(__file__).parents[3] / "shared" / "data" / "onnx_models.zip"
 _SIZES = {"rapidocr_cls": (48, 192), "rapidocr_det": (64, 96)}
-# Int8 kernels that are products, and values that are quantized, of each file.
+# Number of int8 product kernels and of quantized values in each file.
 _EXPECTED = {
     "dtln_1": (1, 2),
     "dtln_2": (7, 19),
@@ -44,7 +44,7 @@ def _source(name: str, folder: Path) -> Path:
 
 
 def _feeds(source: Path, sizes: tuple[int, int] | None = None, count: int = 1) -> Mapping[str, Tensor]:
-    """Normal values, and bytes for integers."""
+    """Returns normally distributed values, or bytes for integer inputs."""
     graph = onnx.load(str(source)).graph
     constants = {one.name for one in graph.initializer}
     feeds = {}
@@ -73,7 +73,7 @@ def test_real_file_gives_what_its_module_gives(name: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", _SIZES)
 def test_real_file_equals_an_export_at_three_sizes(name: str, tmp_path: Path) -> None:
-    """The converted module may be a rounding off in float operators; the file that is exported of it may not."""
+    """Float operators of the converted module may round differently, but those of its export may not."""
     torch.manual_seed(2)
     source = _source(name, tmp_path)
     written = write(source, _feeds(source, _SIZES[name]))

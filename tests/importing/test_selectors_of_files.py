@@ -1,4 +1,4 @@
-"""Selectors on given ONNX files with odd names: what each chose, and what the written file has."""
+"""Tests of selectors on ONNX files with odd names: what each matches and its effect on the written file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from written import same
 FLOAT = {"float": True}
 J1, J2 = '{"a":1}', '{"a":2}'
 COLONS = ["net/conv:0", "net/left:0", "net/right:0", "net/add:0", "head/fc:0"]
-# Selector, what it chose, and what is float behind it.
+# File, selector, the names it matches, and the operators that become float.
 BY_NAME = [
     ("colons", "net/left:0", ["net/left:0"], {"net/left:0", "net/add:0"}),
     ("colons", "net/*:0", ["net/conv:0", "net/relu:0", *COLONS[1:4]], set(COLONS[:4])),
@@ -42,7 +42,7 @@ BY_NAME = [
     ("prefixes", "op/ConvTranspose", ["a*"], {"a*"}),
 ]
 DIAMOND = ["net/relu:0", "net/left:0", "net/right:0", "net/add:0"]
-# Settings of `backend`, what the last selector chose, and what is float.
+# File, settings of `backend`, the names the last selector matches, and the operators that become float.
 BY_LISTS: list[tuple[str, dict[str, Any], list[str], set[str]]] = [
     ("colons", {"exclude": [{"from": ["net/relu:0"], "to": ["net/add:0"]}]}, DIAMOND, set(COLONS[1:4])),
     ("colons", {"exclude": [{"from": "net/left:0", "to": "net/add:0"}]}, ["net/left:0", "net/add:0"],
@@ -62,7 +62,7 @@ BY_LISTS: list[tuple[str, dict[str, Any], list[str], set[str]]] = [
      {"layer.1.conv", "layer.10.conv"}),
     ("prefixes", {"exclude": [{"from": ["re/a.*"], "to": ["ab"]}]}, ["re/a.*", "a*", "ab"], {"re/a.*", "a*", "ab"}),
 ]  # fmt: skip
-# Selector, settings, what it chose, and the pair that the file has then: a tensor's, or an operator's weight.
+# File, selector, settings, the names it matches, and the resulting type, scale and zero_point of a tensor.
 BY_TENSOR: list[tuple[str, str, dict[str, Any], list[str], str, tuple[Any, ...]]] = [
     ("colons", "tensor/b:0", {"activation_scale": 0.05, "activation_zero_point": 120}, ["net/left:0"], "b:0",
      ("uint8", 0.05, 120)),
@@ -78,6 +78,7 @@ BY_TENSOR: list[tuple[str, str, dict[str, Any], list[str], str, tuple[Any, ...]]
     ("prefixes", "tensor/t4", {"activation_range": [-1, 1], "activation_dtype": "uint16"}, ["ab"], "t4",
      ("uint16", 2 / 65535, 32768)),
 ]  # fmt: skip
+# File, selector, settings, the names it matches, and the resulting scales of the weight.
 BY_WEIGHT: list[tuple[str, str, dict[str, Any], list[str], list[float]]] = [
     ("colons", "tensor/b:0.w", {"weight_scale": 0.01}, ["net/left:0"], [0.01] * 4),
     ("colons", "input/1/head/fc:0", {"weight_range": [-1.27, 1.27], "weight_axis": 1}, ["head/fc:0"], [0.01] * 5),

@@ -1,4 +1,4 @@
-"""Files that few exporters write: each import is proven, quantized without training and comes back as the same file."""
+"""Checks that files that few exporters write are imported with proof, quantized by PTQ and written back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from written import difference, outputs, same, write
 
 from qatkit.importing import import_onnx, prove_import
 
-assert {unusual_ends, unusual_fused, unusual_layers, unusual_operators, unusual_weights}  # they fill FILES
+assert {unusual_ends, unusual_fused, unusual_layers, unusual_operators, unusual_weights}  # each fills FILES
 
 
 @pytest.mark.parametrize("title", FILES)

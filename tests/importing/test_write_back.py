@@ -1,4 +1,4 @@
-"""Small graphs written back: what the file computes, which kernels run, and what of the file is another than before."""
+"""Tests of small graphs that are written back: outputs, kernels, and differences from the source file."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ from qatkit_verify.saturation import saturates_here
 
 @pytest.fixture(autouse=True)
 def same_numbers_in_any_order() -> None:
-    """Each test draws the same numbers whatever ran before."""
+    """Makes each test draw the same numbers, whatever ran before."""
     begin_again()
 
 
@@ -189,7 +189,7 @@ def test_every_backend(backend: Backend, tmp_path: Path) -> None:
     ],
 )
 def test_activations_of_16_bits(case: str, opset: int, tmp_path: Path) -> None:
-    """In float, wherever ONNX Runtime runs them; it rounds to 16 bits, and a MatMul must not come to round to 8."""
+    """ONNX Runtime computes in float and rounds to 16 bits; it must not fuse a MatMul that rounds to 8."""
     source, feeds = saved(replace(CASES[case], opset=opset), tmp_path)
     written = write(source, feeds, backend=FBGEMM.with_activations("uint16").reduced("auto"))
     same(written, feeds, steps=0.02)
@@ -197,7 +197,7 @@ def test_activations_of_16_bits(case: str, opset: int, tmp_path: Path) -> None:
     assert pairs and {n.domain for n in pairs} == {"" if opset == 21 else "com.microsoft"}
     nodes = onnx.load(str(written.path)).graph.node
     makers = {n.output[0]: n.op_type for n in nodes}
-    # Behind a Sum ONNX Runtime 1.32 makes no MatMulNBits of it.
+    # With a Sum before its weight, ONNX Runtime 1.32 does not fuse a MatMul into MatMulNBits.
     assert {makers[n.input[1]] for n in nodes if n.op_type == "MatMul"} <= {"Sum"}
     assert not [
         kernel for kernel in written.optimized() if kernel.startswith(("QLinear", "QGemm", "MatMulI"))
@@ -269,7 +269,7 @@ newer = pytest.mark.skipif(
 
 
 def _asymmetric(dtype: str) -> Backend:
-    bits = dtype == "int8" and saturates_here()  # 7 where 8 saturate: no guard has zero points
+    bits = dtype == "int8" and saturates_here()  # 7 where 8 saturate: no guard supports zero points
     return replace(FBGEMM, weight=QuantSpec(dtype, granularity=PerChannel(0), reduce_range=bits))
 
 
@@ -279,7 +279,7 @@ def _asymmetric(dtype: str) -> Backend:
 def test_weights_with_a_zero_point(case: str, dtype: str, tmp_path: Path) -> None:
     source, feeds = saved(CASES[case], tmp_path)
     model = onnx.load(str(source))
-    for tensor in model.graph.initializer:  # away from zero, where the zero point matters
+    for tensor in model.graph.initializer:  # moved away from zero, so that the zero point matters
         values = onnx.numpy_helper.to_array(tensor)
         if values.dtype == np.float32 and values.ndim > 1:
             moved = values + 2 * values.std()

@@ -1,4 +1,4 @@
-"""Files written back: names, ends, metadata, branches, weights in every place, and what is refused."""
+"""Tests of files that are written back: names, metadata, branches, weights in any place, and refusals."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ GEMMS = Case(gemms, {}, {"x": (4, 8)})
 
 @pytest.fixture(autouse=True)
 def same_numbers_in_any_order() -> None:
-    """Each test draws the same numbers whatever ran before."""
+    """Makes each test draw the same numbers, whatever ran before."""
     begin_again()
 
 
 def test_branch_without_weights_may_read_a_pair(tmp_path: Path) -> None:
-    """An If as TorchScript writes it for `x.squeeze(3)`."""
+    """The If is like the one that TorchScript writes for `x.squeeze(3)`."""
     net = Net()
     pooled = net.add("ReduceMean", net.add("Relu", net.conv("x", 16, 3)), axes=[3])
     wide = net.add("Equal", net.add("Gather", net.add("Shape", pooled), net.constant(3)), net.constant(1))
@@ -307,7 +307,7 @@ def test_activation_in_the_node_of_its_convolution(tmp_path: Path) -> None:
 
 
 def test_new_names_of_long_names_are_short(tmp_path: Path) -> None:
-    """As TensorFlow's converters join them."""
+    """TensorFlow's converters join names into such long ones."""
     net = Net()
     long = ";".join(f"model/part_{i}/Conv2D" for i in range(40))
     y = net.add("Conv", "x", net.constant(floats(8, 3, 3, 3)), name=long)

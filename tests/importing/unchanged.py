@@ -1,4 +1,4 @@
-"""What a written file changes of its source, node by node: its pairs and integers are undone, and the rest compared."""
+"""Node-by-node comparison of a written file with its source, which sees through Q/DQ pairs and integers."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import onnxruntime
 from onnx import numpy_helper
 from onnx_models import Array
 
-_LINKS = ("QuantizeLinear", "DequantizeLinear", "Sum", "Clip")  # of what stands on an edge
+_LINKS = ("QuantizeLinear", "DequantizeLinear", "Sum", "Clip")  # operators that may be added on an edge
 _PASSING = ("Identity", "Dropout")
-_ROUNDING = 1e-6  # of float32, in which biases are divided by their scales
+_ROUNDING = 1e-6  # rounding of float32, in which biases are divided by their scales
 
 
 @dataclass
 class Graph:
-    """A file for comparisons.
+    """A file that is read for a comparison.
 
     Attributes:
-        nodes: by name, or by first output.
-        makers: the node of each value.
-        constants: values of what depends on nothing, as ONNX Runtime computes it.
+        nodes: nodes by name or first output.
+        makers: the node that computes each value.
+        constants: values that depend on no input, computed by ONNX Runtime.
     """
 
     path: Path
@@ -39,8 +39,8 @@ class Graph:
         """Reads a file.
 
         Args:
-            path: of the file.
-            known: first outputs of the nodes without names of the file that it was made of: they have names here.
+            path: the file.
+            known: first outputs of the source file's unnamed nodes, which have names in this file.
         """
         proto = onnx.load(str(path))
         nodes = {key(node, known): node for node in proto.graph.node}
@@ -50,14 +50,14 @@ class Graph:
 
 @dataclass
 class Changes:
-    """Everything but pairs, 8-bit weights within half a step of the float ones, and 32-bit biases.
+    """All changes except Q/DQ pairs, 8-bit weights within half a step of the float ones, and 32-bit biases.
 
     Attributes:
-        gone, new: nodes by operator.
-        operators: of nodes that have another one, as (before, after).
-        attributes: nodes by operator with other attributes.
-        folded: convolutions that have the BatchNormalization behind them in weight and bias.
-        weights: names of nodes whose weight or bias is another than the source's.
+        gone, new: number of removed and of added nodes, by operator.
+        operators: number of nodes with another operator, by (before, after).
+        attributes: number of nodes with other attributes, by operator.
+        folded: number of convolutions into whose weight and bias the next BatchNormalization is folded.
+        weights: names of nodes whose weight or bias differs from the source's.
         inputs: names of nodes that read another value.
     """
 
@@ -71,7 +71,7 @@ class Changes:
 
 
 def key(node: onnx.NodeProto, known: Collection[str] = ()) -> str:
-    """Returns the name of a node, or its first output where it has none or where that is known."""
+    """Returns a node's name, or its first output if it has no name or the output is in `known`."""
     output = str(node.output[0])
     return output if output in known else str(node.name) or output
 
@@ -119,7 +119,7 @@ def _inputs(graph: Graph) -> set[str]:
 
 
 def _origin(value: str, graph: Graph, known: set[str] | None = None) -> str:
-    """The value behind pairs, barriers and nodes that pass it on."""
+    """Returns the value that reaches this one through Q/DQ pairs, barriers and nodes that pass it on."""
     while value in graph.makers:
         node = graph.makers[value]
         link = (
@@ -134,7 +134,7 @@ def _origin(value: str, graph: Graph, known: set[str] | None = None) -> str:
 
 
 def _same_constant(a: Array, after: Graph, other: str) -> bool:
-    """Whether a constant is the same, or within half a step of it where it is in integers."""
+    """Tells whether a constant is the same or, where it is stored as integers, within half a step."""
     if other not in after.constants:
         return False
     b = after.constants[other]
@@ -150,14 +150,14 @@ def _same_constant(a: Array, after: Graph, other: str) -> bool:
 
 
 def _norm_behind(graph: Graph, node: onnx.NodeProto) -> onnx.NodeProto | None:
-    """The BatchNormalization that alone reads a convolution."""
+    """Returns the BatchNormalization that is a convolution's only reader, if there is one."""
     readers = [one for one in graph.proto.graph.node if node.output[0] in one.input]
     alone = node.op_type == "Conv" and len(readers) == 1 and readers[0].op_type == "BatchNormalization"
     return readers[0] if alone else None
 
 
 def _with_norm(graph: Graph, node: onnx.NodeProto, norm: onnx.NodeProto) -> tuple[Array, Array]:
-    """Weight and bias of a convolution and the norm behind it: (w x + b - mean) gamma / sqrt(var + eps) + beta."""
+    """Folds a norm into a convolution's weight and bias: (w x + b - mean) gamma / sqrt(var + eps) + beta."""
     weight = graph.constants[node.input[1]].astype(np.float64)
     gamma, beta, mean, variance = (graph.constants[name].astype(np.float64) for name in norm.input[1:5])
     bias = graph.constants[node.input[2]] if len(node.input) > 2 else 0.0
@@ -171,7 +171,7 @@ def _is_constant(node: onnx.NodeProto, graph: Graph) -> bool:
 
 
 def _constants(path: Path, proto: onnx.ModelProto) -> dict[str, Array]:
-    """Initializers, and what nodes make of these alone."""
+    """Returns the initializers and the values that nodes compute from them alone."""
     found = {one.name: numpy_helper.to_array(one) for one in proto.graph.initializer}
     made: list[str] = []
     known = {*found, ""}

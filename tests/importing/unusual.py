@@ -1,4 +1,4 @@
-"""A register of files that few exporters write: each is a small graph, what it is fed, and what is expected of it."""
+"""Registry of files that few exporters write: small graphs with their inputs and the expected results."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ MICROSOFT = "com.microsoft"
 
 @dataclass
 class Unusual:
-    """A file.
+    """A file with its inputs and the expected result.
 
     Attributes:
-        outputs: names, in order.
-        feeds: by the names of inputs.
-        inputs: their types and shapes in the file; those of `feeds`, with a first axis of any size, where not given.
+        outputs: names of the outputs, in order.
+        feeds: values by input name.
+        inputs: types and shapes of the inputs; by default those of `feeds` with a dynamic first axis.
         fixed: inputs that become constants.
-        pairs: values that are quantized, at least.
-        steps: how far the file may be from its module, as `same` counts: with int8 kernels of functions several.
-        least: dB of the INT8 file's outputs against the float file's.
-        inlined: whether the file has nodes that the written one has others for: functions, fused operators.
-        opset, imports, more: of the model, as `save` takes them.
-        edit: changes the model that is saved.
+        pairs: minimum number of quantized values.
+        steps: tolerance between the file and its module as in `same`; larger with int8 kernels of functions.
+        least: minimum SQNR in dB of the INT8 file's outputs against the float file's.
+        inlined: whether the written file replaces functions or fused operators by other nodes.
+        opset, imports, more: arguments for `save`.
+        edit: changes the saved model.
     """
 
     outputs: Sequence[str]
@@ -52,7 +52,7 @@ FILES: dict[str, Build] = {}
 
 
 def file(title: str) -> Callable[[Build], Build]:
-    """Registers a graph under what is unusual about it."""
+    """Registers a graph under a title that says what is unusual about it."""
 
     def registered(build: Build) -> Build:
         assert title not in FILES
@@ -63,7 +63,7 @@ def file(title: str) -> Callable[[Build], Build]:
 
 
 def written_down(build: Build, folder: Path) -> tuple[Path, Unusual]:
-    """The file of a graph, and the graph."""
+    """Writes the file of a graph and returns its path and what is expected of it."""
     net = Net()
     made = build(net)
     inputs = made.inputs or {
@@ -82,15 +82,15 @@ def written_down(build: Build, folder: Path) -> tuple[Path, Unusual]:
 
 
 def of_microsoft() -> list[onnx.OperatorSetIdProto]:
-    """The operators that ONNX Runtime adds to the standard."""
+    """Returns the opset import for the operators that ONNX Runtime adds to the standard."""
     return [helper.make_opsetid(MICROSOFT, 1)]
 
 
 def ints(*values: int) -> Array:
-    """A vector of int64."""
+    """Returns a vector of int64."""
     return np.array(values, np.int64)
 
 
 def linear(net: Net, x: str, inputs: int, outputs: int) -> str:
-    """A MatMul with a constant matrix."""
+    """Adds a MatMul with a constant matrix and returns its output."""
     return net.add("MatMul", x, net.constant(floats(inputs, outputs)))

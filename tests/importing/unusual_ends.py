@@ -1,4 +1,4 @@
-"""Files with unusual inputs, outputs, types, ranks, batch axes, opsets and orders of nodes."""
+"""Files with unusual inputs, outputs, types, ranks, batch axes, names, opsets and orders of nodes."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def _of_version(opset: int, ir_version: int) -> Build:
 
 
 def _as_inputs(model: onnx.ModelProto) -> None:
-    """Lists the initializers as inputs, as IR 3 wants it."""
+    """Lists the initializers as inputs, as IR 3 requires."""
     for one in model.graph.initializer:
         model.graph.input.append(helper.make_tensor_value_info(one.name, one.data_type, one.dims))
 
@@ -288,5 +288,5 @@ def _types(net: Net) -> Unusual:
 
 
 def tensor(name: str, value: Any) -> onnx.TensorProto:
-    """A constant of a branch or body."""
+    """Returns a constant for a branch or body."""
     return numpy_helper.from_array(np.asarray(value), name)

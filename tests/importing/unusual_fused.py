@@ -1,4 +1,4 @@
-"""Files with operators of com.microsoft, as ONNX Runtime's optimizer writes them."""
+"""Files with com.microsoft operators, like those that ONNX Runtime's optimizer writes."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _embeddings(net: Net) -> Unusual:
 
 
 def _optimized(model: onnx.ModelProto) -> None:
-    """As ONNX Runtime's optimizer writes it, without layouts of one processor."""
+    """Replaces a model with ONNX Runtime's optimized one, without processor-specific layouts."""
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
     options.log_severity_level = 3

@@ -1,4 +1,4 @@
-"""Files with unusual forms of layers with weights: convolutions, recurrent layers, products."""
+"""Files with unusual forms of weighted layers: convolutions, recurrent layers and products."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _convolutions(net: Net) -> Unusual:
 
 
 def _recurrent(kind: str, **attributes: Any) -> Build:
-    """A recurrent layer between two products, from initial states where `states` says so."""
+    """Returns the builder of a recurrent layer before a product, with initial states if `states` is true."""
     options = {name: attributes.pop(name, False) for name in ("states", "peepholes", "lengths", "last")}
     gates = {"LSTM": 4, "GRU": 3, "RNN": 1}[kind]
     sides = 2 if attributes.get("direction") == "bidirectional" else 1

@@ -33,7 +33,7 @@ def _idle_dropout(net: Net) -> Unusual:
     return Unusual([net.conv(a, 4, 8)])
 
 
-# Interpolating bytes, earlier versions drop what is behind the point.
+# Earlier versions of ONNX Runtime truncate interpolated bytes instead of rounding them.
 _ROUNDS = version_numbers(onnxruntime.__version__) >= version_numbers("1.31")
 _HOW, _NEAREST = "coordinate_transformation_mode", "nearest_mode"
 _RESIZES: dict[str, tuple[int, dict[str, Any], list[float], list[int]]] = {

@@ -1,4 +1,4 @@
-"""Files that are quantized and written back: what their modules give, and how they differ from their source."""
+"""Helpers that quantize a file, write it back, and compare the result with its module and its source."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ PAIR = ("QuantizeLinear", "DequantizeLinear")
 
 @dataclass
 class Written:
-    """A file and what it was written from.
+    """A written file and the models that it was written from.
 
     Attributes:
         path: the written file.
         model: the imported module of `model.file`.
-        converted: the graph that was written back.
-        module: what was converted.
+        converted: the converted graph that was written back.
+        module: the calibrated module before its conversion.
     """
 
     path: Path
@@ -41,7 +41,7 @@ class Written:
     module: QATModule
 
     def optimized(self) -> Counter[str]:
-        """The operators that ONNX Runtime runs."""
+        """Counts the operators that ONNX Runtime runs."""
         target = self.path.with_suffix(".optimized.onnx")
         options = onnxruntime.SessionOptions()
         options.optimized_model_filepath, options.log_severity_level = str(target), 3
@@ -58,10 +58,10 @@ def write(
     overrides: Mapping[str, OverrideConfig] | None = None,
     **settings: Any,
 ) -> Written:
-    """Imports, calibrates on values like those of `feeds`, converts and writes back."""
+    """Imports a file, calibrates it on values like those of `feeds`, converts it and writes it back."""
     model = import_onnx(source, fixed=fixed)
     module = QATModule(model, feeds, overrides=overrides, **settings)
-    module.mixed_scales = "report"  # random weights and inputs make such tensors
+    module.mixed_scales = "report"  # random weights and inputs cause mixed scales
     module.calibrate([feeds, *({n: _like(value) for n, value in feeds.items()} for _ in range(batches - 1))])
     converted = module.convert().graph
     target = source.with_name(f"{source.stem}_int8.onnx")
@@ -71,14 +71,14 @@ def write(
 
 
 def _like(value: Tensor) -> Tensor:
-    """Other values of the same kind: floats of the same spread, integers in another order."""
+    """Returns similar values: floats with the same mean and spread, or the same integers in another order."""
     if value.is_floating_point() and value.numel() > 1:
         return torch.randn_like(value) * value.std() + value.mean()
     return value.flatten()[torch.randperm(value.numel())].reshape(value.shape)
 
 
 def outputs(path: Path, feeds: Feeds, *, optimized: bool) -> list[Array]:
-    """All outputs in ONNX Runtime."""
+    """Returns all outputs of a file in ONNX Runtime."""
     levels = onnxruntime.GraphOptimizationLevel
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimized else levels.ORT_DISABLE_ALL
@@ -97,16 +97,18 @@ def same(
     converted: fx.GraphModule | None = None,
     optimized: bool = True,
 ) -> None:
-    """The file gives what the converted module gives, with and without optimizations.
+    """Checks that the file computes the same as the converted module, with and without optimizations.
 
     Args:
-        steps: how far an output may be off, in steps of 255 over its range.
-        converted: for other sizes, the module converted for these.
-        optimized: whether with optimizations too; not for the files of other runtimes.
+        written: the file and its module.
+        feeds: values by input name.
+        steps: tolerance of an output in steps of 1/255 of its range.
+        converted: the module converted for other sizes, if `feeds` have these.
+        optimized: whether to compare with optimizations too; false for files of other runtimes.
     """
     graph = converted or written.converted
     with torch.no_grad():
-        names = graph.meta["inputs"]  # those of the file, where Python takes all of them
+        names = graph.meta["inputs"]  # the file's names, unless Python does not accept them
         names = names if set(names) <= set(feeds) else written.model.inputs
         found = graph(*(_as_float32(feeds[name]) for name in names))
     wanted = [one.numpy() for one in (found if isinstance(found, (tuple, list)) else (found,))]
@@ -126,13 +128,13 @@ def _as_float32(value: Tensor) -> Tensor:
 
 
 def _step(values: Array) -> float:
-    """One of 255 steps over the range of an output; of a single value, from zero to it."""
+    """Returns 1/255 of an output's range; the range of a single value starts at zero."""
     ends = values if values.size > 1 else np.append(values, 0)
     return max(float(ends.max() - ends.min()), 1e-6) / 255
 
 
 def for_sizes(written: Written, feeds: Feeds) -> fx.GraphModule:
-    """The same module converted for other sizes, which a recorded graph holds as numbers."""
+    """Converts the same module for other sizes, which are constants in a traced graph."""
     module = QATModule(written.model, feeds)
     module.load_state_dict(written.module.state_dict())
     return module.convert().graph
@@ -140,12 +142,12 @@ def for_sizes(written: Written, feeds: Feeds) -> fx.GraphModule:
 
 @dataclass
 class Difference:
-    """How a written file differs from its source, apart from pairs and the constants of these.
+    """Differences of a written file from its source, apart from Q/DQ pairs and their constants.
 
     Attributes:
-        gone: names of nodes that are no more.
-        new: operators of nodes that were not there, without pairs.
-        pairs: how many values are quantized.
+        gone: names of removed nodes.
+        new: number of added nodes by operator, without Q/DQ pairs.
+        pairs: number of quantized values.
         changed: names of nodes with another operator or attribute.
     """
 
@@ -156,12 +158,12 @@ class Difference:
 
 
 def difference(source: Path, target: Path) -> Difference:
-    """Compares two files, and asserts what may never differ: ends, metadata, doc strings, the order of nodes."""
+    """Compares two files and checks that inputs, outputs, metadata, doc strings and node order agree."""
     old, new = onnx.load(str(source)), onnx.load(str(target))
     constants = {one.name for one in old.graph.initializer}
     for one in old.graph.input:
         for dim in one.type.tensor_type.shape.dim:
-            if dim.dim_value < 0:  # no size: as good as none
+            if dim.dim_value < 0:  # not a valid size, so like a dynamic axis
                 dim.Clear()
     assert [one for one in old.graph.input if one.name not in constants] == list(new.graph.input)
     assert [one.name for one in old.graph.output] == [one.name for one in new.graph.output]
@@ -193,7 +195,7 @@ def _key(node: onnx.NodeProto) -> str:
 
 
 def _stored_once(initializers: Sequence[onnx.TensorProto]) -> None:
-    """No two int8 matrices hold the same bytes."""
+    """Checks that no two int8 matrices have the same bytes."""
     whole = [
         one.raw_data for one in initializers if one.data_type == onnx.TensorProto.INT8 and len(one.dims) > 1
     ]

@@ -1,4 +1,4 @@
-"""Operators replaced by what hardware computes, with the error that this makes."""
+"""Tests of operators that are replaced by hardware approximations, and of the reported error."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _CLIP = """low = Constant <value_float: float = {}> () high = Constant <value_fl
   y = Clip (x, low, high)"""
 _POOL = "y = AveragePool <kernel_shape: ints = [{0}, {0}], strides: ints = [{0}, {0}]> (x)"
 _MEAN = "axes = Constant <value_ints: ints = [1, 2]> () y = ReduceMean (x, axes)"
-# Body, and the values by the factors that the hardware has.
+# Graph body, and the expected values with the hardware's factors.
 CASES: dict[str, tuple[str, Callable[[Values], Values]]] = {
     "relu6": (_CLIP.format(0.0, 6.0), lambda x: np.maximum(x, 0)),
     "leaky_relu": ("y = LeakyRelu <alpha: float = 0.1> (x)", lambda x: np.where(x < 0, x * 26 / 256, x)),
@@ -75,7 +75,7 @@ def test_the_error_is_that_of_the_outputs(tmp_path: Path) -> None:
     assert found.error is not None and math.isclose(
         found.error.outputs["y"], sqnr(exact, other), abs_tol=0.01
     )
-    assert found.proof.outputs == {"y": float("inf")}  # what is no approximation is proved by itself
+    assert found.proof.outputs == {"y": float("inf")}  # the exact steps are proved on their own
 
 
 def test_softmax_is_computed_in_bfloat16(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_softmax_is_computed_in_bfloat16(tmp_path: Path) -> None:
 
 
 def _softmax(x: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Softmax over axis 1, every step rounded to bfloat16 by ml_dtypes."""
+    """Computes a softmax over axis 1, with every step rounded to bfloat16 by ml_dtypes."""
 
     def rounded(value: NDArray[np.float32]) -> NDArray[np.float32]:
         return value.astype(bfloat16).astype(np.float32)
@@ -145,7 +145,7 @@ def test_pairs_are_dropped_between_operators(
     x = drawn(2, 3, 6, 6)
     first = np.maximum(np.round(x / 0.25) * 0.25, 0)
     (ours,) = run(tmp_path / "cleaned" / "model.clean.onnx", {"x": x})
-    np.testing.assert_array_equal(ours, 0 * first)  # every value lies on a step, so that nothing is lost here
+    np.testing.assert_array_equal(ours, 0 * first)  # all values are on a step already
     assert found.rows[-1][0] == "drop_pairs" and found.error is not None
 
 

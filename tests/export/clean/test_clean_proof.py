@@ -1,4 +1,4 @@
-"""A cleaned file is compared with the file on inputs that the file runs on."""
+"""Tests of the comparison of a cleaned file with the original on inputs that the original accepts."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_difference_beyond_the_bound_is_refused(
         return found.outputs["y"]
 
     if holds:
-        assert proof() == pytest.approx(100, abs=1)  # dB of a factor of 1.00001
+        assert proof() == pytest.approx(100, abs=1)  # a factor of 1.00001 in dB
     else:
         with pytest.raises(
             ConfigError,

@@ -1,4 +1,4 @@
-"""Float32 in place of float16, channels last, another opset, copies and names."""
+"""Tests of float32 instead of float16, channels last, another opset, unshared initializers and names."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_float16_becomes_float32_at_every_place(tmp_path: Path) -> None:
     ends = [*model.graph.input, *model.graph.output]
     assert {one.type.tensor_type.elem_type for one in ends} == {TensorProto.FLOAT}
     assert TensorProto.FLOAT16 not in {one.data_type for one in model.graph.initializer}
-    assert kinds(model).count("Cast") == 1  # which makes an output
+    assert kinds(model).count("Cast") == 1  # it computes an output
     x = drawn(3, 6).astype(np.float16)
     for ours, exact in zip(
         run(found.files[0], {"x": x.astype(np.float32)}), reference(net, {"x": x}), strict=True

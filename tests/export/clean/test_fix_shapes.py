@@ -1,4 +1,4 @@
-"""Dynamic axes get sizes, by name or by input."""
+"""Tests of fixed sizes for dynamic axes, given by name or by input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Constants folded, what does nothing removed, duplicates merged, and subgraphs kept."""
+"""Tests of folding: constants, nodes without effect, duplicates, subgraphs and functions."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_factor_joins_the_conv_behind_it(factor: float, fold: str, left: int, 
     np.testing.assert_allclose(run(found.files[0], feeds)[0], reference(net, feeds)[0], rtol=1e-4, atol=1e-5)
 
 
-# Without groups, which onnx's reference of ConvTranspose does not compute.
+# Without groups, which ConvTranspose in onnx's reference evaluator does not support.
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_vector_joins_the_transposed_conv_before_it(bias: bool, tmp_path: Path) -> None:
     text = f"""{HEAD} net (float[1, 4, 5, 5] x) => (float[1, 6, 10, 10] y) {{

@@ -1,4 +1,4 @@
-"""Operators of a file written otherwise: the same function, by other operators."""
+"""Tests of rewrites that compute the same function with other operators."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from qatkit_verify.errors import ConfigError
 
 
 def net(body: str, x: str = "batch, 6, 10, 8", y: str = "batch, n, h, w", opset: int = 20) -> str:
-    """A file in onnx's text syntax whose float input is x and output y."""
+    """Returns a model in onnx's text syntax with the float input x and output y."""
     head = f'<ir_version: 8, opset_import: ["" : {opset}]> net (float[{x}] x) => (float[{y}] y)'
     return f"{head} {{ {body} }}"
 
@@ -94,7 +94,7 @@ def test_other_operators_give_the_same_values(case: str, tmp_path: Path) -> None
     shape = [size.dim_value or 3 for size in model.graph.input[0].type.tensor_type.shape.dim]
     feeds = {"x": drawn(*shape) * 3}
     (ours,) = run(tmp_path / "cleaned" / "model.clean.onnx", feeds)
-    expected = run if "group" in text else reference  # which has no ConvTranspose of groups
+    expected = run if "group" in text else reference  # onnx's evaluator lacks groups
     np.testing.assert_allclose(ours, expected(source, feeds)[0], rtol=1e-5, atol=2e-6)
     assert (found.proof.bound == float("inf")) == (name in EXACT)
 
