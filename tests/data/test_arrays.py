@@ -1,4 +1,4 @@
-"""Samples that are arrays by the names of a model's inputs."""
+"""Tests of samples that are arrays by the names of a model's inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Frames of sound files as a model's input wants them, cut by hand from what soundfile or the integers give."""
+"""Tests of sound files as frames for a model's input, against samples cut by NumPy."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _frames(data: DataModule, part: str, name: str = "x") -> list[np.ndarray[Any
 
 
 def _files(root: Path, *counts: int) -> list[np.ndarray[Any, Any]]:
-    """Writes a.wav, b.wav, ... of so many samples, and returns these in [-1, 1]."""
+    """Writes a.wav, b.wav, ... with these numbers of samples and returns the samples in [-1, 1]."""
     sounds = [tone(count, 0.01 * (index + 1)) for index, count in enumerate(counts)]
     for index, sound in enumerate(sounds):
         wav(root / f"{'abcdef'[index]}.wav", sound)

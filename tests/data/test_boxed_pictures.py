@@ -1,4 +1,4 @@
-"""Pictures with boxes: layouts, mistakes, and that boxes go where their pictures go."""
+"""Tests of pictures with boxes: layouts, mistakes, and boxes that move with their pictures."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def loaded(root: Path, source: str = VOC_BOXES, **settings: Any) -> DataModule:
 
 
 def rectangle(image: torch.Tensor, label: int) -> NDArray[Any] | None:
-    """The corners around all pixels near a class's colour; None where there are few."""
+    """Returns the corners around all pixels near a class's colour, or None if these are few."""
     apart = (image - torch.tensor(COLOURS[label]).view(3, 1, 1)).abs().amax(0)
     rows, columns = (apart < 60).nonzero(as_tuple=True)
     if len(rows) < 8:
@@ -68,9 +68,7 @@ def test_boxes_go_where_their_pictures_go(augment: str, fit: str, tmp_path: Path
             for label, *corners, _ in rows[rows[:, 0] >= 0].tolist():
                 found = rectangle(image, int(label))
                 assert found is not None
-                np.testing.assert_allclose(
-                    found, corners, atol=1.6
-                )  # edges are mixed where a picture is resized
+                np.testing.assert_allclose(found, corners, atol=1.6)  # resizing mixes colours at edges
                 seen += 1
                 moved.append(corners)
     assert seen > 20 and len({tuple(np.round(one)) for one in moved}) > 10

@@ -1,4 +1,4 @@
-"""The data module: caps, calibration, order, and the values it refuses."""
+"""Tests of the data module: caps, calibration, order, and the values that it refuses."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def in_memory(count: int = 40, classes: int = 4, test: int = 8) -> Callable[[str
 
 
 def which(images: Tensor) -> list[int]:
-    """The index of each image of `in_memory`."""
+    """Returns the index of each image of `in_memory`."""
     return [int(v) for v in images[:, 0, 0, 0].mul(255).round()]
 
 

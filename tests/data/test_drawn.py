@@ -1,4 +1,4 @@
-"""Samples drawn at random: their types, shapes and ranges, and that they are the same whenever they are read."""
+"""Tests of samples drawn at random: types, shapes and ranges, and the same values whenever they are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures with label pictures: layouts, mistakes, and that maps go where their pictures go."""
+"""Tests of pictures with label pictures: layouts, mistakes, and maps that move with their pictures."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def loaded(root: Path, **settings: object) -> DataModule:
 
 
 def classes_of(images: Tensor) -> Tensor:
-    """The class of each pixel by its colour, [N, H, W]."""
+    """Returns the class of each pixel by its colour, [N, H, W]."""
     colours = torch.from_numpy(COLOURS).float()
     return (images.movedim(1, -1)[..., None, :] - colours).square().sum(-1).argmin(-1)
 
@@ -57,7 +57,7 @@ def test_maps_go_where_their_pictures_go(augment: str, tmp_path: Path) -> None:
     data = loaded(folder(tmp_path / "d"), augment=augment, ignored=[255, 9], image_size=[30, 40])
     same, counted = 0, 0
     for images, maps in data.train_dataloader():
-        # Away from edges, where a resized picture has mixed colours.
+        # Only pixels away from edges, where resizing mixes colours.
         found = classes_of(images)
         inner = torch.ones_like(found, dtype=torch.bool)
         for down, across in (

@@ -1,4 +1,4 @@
-"""Labelled texts from tables and folders: columns, classes and padding, and what is refused."""
+"""Tests of labelled texts from tables and folders: columns, classes, padding and refusals."""
 
 from __future__ import annotations
 

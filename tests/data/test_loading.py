@@ -1,4 +1,4 @@
-"""Order and augmentation of training batches, and runs that are killed and resumed bit for bit."""
+"""Tests of the order and augmentation of batches, and of runs that are killed and resumed bit for bit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def epochs(workers: int, seed: int = 0, **values: Any) -> list[list[tuple[Tensor
 def test_batches_depend_on_seed_and_epoch_but_not_on_workers() -> None:
     state = torch.get_rng_state()
     alone, helped = epochs(0), epochs(2)
-    assert torch.equal(torch.get_rng_state(), state)  # a model's dropout draws the same either way
+    assert torch.equal(torch.get_rng_state(), state)  # dropout draws the same numbers either way
     for mine, theirs in zip(alone, helped, strict=True):
         assert len(mine) == 6
         for (x, y), (u, v) in zip(mine, theirs, strict=True):
@@ -51,13 +51,13 @@ def test_an_image_is_augmented_the_same_whatever_its_batch() -> None:
 
 
 def telling(root: str | None, download: bool, seed: int) -> Splits:
-    """The digits; the second channel of each says whether a process that loads images gave it."""
+    """Returns the digits with test images whose second channel says whether a worker process loaded them."""
     splits = digits(root, download, seed)
     return replace(splits, test=Telling(splits.test))
 
 
 class Telling:
-    """Whose process made an image, in the image."""
+    """A dataset whose images say, in their second channel, whether a worker process loaded them."""
 
     def __init__(self, images: ImageDataset) -> None:
         self.images, self.targets = images, images.targets
@@ -75,7 +75,7 @@ class Telling:
 def test_worker_processes_start_only_for_long_passes(
     seconds: float, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first batch tells which ones do. Images and their order are those of a loader without processes."""
+    """Checks that the time of the first batch decides, and that images and their order stay the same."""
     monkeypatch.setattr(image_loader, "_TO_START", seconds)
     values: dict[str, Any] = {"image_size": 8, "mean": [0.0] * 3, "std": [1.0] * 3, "eval_batch_size": 24}
     config = DataConfig(**values, workers=2, test_images=100)
@@ -91,7 +91,7 @@ def test_worker_processes_start_only_for_long_passes(
 
 
 class Tiny(lightning.LightningModule):
-    """A small network that notes the first pixels of every batch it was given."""
+    """A small network that records the sum of the pixels of every batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class Tiny(lightning.LightningModule):
 
 
 class Kill(Callback):
-    """Stops the run when it is about to train on the batch after step `step`."""
+    """A callback that stops the run when it is about to train on the batch after step `step`."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -122,7 +122,7 @@ class Kill(Callback):
 
 
 def fit(callbacks: list[Callback], workers: int, checkpoint: Path | None = None, **values: Any) -> Tiny:
-    """Two epochs of seven steps each."""
+    """Trains two epochs of seven steps each and returns the model."""
     config = DataConfig(**GREY, augment="crop_flip", batch_size=16, workers=workers, train_images=120)
     config.test_images = 10
     for key, value in values.items():
@@ -159,7 +159,8 @@ PLACES = {"mid-epoch": (3, 11), "last batch": (7, 9), "between epochs": (1, 7), 
 @pytest.mark.parametrize(
     ("every", "kill", "workers"),
     [
-        # Where it was killed, the sampler knows, which is the same for batches that processes of their own load.
+        # The sampler keeps the position, which does not depend on workers: one place with workers is enough
+        # by default.
         pytest.param(
             *PLACES[place],
             workers,

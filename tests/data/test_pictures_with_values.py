@@ -1,4 +1,4 @@
-"""Pictures with a table of numbers: layouts and mistakes."""
+"""Tests of pictures with a table of numbers: layouts and mistakes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`qatkit_verify.preprocess` against training's own code and torchvision's kernels, bit for bit."""
+"""Tests of `qatkit_verify.preprocess`, bit for bit, against training's own code and torchvision's kernels."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_every_bit_is_that_of_training_for_any_input(interpolation: str, fit: di
 
 
 def test_a_letterboxed_picture_is_that_of_pillow() -> None:
-    """Blue, green, red of 0..255, shrunk by Pillow and pasted onto grey: within a level."""
+    """Checks BGR pixels of 0..255, within one level, against Pillow's resize pasted onto grey."""
     image = np.random.default_rng(6).integers(0, 256, (90, 120, 3), dtype=np.uint8)
     canvas = Image.new("RGB", (64, 40), (114, 114, 114))
     canvas.paste(Image.fromarray(image).resize((53, 40), Image.Resampling.BILINEAR), (5, 0))
@@ -152,7 +152,7 @@ def test_pictures_open_as_in_pillow_and_bad_ones_are_named(tmp_path: Path) -> No
     np.testing.assert_array_equal(open_picture(tmp_path / "b.png", upright=False), pixels)
     np.testing.assert_array_equal(open_picture(tmp_path / "a.png", upright=False), pixels[..., :1])
     exif = Image.Exif()
-    exif[0x0112] = 6  # turn by 90 degrees, clockwise
+    exif[0x0112] = 6  # rotate by 90 degrees clockwise
     Image.fromarray(pixels).save(tmp_path / "e.png", exif=exif)
     np.testing.assert_array_equal(open_picture(tmp_path / "e.png", upright=False), pixels)
     np.testing.assert_array_equal(open_picture(tmp_path / "e.png", upright=True), np.rot90(pixels, -1))

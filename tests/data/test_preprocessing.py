@@ -1,4 +1,4 @@
-"""Preprocessing against torchvision's own transforms and against arithmetic by hand."""
+"""Tests of preprocessing against torchvision's own transforms and manual arithmetic."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CIFAR_MEAN, CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 
 def colour(height: int, width: int, seed: int = 0) -> Image.Image:
-    """A smooth colour image with some noise, as photographs are."""
+    """Returns a smooth colour image with some noise, like a photograph."""
     rng = np.random.default_rng(seed)
     coarse = Image.fromarray(rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)).resize((width, height))
     noise = rng.integers(-10, 11, (height, width, 3))
@@ -46,7 +46,7 @@ def test_eval_batch_equals_the_weights_own_transforms(weights: Any) -> None:
     )
     images = [colour(300, 400), colour(500, 333, 1)]
     expected = torch.stack([official(image) for image in images])
-    # Pillow's fixed-point resize and torch's uint8 one may differ by one level (of 255, over std).
+    # Pillow's fixed-point resize may differ from torch's uint8 resize by one level: 1/255, divided by std.
     difference = (preprocessing.eval_batch(images) - expected).abs()
     assert difference.max() <= 1.01 / 255 / min(official.std)
     assert difference.mean() < 0.05 / 255 / min(official.std)
@@ -89,7 +89,7 @@ def test_crop_flip_gives_every_window_of_the_reflected_image() -> None:
     preprocessing = Preprocessing(16, 16, (0.0,), (1.0,))
     batch = preprocessing.train_batch([image] * 500, "crop_flip", draws).mul(255).round()
     seen = {picture[0].numpy().tobytes() for picture in batch}
-    assert seen == windows  # every one of the 50, and nothing else
+    assert seen == windows  # all 50 and nothing else
 
 
 def test_flip_mirrors_about_half_of_the_images_and_nothing_else() -> None:
@@ -140,7 +140,7 @@ def test_policies_match_torchvision_with_random_draws_per_image(policy: str, cha
     draws = [random.Random(seed) for seed in range(30)]
     batch = preprocessing.train_batch(images, "none", draws, policy).mul(255).round().to(torch.uint8)
 
-    assert torch.equal(torch.rand(3), following)  # dropout draws what it would have drawn
+    assert torch.equal(torch.rand(3), following)  # later draws, as by dropout, are unaffected
     assert torch.equal(batch, torch.stack(expected))
     alone = preprocessing.train_batch(images[7:9], "none", [random.Random(7), random.Random(8)], policy)
     assert torch.equal(alone.mul(255).round().to(torch.uint8), batch[7:9])
@@ -201,7 +201,7 @@ def test_preprocessing_prefers_config_then_weights_then_source() -> None:
 
 
 def test_a_batch_is_the_same_whatever_is_stacked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Images of one shape and of several, up to 64 MB of them at once or one by one."""
+    """Checks images of one shape and of several, with up to 64 MB of them at once or one by one."""
     images = [colour(*size, seed=i) for i, size in enumerate([(40, 50)] * 3 + [(20, 20), (40, 50), (40, 50)])]
     preprocessing = Preprocessing(24, 28, CIFAR_MEAN, CIFAR_STD)
     alone = torch.cat([preprocessing.eval_batch([image]) for image in images])
@@ -211,7 +211,7 @@ def test_a_batch_is_the_same_whatever_is_stacked(monkeypatch: pytest.MonkeyPatch
 
 
 def _windows(image: torch.Tensor, down: int, across: int) -> set[bytes]:
-    """Of the reflected image, and their mirror images, as float32."""
+    """Returns the windows of the reflected image and their mirror images, as float32."""
     (height, width), padded = image.shape, np.pad(image.numpy(), [(down,) * 2, (across,) * 2], mode="reflect")
     cut = [
         padded[top : top + height, left : left + width].astype(np.float32)
@@ -229,7 +229,7 @@ def test_crop_flip_moves_each_side_by_an_eighth_of_it() -> None:
 
 
 def test_resized_crop_keeps_proportions_near_the_inputs() -> None:
-    """Of a picture whose columns and rows tell where they lie, for an input four times as wide as high."""
+    """Checks a picture whose pixels tell their column and row, for an input four times as wide as high."""
     ramp = torch.arange(240, dtype=torch.uint8)
     image = torch.stack([ramp.expand(240, -1), ramp[:, None].expand(-1, 240), ramp.expand(240, -1)])
     how = Preprocessing((16, 64), (16, 64), (0.0,) * 3, (1.0,) * 3, pixels="0..255")
@@ -258,7 +258,7 @@ def test_flip_mirrors_a_letterboxed_picture_in_its_place(align: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_policies_change_colours_before_they_are_ordered(policy: str) -> None:
-    """The same change as of an RGB input, then blue, green, red and channels last."""
+    """Checks the same change as with an RGB input, but in blue, green, red order and with channels last."""
     images = [torch.from_numpy(np.array(colour(12, 30, seed))).permute(2, 0, 1) for seed in range(5)]
     rgb = Preprocessing((12, 30), (12, 30), (0.0,) * 3, (1.0,) * 3)
     bgr = Preprocessing((12, 30), (12, 30), (0.0,) * 3, (1.0,) * 3, order="bgr", layout="nhwc")

@@ -1,4 +1,4 @@
-"""Decoded images in memory: the same tensors bit for bit, decoded once whoever asks, within a bound."""
+"""Tests of decoded images in memory: bit-identical, decoded once by whichever process, within a bound."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NORM: dict[str, Any] = {"image_size": 16, "resize": 20, "mean": [0.4, 0.5, 0.6],
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two classes of PNG and JPEG files of several sizes, one in eight grey."""
+    """Returns a folder with two classes of PNG and JPEG files of several sizes, one in eight grey."""
     root, random = tmp_path_factory.mktemp("images"), np.random.default_rng(0)
     for part, count in (("train", 16), ("val", 6)):
         for index in range(count):
@@ -46,7 +46,7 @@ def module(folder: Path, **values: Any) -> DataModule:
 
 
 def passes(data: DataModule) -> list[torch.Tensor]:
-    """Two epochs of training, the test images and some to calibrate."""
+    """Returns the batches of two training epochs, of the test images and of some calibration images."""
     loader = data.train_dataloader()
     seen = [x for _ in range(2) for x, _ in loader]
     return [*seen, *(x for x, _ in data.test_batches()), *(x for x, _ in data.calibration_batches(8, 4))]
@@ -67,7 +67,7 @@ def test_images_from_memory_are_those_of_the_files_bit_for_bit(folder: Path, wor
 
 
 def test_a_file_is_read_once(folder: Path, tmp_path: Path) -> None:
-    """Images of files that are gone by then."""
+    """Checks that images are read from memory after their files are deleted."""
     (tmp_path / "copy").mkdir()
     for one in folder.rglob("*.*"):
         there = tmp_path / "copy" / one.relative_to(folder)

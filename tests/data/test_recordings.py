@@ -1,4 +1,4 @@
-"""Recordings as a run sees them: sources, splits, seeded augmentation, and what is refused before anything long."""
+"""Tests of recordings in a run: sources, splits, seeded augmentation, and what is refused early."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_speech_commands_without_lists_keep_speakers_apart(tmp_path: Path) -> No
     found: Any = _data(COMMANDS, _commands(tmp_path)).splits
     speakers = [{Path(one.path).name for one in part.files} for part in (found.train, found.test)]
     assert not speakers[0] & speakers[1] and all(speakers)
-    # Computed by the README's which_set with 10 % each.
+    # The function of the dataset's README, with 10 % each for testing and validation.
     assert which_set("a5d485dc_nohash_0.wav") == which_set("a5d485dc_nohash_4.wav")
     shares = [which_set(f"{i}_nohash_0.wav") for i in range(3000)]
     assert [shares.count(part) / 3000 for part in ("training", "testing", "validation")] == pytest.approx(

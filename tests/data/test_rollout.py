@@ -1,4 +1,4 @@
-"""Steps of sequences as samples with the float file's own states, against a GRU computed with NumPy."""
+"""Tests of steps of sequences as samples with the float file's own states, against a GRU in NumPy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WEIGHTS = gru_weights()
 
 
 def _data(root: Path, source: Any = arrays) -> DataModule:
-    """The data of a run of the GRU file beside the folder."""
+    """Returns the data of a run of the GRU file, which is written next to the folder."""
     file = save_gru(root.parent / "gru.onnx", WEIGHTS)
     return _made(root, ModelConfig(f"onnx/{file}", kwargs={"states": {"h": "hN"}}), source)
 
@@ -103,14 +103,14 @@ def test_files_of_one_step_go_on_by_the_numbers_in_their_names(tmp_path: Path) -
 def test_states_beyond_their_memory_are_those_of_every_nth_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rollout, "KEPT", 4 * 4 * HIDDEN)  # of four steps
+    monkeypatch.setattr(rollout, "KEPT", 4 * 4 * HIDDEN)  # four steps
     a, b = sequence(10, 1), sequence(9, 2)
     data = _data(_saved(tmp_path / "data", a=a, b=b))
     x, h = _samples(data, "train")
     np.testing.assert_array_equal(x, a[::3])
     np.testing.assert_allclose(h, gru_run(WEIGHTS, a)[1][:-1:3], atol=1e-5)
     assert any("one in 3 steps of train is a sample" in note for note in data.notes)
-    assert sum(len([*one.steps]) for one in data.sequences()) == 9  # free runs take all
+    assert sum(len([*one.steps]) for one in data.sequences()) == 9  # free runs use all steps
 
 
 def test_free_runs_end_after_the_test_images(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_free_runs_end_after_the_test_images(tmp_path: Path) -> None:
 
 
 def _open_state(path: Path) -> Path:
-    """A file whose state [1, k] may have any width: y = x + 1, hN = h / 2."""
+    """Writes a file whose state [1, k] may have any width: y = x + 1, hN = h / 2."""
     nodes = [
         helper.make_node("Add", ["x", "one"], ["y"]),
         helper.make_node("Mul", ["h", "half"], ["hN"]),
@@ -188,7 +188,7 @@ def test_a_state_of_open_sizes_has_to_be_given(tmp_path: Path) -> None:
 
 
 class _Steps:
-    """A user's dataset of steps."""
+    """A dataset of steps, as a user writes one."""
 
     def __init__(self, lengths: Any) -> None:
         self.x, self.targets, self.lengths = sequence(6, 1), [-1] * 6, lengths

@@ -1,4 +1,4 @@
-"""Pascal VOC and Cityscapes from trees of a few files, against the numbers that were drawn into them."""
+"""Tests of Pascal VOC and Cityscapes from trees of a few files, against the numbers drawn into them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _save(path: Path, numbers: NDArray[np.uint8], palette: bool = False) -> None
 
 
 def voc(root: Path, largest: int = 20) -> dict[str, NDArray[np.uint8]]:
-    """A tree of VOC with palette PNGs and borders of 255; returns the numbers of each picture."""
+    """Writes a tree of VOC with palette PNGs and borders of 255; returns the numbers of each picture."""
     base, draw, numbers = root / "VOCdevkit" / "VOC2012", np.random.default_rng(1), {}
     for part, count in (("train", 5), ("val", 3)):
         names = [f"2012_{part}{i}" for i in range(count)]
@@ -49,7 +49,7 @@ def voc(root: Path, largest: int = 20) -> dict[str, NDArray[np.uint8]]:
 
 
 def city(root: Path, largest: int = 33) -> dict[str, NDArray[np.uint8]]:
-    """A tree of Cityscapes; returns the ids of each picture."""
+    """Writes a tree of Cityscapes; returns the ids of each picture."""
     draw, numbers = np.random.default_rng(2), {}
     for part, count in (("train", 4), ("val", 3)):
         for i in range(count):
@@ -65,7 +65,7 @@ def city(root: Path, largest: int = 33) -> dict[str, NDArray[np.uint8]]:
 
 
 def maps_of(name: str, root: Path) -> torch.Tensor:
-    """The maps of the test split, as a run reads them."""
+    """Returns the maps of the test split, as a run reads them."""
     settings = (
         f"data={name}",
         f"data.root={root}",

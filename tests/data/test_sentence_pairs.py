@@ -1,4 +1,4 @@
-"""Pairs of sentences from .tsv files: columns, scores and padding, and what is refused."""
+"""Tests of pairs of sentences from .tsv files: columns, scores, padding and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""WAV and FLAC files against soundfile, a reader of its own, and resampling against SciPy and a sine."""
+"""Tests of WAV and FLAC files against soundfile, an independent reader, and of resampling against SciPy."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_resampling_is_that_of_scipy_and_keeps_a_sine(rate: int, wanted: int) ->
     sine = np.sin(2 * np.pi * pitch * np.arange(rate * seconds) / rate).astype(np.float32)
     found = resampled(sine, rate, wanted)
     np.testing.assert_allclose(found, resample_poly(sine.astype(np.float64), wanted, rate), atol=1e-6)
-    inner = slice(wanted // 10, -wanted // 10)  # without the ends, where the filter meets silence
+    inner = slice(wanted // 10, -wanted // 10)  # without both ends, where the filter reaches into silence
     exact = np.sin(2 * np.pi * pitch * np.arange(len(found)) / wanted)
     np.testing.assert_allclose(found[inner], exact[inner], atol=2e-3)
 

@@ -1,4 +1,4 @@
-"""Sources: the images and labels that were published, and what is said when they are not there."""
+"""Tests of sources: they return the published images and labels, or name what is missing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CIFAR_MEAN, CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 
 def colour(height: int, width: int, seed: int = 0) -> Image.Image:
-    """A smooth colour image with some noise, as photographs are."""
+    """Returns a smooth colour image with some noise, like a photograph."""
     rng = np.random.default_rng(seed)
     coarse = Image.fromarray(rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)).resize((width, height))
     noise = rng.integers(-10, 11, (height, width, 3))
@@ -137,7 +137,7 @@ def test_an_image_that_becomes_unreadable_is_named(tmp_path: Path, workers: int)
 
 
 def write_cifar(root: Path, monkeypatch: pytest.MonkeyPatch) -> np.ndarray[Any, Any]:
-    """CIFAR-10's files with two images each; torchvision compares their checksums, so these are set too."""
+    """Writes CIFAR-10's files with two images each, and gives torchvision the checksums to compare."""
     folder = root / datasets.CIFAR10.base_folder
     folder.mkdir(parents=True)
     pictures = np.random.default_rng(0).integers(0, 256, (12, 3, 32, 32), dtype=np.uint8)
@@ -196,9 +196,9 @@ def test_missing_files_are_named_with_their_place(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(urllib.request, "_opener", None)  # an opener made earlier would know no proxy
+    monkeypatch.setattr(urllib.request, "_opener", None)  # an opener made earlier would not know the proxy
     for name in ("http_proxy", "https_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody listens: a real failure to connect
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nothing listens there: a real connection failure
     for name in ("no_proxy", "NO_PROXY", "HTTP_PROXY", "HTTPS_PROXY"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ConfigError) as caught:

@@ -1,4 +1,4 @@
-"""What is found in folders before anything long, and what is never opened."""
+"""Tests of what a survey of folders finds before anything long runs, and of files that it never opens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from qatkit_verify.pictures import MOST_PIXELS, read_picture
 
 @pytest.fixture(autouse=True)
 def own_cache_and_no_waiting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """A read from a pipe would last for ever."""
+    """Sets a cache per test and fails after 60 seconds, since a read from a pipe would never end."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     signal.signal(signal.SIGALRM, lambda *_: pytest.fail("waited for a file that is none"))
     signal.alarm(60)
@@ -44,7 +44,7 @@ def encoded(kind: str, seed: int = 0, size: int = 24) -> bytes:
 
 
 def png_of(width: int, height: int, mode: int = 0) -> bytes:
-    """A whole PNG that says so, and holds a kilobyte of nothing."""
+    """Returns a valid PNG with this size in its header and 1,000 bytes of zeros as its data."""
 
     def chunk(name: bytes, content: bytes) -> bytes:
         return (
@@ -63,7 +63,7 @@ def png_of(width: int, height: int, mode: int = 0) -> bytes:
 def _socket(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as one:
         place = os.getcwd()
-        os.chdir(path.parent)  # a socket's path may have 108 bytes
+        os.chdir(path.parent)  # a socket's path is limited to 108 bytes
         one.bind(path.name)
         os.chdir(place)
 
@@ -108,7 +108,7 @@ def test_what_is_no_image_is_known_without_reading_it_whole(kind: str, tmp_path:
 
 @pytest.mark.parametrize("kind", ["jpeg", "png", "gif", "webp", "bmp", "tiff", "ppm"])
 def test_whole_files_are_images_whatever_stands_behind_their_end(kind: str, tmp_path: Path) -> None:
-    """Cameras write on behind the end of a JPEG; only then is a file decoded."""
+    """Checks files with bytes after their end, as cameras write after a JPEG; only those are decoded."""
     for name, behind in (("plain", b""), ("zeros", bytes(100)), ("movie", b"ftypmp42" * 2000)):
         (tmp_path / name).write_bytes(encoded(kind) + behind)
     paths = [str(tmp_path / name) for name in ("plain", "zeros", "movie")]
@@ -119,7 +119,7 @@ def test_whole_files_are_images_whatever_stands_behind_their_end(kind: str, tmp_
 
 
 def folder(root: Path, images: int = 3) -> Path:
-    """Two classes, two splits; no two images alike."""
+    """Writes two splits of two classes, in which no two images are alike."""
     for number, name in enumerate(("train/cat", "train/dog", "val/cat", "val/dog")):
         (root / name).mkdir(parents=True)
         for index in range(images):
@@ -182,7 +182,7 @@ def test_classes_and_files_match_torchvision_less_system_files(tmp_path: Path) -
         (root / name).write_bytes(encoded("png", seed=hash(name) % 1000))
     (root / "train/dog/more").symlink_to(root / "train/cat/b")
     plain = [ImageFolder(str(root / name)) for name in ("train", "val")]
-    (root / "train/cat/loop").symlink_to(root / "train/cat")  # torchvision lists its files 40 times
+    (root / "train/cat/loop").symlink_to(root / "train/cat")  # torchvision would list its files 40 times
     for name in ("train/cat/._A.JPG", "train/.DS_Store", "val/dog/Thumbs.db", "train/dog/README.txt"):
         (root / name).write_bytes(b"no image")
     for name in ("train/__MACOSX", "val/.ipynb_checkpoints"):
@@ -201,7 +201,7 @@ def test_classes_and_files_match_torchvision_less_system_files(tmp_path: Path) -
 def test_images_of_both_splits_are_told(tmp_path: Path) -> None:
     root = folder(tmp_path / "root")
     whole = encoded("bmp", size=100)
-    other = whole[:20_000] + bytes([whole[20_000] ^ 1]) + whole[20_001:]  # the same size and ends
+    other = whole[:20_000] + bytes([whole[20_000] ^ 1]) + whole[20_001:]  # of the same size, start and end
     (root / "train/cat/large.bmp").write_bytes(whole)
     (root / "val/cat/large.bmp").write_bytes(other)
     assert data_of(root).notes == ()
@@ -216,7 +216,7 @@ def test_images_of_both_splits_are_told(tmp_path: Path) -> None:
 
 @pytest.fixture
 def many(tmp_path: Path) -> list[str]:
-    """So many files that what is known of them is kept."""
+    """Returns so many files that the survey's results are cached."""
     (tmp_path / "many").mkdir()
     content, paths = encoded("png", size=2), []
     for index in range(2000):

@@ -1,4 +1,4 @@
-"""Text as windows of tokens: which files do what, and what is refused."""
+"""Tests of text as windows of tokens: which files calibrate and which verify, and what is refused."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path, tokens: Path) -
     for words in (319, 1000):
         told = refused(root, tokens, {"vocabulary": str(words)})
         assert f"the tokenizer of this model, which has {words:,} tokens; this one has 320" in told
-    read(root, tokens, {"vocabulary": "330"}, context=32)  # padded
+    read(root, tokens, {"vocabulary": "330"}, context=32)  # a padded vocabulary
     broken = tmp_path / "tokenizer.json"
     broken.write_text("{}")
     assert "the tokenizer can't be read (" in refused(root, broken)

@@ -1,4 +1,4 @@
-"""Pictures without labels: which calibrate and which verify, as what pixels each mode arrives, what is refused."""
+"""Tests of pictures without labels: which calibrate and which verify, pixels of any mode, and refusals."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_alternate_sorted_paths_calibrate_and_verify(tmp_path: Path) -> None:
     found = [[Path(path) for path, _ in part.samples] for part in (data.splits.train, data.splits.test)]  # type: ignore[attr-defined]
     assert found == [[tmp_path / name for name in ends[0::2]], [tmp_path / name for name in ends[1::2]]]
     assert (data.labelled, data.num_classes, data.classes) == (False, None, ())
-    assert data.preprocessing.upright  # and says so to whoever opens pictures for the model
+    assert data.preprocessing.upright  # recorded for whoever opens pictures for the model
     ((images, labels),) = data.test_batches()
     assert images.shape == (2, 3, 4, 4) and labels.tolist() == [NO_LABEL] * 2
     grey = [float(images[0].mean()), float(images[1].mean())]
@@ -84,9 +84,9 @@ def test_sixteen_bits_are_scaled_and_not_clipped(tmp_path: Path) -> None:
 
 def test_a_camera_on_its_side_gives_an_upright_picture(tmp_path: Path) -> None:
     lying = np.zeros((4, 6, 3), np.uint8)
-    lying[:, :3] = 255  # its left half, at the top once it is upright
+    lying[:, :3] = 255  # its left half, which is at the top once upright
     exif = Image.Exif()
-    exif[0x0112] = 6  # turn by 90 degrees, clockwise
+    exif[0x0112] = 6  # rotate by 90 degrees clockwise
     found = np.asarray(_saved(tmp_path / "phone.png", Image.fromarray(lying), exif=exif))
     assert found.shape == (6, 4, 3)
     assert found[:3].min() == 255 and found[3:].max() == 0

@@ -1,4 +1,4 @@
-"""export.py onnx=FILE mode=clean, and services before another mode."""
+"""Tests of `export.py onnx=FILE mode=clean` and of clean services that run before another mode."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from qatkit.jobs.quantize_file import quantize
 from qatkit_verify.errors import ConfigError
 
 _ZIP = Path(__file__).parents[3] / "shared" / "data" / "onnx_models.zip"
-# Nodes of the real files that are left, at most.
+# Maximum number of nodes left in each real file.
 _LEFT = {
     "dtln_1": 35,
     "dtln_2": 72,
@@ -97,7 +97,7 @@ def test_a_command_cleans_a_file_and_says_what_it_changed(
 
 
 def run_of(net: Path, mode: str = "clean", **settings: Any) -> Config:
-    """A run in the folder `out` beside a file."""
+    """Returns the config of a run that writes to the folder `out` next to the file."""
     asked = CleanConfig(**settings)
     return Config(onnx=f"{net}", mode=mode, clean=asked, output_dir=f"{net.parent / 'out'}")
 
@@ -135,7 +135,7 @@ def test_given_inputs_are_compared(net: Path, tmp_path: Path) -> None:
     quantize(run_of(net, inputs=f"{tmp_path / 'given.npz'}", fold="exact"))
     told = json.loads((tmp_path / "out" / "clean.json").read_text())["proof"]
     assert (told["inputs"], told["drawn"]) == ([{"x": [3, 3, 9, 11]}], False)
-    assert told["outputs_db"] == {"y": None}  # every value is equal
+    assert told["outputs_db"] == {"y": None}  # all values are equal
     np.savez(tmp_path / "given.npz", x=drawn(3, 4, 9, 11))
     with pytest.raises(
         ConfigError, match=r"clean.inputs=.*: expected an array 'x' of float32 \[batch, 3, height, width\]"

@@ -1,4 +1,4 @@
-"""A library of custom operators that others ship: onnxruntime-extensions, which is no package of ours."""
+"""Tests with a third-party library of custom operators, onnxruntime-extensions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from clean_nets import drawn, save
 from qatkit.config.schema import CleanConfig, Config
 from qatkit.jobs.quantize_file import quantize
 
-# Of the library: NegPos gives what is negative and what is positive of a tensor.
+# NegPos, an operator of the library, returns the negative and the positive part of a tensor.
 NET = """<ir_version: 8, opset_import: ["" : 17, "ai.onnx.contrib" : 1]> net (float[b, 8] x) => (float[b, 8] y) {
   a = MatMul (x, w)  below, above = ai.onnx.contrib.NegPos (a)
   same = Identity (below)  d = Sub (above, same)  y = MatMul (d, w)

@@ -1,4 +1,4 @@
-"""A detector from a folder of pictures with boxes to a bundle, against ONNX Runtime, torchvision and pycocotools."""
+"""Tests of a detector from training to the bundle, against ONNX Runtime, torchvision and pycocotools."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from qatkit_verify.command import main as verify_bundle
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The folder of a run that trains float and QAT, and that of the pictures."""
+    """Returns the folder of a run with float training and QAT, and the folder of its pictures."""
     top = tmp_path_factory.mktemp("detector")
     root = voc_folder(top / "pictures", 48, 12)
     assert pipeline.train(asked(top / "run", root, "export.bundle=true")) == 0
@@ -37,7 +37,7 @@ def test_its_file_finds_the_objects(made: tuple[Path, Path]) -> None:
     for images, targets in data.test_batches():
         boxes, scores = session.run(None, {"input": images.numpy()})
         for picture, truth in enumerate(targets):
-            best = scores[picture].argmax(0)  # of each class
+            best = scores[picture].argmax(0)  # per class
             for label, *corners, _ in truth.tolist():
                 near = box_iou(
                     torch.tensor([corners]), torch.from_numpy(boxes[picture, best[int(label)]])[None]
@@ -80,7 +80,7 @@ def test_files_of_other_modes_have_suppression(mode: str, made: tuple[Path, Path
         "schedule.warmup=0",
     )
     assert pipeline.train(asked(run, root, *trained, f"export.mode={mode}", "export.bundle=true")) == 0
-    # Optimized with other outputs, float16 rounds elsewhere: by a bit of values near 1.
+    # With other outputs the graph is optimized differently and float16 rounds elsewhere: by one bit near 1.
     _check_suppression(run, root, mode, 5e-4 if mode == "float16" else 1e-5)
     assert (run / "bundle" / "model.nms.onnx").is_file()
     assert f"model.{mode}.nms.onnx" in [one["name"] for one in report_of(run)["files"]]
@@ -100,7 +100,7 @@ def _check_suppression(run: Path, root: Path, name: str, tolerance: float) -> No
         found = rows[rows[:, 0] == picture]
         found = found[found[:, 5].argsort(descending=True)]
         torch.testing.assert_close(found[:, 5], values[kept], atol=tolerance, rtol=tolerance)
-        # Boxes of equal scores may be in another order.
+        # Boxes with equal scores may come in another order.
         near = box_iou(found[:, 1:5], boxes[picture][places[kept]])
         same = (near > 0.99) & (found[:, 6, None].long() == labels[kept])
         assert same.any(0).all() and same.any(1).all()

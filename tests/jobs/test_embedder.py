@@ -1,4 +1,4 @@
-"""An embedder of digits from training to a bundle, against ONNX Runtime and NumPy."""
+"""Tests of an embedder of digits from training to the bundle, against ONNX Runtime and NumPy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from qatkit_verify.command import main as verify_bundle
 
 
 class Net(nn.Module):
-    """Two convolutions and a vector of 12 numbers."""
+    """A network of two convolutions that returns embeddings of 12 numbers."""
 
     def __init__(self) -> None:
         super().__init__()

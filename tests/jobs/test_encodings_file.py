@@ -1,4 +1,4 @@
-"""export.py onnx=FILE mode=encodings, and runs that hold encodings fixed (calibration.encodings)."""
+"""Tests of `export.py onnx=FILE mode=encodings` and of runs with given encodings (calibration.encodings)."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_aimets_form_says_what_it_leaves_out(
 
 
 def quantize_by_hand(path: Path) -> Path:
-    """X + b, with a uint8 pair on x and an int32 b."""
+    """Writes the graph x + b with a uint8 QuantizeLinear/DequantizeLinear pair on x and an int32 b."""
     model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["" : 17]>
     net (float[4] x) => (float[4] y) <float s = {0.5}, uint8 z = {3}, int32[4] b_quantized = {1, 2, 3, 4}> {
       q = QuantizeLinear (x, s, z)
@@ -93,7 +93,7 @@ def test_a_float_file_has_no_encodings(tmp_path: Path) -> None:
 
 
 def given(folder: Path, source: Path, **changes: Any) -> Config:
-    """Quantizes `source` with AIMET's encodings."""
+    """Returns the config of a run that quantizes `source` with AIMET's encodings."""
     calibration = CalibrationConfig(images=32, batch_size=16, encodings=f"{SAMPLES}/per_channel.1.0.0.json")
     config = settings(source, "static", folder, calibration=calibration)
     config.verify.max_drop = None
@@ -185,7 +185,7 @@ def test_a_run_takes_over_the_scales_of_another_tool(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_pytorch_run_comes_back_and_so_does_its_cache(tmp_path: Path) -> None:
-    """The same model on other images, with all encodings of the first file; then from the cache of that run."""
+    """Checks that runs on other images have a first file's encodings, given by the file or by a cache."""
     first = calibrate_only(tmp_path / "first")
     assert pipeline.train(first) == 0
     file = tmp_path / "first" / "model.int8.onnx"

@@ -1,4 +1,4 @@
-"""`export.mode` and `export.io` from the configuration to the bundle, and what is refused before anything long."""
+"""Tests of `export.mode` and `export.io` from the configuration to the bundle, and of early refusals."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_run_with_integer_ends_verifies_its_integers(backend: str, tmp_path: P
     pixels = np.rint((images * 0.5 + 0.5) * 255).astype(np.uint8)
     logits = session.run(None, {"input": pixels})[0].astype(np.float32) - told["output"]["zero_point"]
     top1 = 100 * (logits.argmax(1) == labels).mean()
-    assert report["accuracy"]["int8"]["top1"] == pytest.approx(top1, abs=0.6)  # near-ties of two threads
+    assert report["accuracy"]["int8"]["top1"] == pytest.approx(top1, abs=0.6)  # threads affect near-ties
     assert report["parity"]["optimized"]["max_steps"] <= 2
     assert ".astype(np.uint8)" in (tmp_path / "report.html").read_text()
 
@@ -155,7 +155,7 @@ def test_a_fixed_batch_is_that_of_the_latency(images: int, tmp_path: Path) -> No
 
 
 class OfOneImage(Net):
-    """A batch of one in its very graph."""
+    """A model whose graph fixes the batch at one image."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.reshape(1, 3, 8, 8))
@@ -169,7 +169,7 @@ def test_a_model_of_a_fixed_batch_has_a_mode(tmp_path: Path) -> None:
 
 
 def bicubic(root: str | None, download: bool, seed: int) -> Splits:
-    """The digits, to be enlarged in another way."""
+    """Returns the digits with bicubic interpolation as their preprocessing."""
     splits = digits(root, download, seed)
     assert splits.default_preprocessing is not None
     return replace(

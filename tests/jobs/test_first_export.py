@@ -1,4 +1,4 @@
-"""A shortfall that calibration and training cannot fix ends a run at its first export, with the lines of its end."""
+"""Tests of shortfalls that neither calibration nor training can fix: they end a run at its first export."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from qatkit.run.loop import fit
 
 
 class Table(Net):
-    """Its head is a table of 200,000 weights in an operator that no backend has a rule for."""
+    """A network whose head is a bmm with 200,000 weights, an operator that no backend has a rule for."""
 
     def __init__(self, num_classes: int = 10) -> None:
         super().__init__(16)
@@ -102,7 +102,7 @@ def test_size_is_held_of_every_kind_of_file(
 
 
 class Half(Net):
-    """Two heads, one of them an operator without a rule; left float on purpose it is no finding."""
+    """A network with a second head, a bmm, that no backend has a rule for."""
 
     def __init__(self, num_classes: int = 10) -> None:
         super().__init__(num_classes)
@@ -114,7 +114,7 @@ class Half(Net):
 
 
 def test_what_is_left_float_on_purpose_is_no_finding(tmp_path: Path) -> None:
-    """The fix that the first export names is one that the run takes."""
+    """Checks that the run accepts the fix that the first export names."""
     config = _config(tmp_path / "run", max_drop=None, min_agreement=None)
     config.model = ModelConfig(name=f"{__name__}.Half")
     config.backend.overrides = {"bmm": OverrideConfig(float=True)}

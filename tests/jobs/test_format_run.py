@@ -1,4 +1,4 @@
-"""A run with number formats, from training to the bundle."""
+"""Tests of a run with number formats, from training to the bundle."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BACKEND = BackendConfig(
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Fine-tuned with MXFP4 weights and MXFP8 activations."""
+    """Returns the folder of a run that was fine-tuned with MXFP4 weights and MXFP8 activations."""
     folder = tmp_path_factory.mktemp("formats") / "run"
     assert pipeline.train(tiny(folder, backend=BACKEND)) == 0
     return folder
@@ -55,7 +55,7 @@ def test_the_weights_have_the_size_of_their_format(run: Path) -> None:
     int8, exact = (onnx.load(run / f"model.{kind}.onnx").graph.initializer for kind in ("int8", "float"))
     weights = sum(np.prod(one.dims) for one in exact if len(one.dims) > 1)
     codes = sum(np.prod(one.dims) for one in int8 if one.name.endswith("codes"))
-    assert codes == weights / 2  # of 4 bits each
+    assert codes == weights / 2  # two codes of 4 bits per byte
 
 
 def test_the_file_computes_by_its_own_function(run: Path) -> None:

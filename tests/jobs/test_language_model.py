@@ -1,4 +1,4 @@
-"""A language model from its folder and a text to a decoder that continues text, over the whole chain."""
+"""Tests of a language model from its folder and texts to a decoder that generates text."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def asked(folder: Path, model: Path, root: Path, *changes: str) -> Config:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
-    """The folder of a finished run, of its model and of its text."""
+    """Returns the folders of a finished run, of its model and of its texts."""
     top = tmp_path_factory.mktemp("language")
     model, root = saved(top / "model"), texts(top / "texts")
     assert pipeline.train(asked(top / "run", model, root, "export.bundle=true")) == 0
@@ -57,7 +57,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
 
 
 def stored(folder: Path) -> dict[str, list[np.ndarray[Any, Any]]]:
-    """The weight, scales and zero points of each MatMulNBits of the decoder's file, by the weight's name."""
+    """Returns weight, scales and zero points of each MatMulNBits of the decoder, by the weight's name."""
     model = onnx.load(folder / "decoder" / "model.onnx")
     held = {one.name: numpy_helper.to_array(one) for one in model.graph.initializer}
     products = [node for node in model.graph.node if node.op_type == "MatMulNBits"]
@@ -65,7 +65,7 @@ def stored(folder: Path) -> dict[str, list[np.ndarray[Any, Any]]]:
 
 
 def dequantized(constants: dict[str, list[np.ndarray[Any, Any]]], name: str) -> torch.Tensor:
-    """A weight [out, in] of MatMulNBits by its definition: (q - zero_point) * scale, nibbles in blocks of 32."""
+    """Returns a MatMulNBits weight [out, in]: (q - zero_point) * scale, with nibbles in blocks of 32."""
     packed, scale, zeros = constants[f"{name}.weight"]
     codes = np.stack([packed & 15, packed >> 4], -1).reshape(*packed.shape[:2], -1).astype(np.float64)
     zero = np.stack([zeros & 15, zeros >> 4], -1).reshape(len(zeros), -1)[:, : packed.shape[1]]
@@ -74,7 +74,7 @@ def dequantized(constants: dict[str, list[np.ndarray[Any, Any]]], name: str) -> 
 
 @pytest.fixture(scope="module")
 def simulated(made: tuple[Path, Path, Path]) -> Any:
-    """The model of transformers with the weights that the decoder's file holds."""
+    """Returns the transformers model with the dequantized weights of the decoder's file."""
     run, folder, _ = made
     transformers: Any = importlib.import_module("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -181,11 +181,11 @@ def test_the_report_has_the_price_of_a_level(
 ) -> None:
     _, model, root = made
     config = asked(tmp_path / "run", model, root, f"export.accuracy_level={level}", "algorithm=none")
-    assert pipeline.train(config) in (0, 1)  # of a random model a level may cost more than half a percent
+    assert pipeline.train(config) in (0, 1)  # for a random model, a level may cost more than half a percent
     report = report_of(tmp_path / "run")
     shipped = level_of(tmp_path / "run" / "decoder" / "model.onnx")
     assert report["measured"]["decoder"]["level"] == shipped and shipped == (4 if level == "4" else shipped)
-    assert report["measured"]["decoder"]["agreement"] == 1.0  # held against the other file at level 0
+    assert report["measured"]["decoder"]["agreement"] == 1.0  # compared with the other file, at level 0
     assert ("levels" in report["measured"]["decoder"]) == (shipped == 4)
     told = [note for note in report["notes"] if note.startswith("export.accuracy_level=auto")]
     assert len(told) == (level == "auto")

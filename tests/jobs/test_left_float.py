@@ -1,4 +1,4 @@
-"""Operators that a mode leaves float: named in the report, with the weights that they had."""
+"""Tests of operators that a mode leaves float: the report names them, and they keep their weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def branch(name: str, nodes: list[NodeProto]) -> onnx.GraphProto:
 
 
 def bright(inputs: str) -> list[NodeProto]:
-    """Whether the largest value is above 0: a condition that only values decide."""
+    """Returns nodes that check whether the largest value is non-zero, which is known only at run time."""
     return [
         helper.make_node("ReduceMax", [inputs], ["most"], "most", keepdims=0),
         helper.make_node("Cast", ["most"], ["yes"], "yes", to=TensorProto.BOOL),
@@ -41,7 +41,7 @@ def stored(path: Path) -> dict[str, NDArray[Any]]:
 
 
 def recurrent_branches(path: Path, kind: str) -> Path:
-    """Steps [n, 8, 4] to a MatMul, behind one of two recurrent operators that values choose."""
+    """Writes a graph that runs one of two recurrent operators on steps [n, 8, 4], and then a MatMul."""
     rows = {"LSTM": 32, "GRU": 24, "RNN": 8}[kind]
     layers = {
         name: [
@@ -100,7 +100,7 @@ def test_recurrent_weights_in_branches_are_named(kind: str, mode: str, tmp_path:
 
 
 def spoiled(tool: Callable[..., None], weight: str, node: str) -> Callable[..., None]:
-    """ONNX Runtime's tool with a defect: the integers of a weight are those of twice its values."""
+    """Returns ONNX Runtime's tool with a defect: it halves a weight's integers unless `node` is excluded."""
 
     def run(source: onnx.ModelProto, path: Path, **given: Any) -> None:
         tool(source, path, **given)
@@ -126,7 +126,7 @@ def test_an_operator_with_wrong_weights_stays_float(
     source = by_hand(tmp_path / "float.onnx")
     config = settings(source, mode, tmp_path / "run")
     config.verify.max_drop = None
-    config.backend.reduce_range = True  # `auto` writes the integers of a matrix again
+    config.backend.reduce_range = True  # with `auto`, the integers of a matrix are written again
     assert quantize_file.by_tools(config) == 0
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     assert report["notes"] == [
@@ -142,7 +142,7 @@ def test_an_operator_with_wrong_weights_stays_float(
 
 @pytest.mark.parametrize("mode", ["dynamic", "static", "weight_only"])
 def test_what_branches_read_stays_as_it_was(mode: str, tmp_path: Path) -> None:
-    """A square weight, which the dynamic tool transposes in place, and a branch that adds its first row."""
+    """Checks a square weight that the dynamic tool transposes in place and whose first row a branch reads."""
     row = [
         helper.make_node("Gather", ["fc", "zero"], ["row"], "row"),
         helper.make_node("Mul", ["row", "ten"], ["much"], "much"),

@@ -1,4 +1,4 @@
-"""Legal files that were refused or broken: infinite constants, names like the tools' own, nodes in any order."""
+"""Tests of legal files with infinite constants, names like those of the tools or nodes in any order."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def open_clip(path: Path) -> Path:
 
 
 def masked(path: Path) -> Path:
-    """The mask of an attention: scores of -inf, and none of them in what follows the Softmax."""
+    """Writes an attention mask: scores of -inf before a Softmax, and only finite values after it."""
     nodes = [CONV, helper.make_node("Add", ["y", "mask"], ["m"], "add"),
              helper.make_node("Softmax", ["m"], ["s"], "softmax"), helper.make_node("Relu", ["s"], ["r"], "relu"),
              *HEAD]  # fmt: skip
@@ -69,7 +69,7 @@ def masked(path: Path) -> Path:
 
 
 def infinite_bias(path: Path) -> Path:
-    """A mask that ONNX Runtime makes the bias of a Gemm."""
+    """Writes a mask that ONNX Runtime turns into the bias of a Gemm."""
     nodes = [CONV, helper.make_node("Relu", ["y"], ["r"], "relu"), *HEAD[:2],
              helper.make_node("MatMul", ["f", "m"], ["g"], "product"),
              helper.make_node("Add", ["g", "mask"], ["a"], "add"),

@@ -1,4 +1,4 @@
-"""`backend=npu_cnn` from a float network to the report: exit status, audit and accuracy of the file."""
+"""Tests of `backend=npu_cnn` from a float network to the report: exit status, audit, accuracy of the file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run whose file takes images of other sizes: compared and timed there, bundled, and exported again."""
+"""Tests of runs whose files accept other image sizes: checked and timed there, bundled and exported again."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_run_checks_its_file_at_other_sizes(tmp_path: Path) -> None:
     assert pipeline.train(resizable(folder)) == 0
     report = report_of(folder)
     found = report["measured"]["sizes"]
-    # At least 128 more than the example has, behind every stride of a pyramid, and one more.
+    # The first sizes exceed the example's by at least 128, a pyramid's largest stride; the second ones by 1.
     assert list(found) == ["input 184 (axis 2), 216 (axis 3)", "input 25 (axis 2), 25 (axis 3)"]
     assert all(one["agreement"] == 1 and one["max_steps"] < 1 and one["ratio"] > 0 for one in found.values())
     for name in ("float", "int8"):

@@ -1,4 +1,4 @@
-"""Float ONNX files to packed weights of few bits, by the command: what it chooses, writes, reports and refuses."""
+"""Tests of float ONNX files packed to low-bit weights: what the command chooses, writes and refuses."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def kinds(path: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run with data, at accuracy level 4, and its bundle."""
+    """Returns the folder of a run with data and a bundle, at accuracy level 4."""
     folder = tmp_path_factory.mktemp("packed")
     path, given = several(folder / "net.onnx")
     data = ("data=arrays", f"data.root={samples(folder / 'data', given)}", "data.workers=0")
@@ -106,7 +106,7 @@ def test_products_become_standard_operators(tmp_path: Path) -> None:
     assert {"DequantizeLinear", "MatMul"} <= kinds(folder / FILE)
     reported = report_of(folder)
     assert reported["parity"]["optimized"]["max_steps"] < 0.01
-    # Of 1,160 integers of 4 bits, and a scale of 4 bytes and a zero point of 4 bits for each of 95 blocks.
+    # 1,160 integers of 4 bits, plus a scale of 4 bytes and a zero point of 4 bits for each of 95 blocks.
     assert reported["audit"]["packed_bits"] == pytest.approx(4 + 95 * 36 / 1160, abs=0.01)
     assert any("has opset 21" in note for note in reported["notes"])
     entries = json.loads((folder / "bundle" / "manifest.json").read_text())["session_options"]
@@ -118,7 +118,8 @@ def test_scales_are_held_in_the_type_that_is_asked_for(tmp_path: Path) -> None:
     typed = ("weights={bits: 4, block: 16, scale_dtype: uint8}", f"output_dir={folder}")
     assert quantize_file.quantize(asked(path, *typed)) == 0
     assert {"MatMulNBits", "Cast", "Mul"} <= kinds(folder / FILE)
-    # Whole blocks of integers, a byte for each of 95 scales, 4 for the unit of each of 45 outputs, and zero points.
+    # Padded blocks of integers, 1 byte for each of 95 scales, 4 bytes for the unit of each of 45 outputs, and
+    # zero points.
     held = (40 * 16 + 5 * 24) + 95 + 45 * 4 + (40 * 1 + 5 * 2)
     assert report_of(folder)["audit"]["packed_bits"] == pytest.approx(8 * held / 1160, abs=0.01)
 

@@ -1,7 +1,7 @@
-"""The whole chain on real images, small: what a run leaves behind, and whether its report tells the truth.
+"""Tests of the whole chain on a few real images: what a run writes, and whether its report is correct.
 
-Figures are measured again here from the files and from scikit-learn's digits alone, with numpy and ONNX
-Runtime; nothing of the preprocessing, the loaders or the verification is reused.
+The figures are measured again from the files and scikit-learn's digits, with NumPy and ONNX Runtime only: no
+code of the preprocessing, the loaders or the verification is reused.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from qatkit.jobs import export_checkpoint, pipeline
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run with a float training, QAT and a float control."""
+    """Returns the folder of a run with float training, QAT and a float control."""
     folder = tmp_path_factory.mktemp("finished") / "run"
     config = tiny(folder)
     config.verify.control = True
@@ -61,7 +61,7 @@ def test_the_reported_accuracy_is_that_of_the_file(finished: Path, name: str) ->
     assert reported["images"] == 360
     assert reported["top1"] == pytest.approx(top(scores, labels, 1), abs=1e-9)
     assert reported["top5"] == pytest.approx(top(scores, labels, 5), abs=1e-9)
-    assert reported["top1"] > 50  # it has learned: a chance level of 10 could agree by accident
+    assert reported["top1"] > 50  # it has learned: near chance (10 %), figures may agree by accident
 
 
 def test_the_reported_sizes_and_digests_are_those_of_the_files(finished: Path) -> None:
@@ -77,7 +77,7 @@ def test_the_reported_sizes_and_digests_are_those_of_the_files(finished: Path) -
 
 
 def test_the_files_compute_what_was_trained(finished: Path) -> None:
-    """The float file is the float checkpoint; the control is its own checkpoint; the INT8 one is near both."""
+    """Checks the float and control figures against their checkpoints, and INT8 against the control."""
     images, labels = digits_test()
     float_model = Net()
     state = weights_of(finished / "float.ckpt")
@@ -100,7 +100,7 @@ def test_the_files_compute_what_was_trained(finished: Path) -> None:
 
 
 def test_the_control_is_trained_without_fake_quantization(finished: Path) -> None:
-    """The same number of steps from the same weights, but another result."""
+    """Checks that the control took as many steps as QAT and ended with other weights."""
     qat, control = finished / "last.ckpt", finished / "control.ckpt"
     steps = [torch.load(path, weights_only=True)["global_step"] for path in (qat, control)]
     assert steps == [1437 // 32] * 2
@@ -119,13 +119,13 @@ def test_the_int8_file_holds_int8_weights_and_int32_biases(finished: Path) -> No
         ("INT32", (16,)),
         ("INT32", (16,)),
         ("INT8", (10, 16)),
-        ("INT8", (16, 4, 3, 3)),  # of an image with a channel of zeros, as the kernels want it
+        ("INT8", (16, 4, 3, 3)),  # the kernels need 4 input channels: the last one is zeros
         ("INT8", (16, 16, 3, 3)),
     ]
     stem = next(numpy_helper.to_array(t) for t in dequantized if t.dims[1:2] == [4])
     assert stem[:, :3].any() and not stem[:, 3].any()
     floats = [t for t in tensors.values() if t.data_type == onnx.TensorProto.FLOAT]
-    assert max(int(np.prod(t.dims)) for t in floats) <= 16  # scales alone
+    assert max(int(np.prod(t.dims)) for t in floats) <= 16  # only scales
 
 
 def test_preprocessing_and_classes_travel_with_the_model(finished: Path) -> None:
@@ -138,7 +138,7 @@ def test_preprocessing_and_classes_travel_with_the_model(finished: Path) -> None
 
 
 def test_export_gives_the_same_bytes_again(finished: Path, tmp_path: Path) -> None:
-    """In a process of its own, by the command that a user types."""
+    """Checks the command that a user types, in its own process."""
     command = [sys.executable, str(ROOT / "export.py"), f"checkpoint={finished / 'last.ckpt'}",
                f"output_dir={tmp_path / 'again'}"]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}
@@ -152,7 +152,7 @@ def test_export_gives_the_same_bytes_again(finished: Path, tmp_path: Path) -> No
 
 
 def test_the_same_run_gives_the_same_bytes(finished: Path, tmp_path: Path) -> None:
-    """Training and all; the control changes nothing of what is shipped."""
+    """Checks a complete second run without the control, which must not change the shipped files."""
     assert pipeline.train(tiny(tmp_path / "run")) == 0
 
     for name in ("model.int8.onnx", "model.float.onnx", "model.json"):
@@ -181,11 +181,11 @@ def test_falling_short_is_status_1_and_named(
     assert [line.split(":")[0] for line in shortfalls] == named
     said = "".join(capfd.readouterr())
     assert all(key in said for key in named)
-    assert {path.name for path in (tmp_path / "run").iterdir()} == BUNDLE  # the evidence is all there
+    assert {path.name for path in (tmp_path / "run").iterdir()} == BUNDLE  # all files are kept as evidence
 
 
 def test_a_checkpoint_of_unfrozen_observers_exports_equal_bytes(tmp_path: Path) -> None:
-    """The scales in it are those of the last step, not yet aligned: the run's file has them aligned."""
+    """Checks that the export aligns the scales, which are not yet aligned in the checkpoint."""
     config = tiny(tmp_path / "run", schedule=ScheduleConfig(epochs=1, float_epochs=1, freeze_observers=1.0))
     config.verify.max_drop = None
     pipeline.train(config)

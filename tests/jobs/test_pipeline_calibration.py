@@ -1,4 +1,4 @@
-"""Runs that only calibrate, and what the configuration changes in their files."""
+"""Tests of how calibration, backends and overrides change the files of a run."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_an_override_leaves_an_operator_float(
 
 
 class NeverCalibrates(QATModule):
-    """A second run must not need it."""
+    """A module that fails when it calibrates, since a run with a cache must not."""
 
     def calibrate(self, batches: Iterable[Tensor]) -> int:
         raise AssertionError("an image was looked at")
@@ -117,7 +117,7 @@ def test_a_tournament_is_reported_and_its_cache_is_reused(tmp_path: Path) -> Non
         )
         for name in ("first", "second")
     )
-    torch.manual_seed(SEED)  # the float weights are drawn
+    torch.manual_seed(SEED)  # the float weights are drawn at random
     assert pipeline.train(first) == 0
     assert pipeline.train(second, NeverCalibrates) == 0
     reports = [report_of(tmp_path / name) for name in ("first", "second")]
@@ -164,7 +164,7 @@ def test_runs_without_training_need_no_training_batch(mode: str, tmp_path: Path)
 
 
 class OneFarOut(Net):
-    """Of 2,304 weights in 1/12, one of 0.6."""
+    """A network whose conv2 has one weight of 0.6 among 2,304 weights of at most 1/12."""
 
     def __init__(self, num_classes: int = 10) -> None:
         super().__init__(num_classes)
@@ -173,8 +173,9 @@ class OneFarOut(Net):
 
 
 def test_clipped_weights_are_trained_shipped_and_exported_again(tmp_path: Path) -> None:
-    """calibration.weights=mse, where it pays: one scale for the whole of a 7-bit weight, one value far out. A scale
-    that an override gives stands in all of it, and the report has what selectors chose.
+    """Checks calibration.weights=mse where it helps: one scale for a 7-bit weight tensor with an outlier.
+
+    A scale given by an override is kept throughout, and the report lists what the selectors matched.
     """
     chosen = CalibrationConfig(images=64, weights="mse")
     given = OverrideConfig(activation_scale=0.01, activation_zero_point=100)
@@ -213,7 +214,8 @@ def test_only_weights_below_8_bits_are_clipped_by_least_squares(tmp_path: Path) 
         name: value.double().numpy() for name, value in tensors.items() if name.endswith(("weight", "clip"))
     }
     weight = stored["graph.conv2.weight"].reshape(16, -1)
-    # 8 integers to either side of zero, 7 of which a symmetric range uses; the largest value is clipped to gain steps.
+    # A symmetric int4 range has 7 integers on either side of zero; clipping the largest values gives finer
+    # steps.
     shares = np.linspace(0.3, 1.0, 71)
     for row, clip in zip(weight, stored["graph.conv2.weight_fake_quant.clip"], strict=True):
         errors = [np.square(row - scale * np.clip(np.rint(row / scale), -7, 7)).sum()

@@ -1,4 +1,4 @@
-"""What a run refuses: in one line, before any training, and without a file left behind."""
+"""Tests of refusals: in one line, before any training, and without a file left behind."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from qatkit_verify.errors import ConfigError
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that went well."""
+    """Returns the folder of a successful run."""
     folder = tmp_path_factory.mktemp("finished") / "run"
     assert pipeline.train(tiny(folder)) == 0
     return folder
 
 
 class Untraceable(Net):
-    """Asks a tensor for its value."""
+    """A network whose control flow depends on a tensor's value."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.mean() > 0:
@@ -39,7 +39,7 @@ class Untraceable(Net):
 
 
 class Frozen(Net):
-    """As a builder for inference leaves it."""
+    """A network without trainable parameters, as builders for inference return it."""
 
     def __init__(self, num_classes: int = 10) -> None:
         super().__init__(num_classes)
@@ -47,14 +47,14 @@ class Frozen(Net):
 
 
 class Unexportable(Net):
-    """Traces and runs, but has an operator that ONNX lacks."""
+    """A network that traces and runs but has an operator that ONNX lacks."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + cast(Tensor, torch.special.bessel_j0(x)).mean()
 
 
 def _with(**parts: dict[str, Any]) -> Callable[[Config], Config]:
-    """A change of the tiny configuration: `_with(data={"root": "x"})`."""
+    """Returns a function that changes the tiny configuration, such as `_with(data={"root": "x"})`."""
 
     def change(config: Config) -> Config:
         groups: dict[str, Any] = {}
@@ -218,7 +218,7 @@ MISTAKES = {
 def test_a_mistake_is_one_line_and_leaves_nothing(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also with a float training first: it must not run."""
+    """Checks that the float training, which comes first, does not start either."""
     change, message = MISTAKES[case]
     monkeypatch.setattr(fit, "fit", never)
 
@@ -235,7 +235,7 @@ def never(*_: object, **__: object) -> None:
 
 
 class Malice:
-    """Runs code when unpickled, where a loader lets it."""
+    """An object that runs code when a loader unpickles it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -325,7 +325,7 @@ def test_a_folder_that_holds_a_run_is_not_written_over(finished: Path) -> None:
 
 @pytest.mark.parametrize("made", ["another run", "a finished one"])
 def test_resume_auto_does_not_continue_another_run(made: str, finished: Path, tmp_path: Path) -> None:
-    """Neither with another learning rate, nor one whose report is written."""
+    """Checks a run with another learning rate, both unfinished and with its report written."""
     folder = tmp_path / "run"
     folder.mkdir()
     for path in finished.iterdir():

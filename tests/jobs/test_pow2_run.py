@@ -1,4 +1,4 @@
-"""A run whose scales are powers of two: trained, exported, verified; and what is refused with them."""
+"""Tests of runs with `backend.scale_type` (pow2, float16, int16), and of what is refused with it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_trained_file_has_powers_of_two_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["float16", "int16"])
 def test_learned_scales_are_of_their_type(kind: str, tmp_path: Path) -> None:
-    """The scales of int32 biases are products of two, and no type's."""
+    """Checks all scales except those of int32 biases, which are products of two scales."""
     config = tiny(tmp_path / "run", backend=BackendConfig(scale_type=kind))
     config.quantizer.activation = "qatkit.quant.learned.lsq.LSQFakeQuantize"
     config.quantizer.weight = "qatkit.quant.learned.lsq.LSQWeightFakeQuantize"

@@ -1,4 +1,4 @@
-"""Float ONNX files of any inputs and outputs through the modes: samples are arrays by the names of the inputs."""
+"""Tests of all modes on float ONNX files with any inputs and outputs; samples are arrays by input name."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def save(
 ) -> Path:
     ends = [helper.make_tensor_value_info(name, *told) for name, told in inputs.items()]
     held = [numpy_helper.from_array(value, name) for name, value in weights.items()]
-    if ir_version < 4:  # which lists initializers among the inputs
+    if ir_version < 4:  # they list initializers among the inputs
         ends += [helper.make_tensor_value_info(one.name, one.data_type, list(one.dims)) for one in held]
     results = [helper.make_tensor_value_info(name, kind, None) for name, kind in outputs.items()]
     graph = helper.make_graph(nodes, "net", ends, results, held)
@@ -66,7 +66,7 @@ def save(
 
 
 def several(path: Path) -> tuple[Path, Arrays]:
-    """Ids of any length, a mask and a vector to features, their sum and the largest id."""
+    """Returns a file from ids of any length, a mask and a vector to features, a sum and the largest id."""
     nodes = [
         node("Gather", "table ids", "embedded"),
         node("Cast", "mask", "weights", to=FLOAT),
@@ -93,7 +93,7 @@ def several(path: Path) -> tuple[Path, Arrays]:
 
 
 def stateful(path: Path) -> tuple[Path, Arrays]:
-    """A frame and a state of two axes that are no batch, as of a recurrent network run step by step."""
+    """Returns a recurrent network run step by step: a frame and a state, both without a batch axis."""
     nodes = [
         node("MatMul", "frame a", "x"),
         node("Concat", "x state", "both", axis=-1),
@@ -132,7 +132,7 @@ def int32_ids(path: Path) -> tuple[Path, Arrays]:
 
 
 def old(path: Path) -> tuple[Path, Arrays]:
-    """Opset 7 and IR 3, whose initializers are inputs; its nodes are in no order."""
+    """Returns a file of opset 7 and IR version 3: its initializers are inputs, and its nodes are unsorted."""
     nodes = [
         node("Relu", "c", "r"),
         node("Conv", "signal w b", "c", pads=[1, 1]),
@@ -146,7 +146,7 @@ def old(path: Path) -> tuple[Path, Arrays]:
 
 
 def contrib(path: Path) -> tuple[Path, Arrays]:
-    """No type is inferred behind an operator of com.microsoft."""
+    """Returns a file with an operator of com.microsoft, after which no types are inferred."""
     nodes = [
         node("Conv", "x w", "c", pads=[1, 1, 1, 1]),
         node("Gelu", "c", "g", domain="com.microsoft"),
@@ -160,7 +160,7 @@ def contrib(path: Path) -> tuple[Path, Arrays]:
 
 
 def energies(path: Path) -> tuple[Path, Arrays]:
-    """The front end of a recognizer: squares beyond the largest number of float16, and a logarithm of small sums."""
+    """Returns a recognizer's front end: squares above float16's maximum and a logarithm of small sums."""
     nodes = [
         node("Mul", "signal gain", "x"),
         node("Mul", "x x", "power"),
@@ -198,14 +198,14 @@ def settings(path: Path, mode: str, folder: Path, root: Path, **verify: Any) -> 
 
 
 def samples(folder: Path, arrays: Arrays) -> Path:
-    """The samples in one file; of a file with fixed batches, too."""
+    """Writes the samples to one file, even for a model with a fixed batch, and returns its folder."""
     folder.mkdir()
     np.savez(folder / "all.npz", **arrays)  # type: ignore[arg-type]
     return folder
 
 
 def outputs(path: Path, arrays: Arrays, entries: dict[str, str] | None = None) -> Arrays:
-    """What the file gives for each sample alone, by ONNX Runtime."""
+    """Returns the outputs that ONNX Runtime computes for each sample on its own."""
     options = ort.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = 1, 3
     for key, value in (entries or {}).items():
@@ -243,7 +243,7 @@ def test_a_file_of_any_inputs_has_every_mode(name: str, mode: str, tmp_path: Pat
     for output, values in exact.items():
         if values.dtype.kind == "f":
             assert decibel(values, found[output]) > {"float16": 45, "static": 18}.get(mode, 22), output
-            if mode != "dynamic":  # whose ranges are a batch's
+            if mode != "dynamic":  # its ranges depend on the batch
                 assert told[output] == pytest.approx(decibel(values, found[output]), abs=1.0), output
         else:
             np.testing.assert_array_equal(values, found[output])
@@ -276,7 +276,7 @@ def test_labels_without_rows_of_logits_are_said_to_be_left(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_fixed_input_is_a_constant_and_chooses_a_branch(mode: str, tmp_path: Path) -> None:
-    """An If by a sampling rate, whose branches hold all weights, and a scalar that is no sample's."""
+    """Checks an If whose branches have all the weights and whose condition depends on a scalar input."""
 
     def branch(name: str, weight: str) -> onnx.GraphProto:
         result = helper.make_tensor_value_info(name, FLOAT, None)
@@ -357,7 +357,7 @@ def test_the_command_line_takes_arrays_and_fixed_inputs(tmp_path: Path) -> None:
 
 
 def test_a_conv_without_a_name_may_stay_float(tmp_path: Path) -> None:
-    """ONNX Runtime joins it with the Relu behind it, under a name that it makes of those in the file."""
+    """Checks a Conv that ONNX Runtime fuses with the next Relu, under a name made from those in the file."""
     nodes = [
         node("Conv", "x w", "c", pads=[1, 1, 1, 1]),
         node("Relu", "c", "r"),

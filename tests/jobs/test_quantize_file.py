@@ -1,4 +1,4 @@
-"""A float ONNX file from the command line to the bundle: what is made, and the figures of the report."""
+"""Tests of float ONNX files from the command line to the bundle: the files and the figures of the report."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_bundle_tells_the_truth(mode: str, tmp_path: Path) -> None:
 
 
 def test_static_is_a_run_of_the_graph(tmp_path: Path) -> None:
-    """The file that it gives is the given one, edited: its nodes and names stay, every Conv and Gemm is int8."""
+    """Checks that the file is the given one, edited: nodes and names stay; every Conv and Gemm is int8."""
     folder, source = tmp_path / "run", by_hand(tmp_path / "file.onnx")
     config = settings(source, "static", folder)
     config.verify.max_drop = None
@@ -97,17 +97,17 @@ def test_static_is_a_run_of_the_graph(tmp_path: Path) -> None:
 
 
 def test_the_audit_sees_what_a_dynamic_file_computes(tmp_path: Path) -> None:
-    """Its integer operators are int8, and none is called float that ONNX Runtime quantized itself."""
+    """Checks that every integer operator counts as int8, and only the depthwise Conv as float."""
     quantize_file.quantize(settings(float_files.trained(), "dynamic", tmp_path))
     audit = json.loads((tmp_path / "report.json").read_text())["audit"]
     matrix = [node for node in audit["nodes"] if node["macs"]]
     kinds = {node["op"]: node["precision"] for node in matrix}
-    assert kinds.pop("Conv", kinds.pop("FusedConv", "float")) == "float"  # the depthwise one
+    assert kinds.pop("Conv", kinds.pop("FusedConv", "float")) == "float"  # the depthwise Conv
     assert kinds and set(kinds.values()) == {"int8"}
 
 
 def _resized(path: Path, opset: int, mode: str) -> Path:
-    """Conv, enlarged one and a half times, pooled by a quarter, MatMul."""
+    """Writes a Conv, a resize by a factor of 1.5, a MaxPool with stride 4 and a MatMul."""
     draw = np.random.default_rng(0)
     weights = {"w": draw.normal(size=(4, 3, 3, 3)), "fc": draw.normal(size=(36, 10)) / 6,
                "factors": np.array([1, 1, 1.5, 1.5])}  # fmt: skip
@@ -135,7 +135,7 @@ def test_pixels_stay_where_an_older_resize_put_them(opset: int, mode: str, tmp_p
 
 
 def test_an_opset_upgrade_that_changes_outputs_is_refused(tmp_path: Path) -> None:
-    """Hardmax meant another axis before opset 13, which the converter of opsets forgets."""
+    """Checks Hardmax: before opset 13 its axis had another meaning, and the opset converter ignores that."""
     draw = np.random.default_rng(0)
     weights = {"w": draw.normal(size=(4, 3, 3, 3)), "fc": draw.normal(size=(10, 256))}
     nodes = [
@@ -185,7 +185,7 @@ def test_operators_inside_functions_are_found_and_quantized(tmp_path: Path) -> N
 
 
 def test_a_name_with_brackets_is_a_name(tmp_path: Path) -> None:
-    """A depthwise Conv stays float on purpose, whatever it is called."""
+    """Checks that the audit accepts a depthwise Conv that stays float on purpose, whatever its name is."""
     draw = np.random.default_rng(0)
     weights = {
         "w": draw.normal(size=(8, 3, 3, 3)),
@@ -271,7 +271,7 @@ def test_a_fixed_batch_is_kept(tmp_path: Path) -> None:
     assert quantize_file.quantize(config) == 0
     assert json.loads((tmp_path / "run" / "report.json").read_text())["fixed_batch"] == 4
     assert load_config(tmp_path / "run" / "config.yaml").verify.latency_batch == 4
-    assert config.verify.latency_batch == 1  # the caller's own
+    assert config.verify.latency_batch == 1  # the caller's config is unchanged
 
 
 def test_the_command_line_quantizes_a_file(tmp_path: Path) -> None:
@@ -305,7 +305,7 @@ TOLD: dict[str, Any] = {
 
 
 def test_a_bundle_tells_how_the_images_of_its_file_were_prepared(tmp_path: Path) -> None:
-    """The file needs 28 pixels of 32: what is left to the run comes from model.json, what is set is set."""
+    """Checks a file of 28 x 28 pixels: settings left open come from model.json, the others apply as set."""
     path = by_hand(tmp_path / "model.float.onnx", shape=["N", 3, 28, 28])
     told = {"image_size": 28, "resize": 32, "mean": [0.1, 0.2, 0.3], "std": [0.9, 0.8, 0.7],
             "interpolation": "bicubic", "channels": 3}  # fmt: skip
@@ -326,7 +326,7 @@ def test_a_bundle_tells_how_the_images_of_its_file_were_prepared(tmp_path: Path)
 
 
 def test_the_command_line_leaves_a_bundle_its_own_images(launch: Launch, tmp_path: Path) -> None:
-    """A data group is of its images; what is typed is meant."""
+    """Checks that the keys of a data group give way to model.json, while typed keys apply."""
     seen: list[Config] = []
     path = by_hand(tmp_path / "model.float.onnx", shape=["N", 3, 28, 28])
     told = {"image_size": 28, "resize": 32, "mean": [0.1], "std": [0.9], "interpolation": "bilinear"}
@@ -353,5 +353,5 @@ def test_a_model_json_of_another_input_says_nothing(text: str, tmp_path: Path) -
     config.verify.max_drop = None
     assert quantize_file.quantize(config) == 0
     prepared = json.loads((tmp_path / "run" / "model.json").read_text())["preprocessing"]
-    own = {"mean": [0.5] * 3, "std": [0.5] * 3, "upright": False}  # the digits'
+    own = {"mean": [0.5] * 3, "std": [0.5] * 3, "upright": False}  # of the digits
     assert prepared == {"channels": 3} | TOLD | own

@@ -1,4 +1,4 @@
-"""A float ONNX file of images whose size, layout and preparation are other than the data's own."""
+"""Tests of float ONNX files whose image size, layout and preprocessing differ from those of the data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from qatkit.jobs import quantize_file
 
 
 def _channels_last(path: Path) -> Path:
-    """Transpose, Conv, ReLU, global pool, Flatten, Gemm on [N, 6, 12, 3]."""
+    """Writes Transpose, Conv, ReLU, global pool, Flatten and Gemm on an input [N, 6, 12, 3]."""
     nodes = [
         helper.make_node("Transpose", ["input"], ["x"], "first", perm=[0, 3, 1, 2]),
         helper.make_node("Conv", ["x", "w"], ["y"], "conv", pads=[1, 1, 1, 1]),
@@ -33,7 +33,7 @@ def _channels_last(path: Path) -> Path:
 
 
 def _letterboxed() -> Any:
-    """The test digits of 8 x 8 pixels shrunk by Pillow to 6 x 6 in the middle of 6 x 12, three equal channels."""
+    """Returns the test digits resized by Pillow to 6 x 6, centred in 6 x 12, with three equal channels."""
     found = []
     for image in np.rint((float_files.digits()[2][:, 0] * 0.5 + 0.5) * 255).astype(np.uint8):
         canvas = Image.new("L", (12, 6), 114)
@@ -69,7 +69,7 @@ def test_a_file_takes_oblong_images_with_channels_last(mode: str, tmp_path: Path
 
 
 def test_a_file_beside_its_model_json_is_prepared_as_that_says(tmp_path: Path) -> None:
-    """The float file of a run, quantized again with nothing said of its images."""
+    """Checks that a run's float file, quantized again without data settings, is preprocessed the same."""
     data = DataConfig(workers=0, layout="nhwc", fit="letterbox", channels="bgr", pixels="0..255")
     first = settings(_channels_last(tmp_path / "file.onnx"), "dynamic", tmp_path / "first", data=data)
     first.verify.max_drop = None

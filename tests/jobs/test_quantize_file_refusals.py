@@ -1,4 +1,4 @@
-"""What is refused of an ONNX file and of the settings beside it: in one line, and nothing is written."""
+"""Tests of ONNX files and settings that are refused: in one line, and nothing is written."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def short_weights(path: Path) -> None:
 
 def too_large(path: Path) -> None:
     by_hand(path, save=EXTERNAL)
-    os.truncate(path.parent / "weights.bin", MAX_BYTES)  # a hole: it takes no space
+    os.truncate(path.parent / "weights.bin", MAX_BYTES)  # a sparse file: it takes no space
 
 
 def quantized(path: Path) -> None:
@@ -80,7 +80,7 @@ def unknown_operator(path: Path) -> None:
 
 
 def unknown_operator_of_a_known_domain(path: Path) -> None:
-    """As ONNX Runtime sees it: the file says which opset the domain has."""
+    """Writes an unknown operator with an opset for its domain, which leaves the refusal to ONNX Runtime."""
     unknown_operator(path)
     model = onnx.load(str(path))
     model.opset_import.append(helper.make_opsetid("acme", 1))
@@ -88,11 +88,11 @@ def unknown_operator_of_a_known_domain(path: Path) -> None:
 
 
 def unknown_operator_in_a_branch(path: Path, *, matrix: bool = True, imported: bool = False) -> None:
-    """Never taken, and ONNX Runtime loads no file that holds it.
+    """Writes an operator in a branch that is never taken; ONNX Runtime loads no such file.
 
     Args:
-        path: where to write it.
-        matrix: whether the other branch has a Conv.
+        path: file to write.
+        matrix: whether the branch that is taken has a Conv.
         imported: whether the file says which opset the operator's domain has.
     """
     model = onnx.load(str(with_branches(path, constant=True)))
@@ -135,7 +135,7 @@ def spoiled(path: Path) -> None:
 
 
 def batch_inside(path: Path) -> None:
-    """Its input takes any number of images, a Reshape within one only."""
+    """Writes a model whose input allows any batch size and whose Reshape allows only 1."""
     shape = helper.make_node("Constant", [], ["s"], "s", value_ints=[1, 16])
     nodes = [
         helper.make_node("Conv", ["input", "w", "b"], ["y"], "conv", pads=[1, 1, 1, 1]),
@@ -201,7 +201,7 @@ def test_a_file_that_cannot_be_used_is_one_line(case: str, tmp_path: Path) -> No
         (unknown_operator, {"riddle"}),
         (unknown_operator_in_a_branch, {"riddle"}),
         (partial(unknown_operator_in_a_branch, matrix=False), {"riddle"}),
-        (partial(unknown_operator_in_a_branch, imported=True), {"outer"}),  # ONNX Runtime names the If alone
+        (partial(unknown_operator_in_a_branch, imported=True), {"outer"}),  # ONNX Runtime only names the If
         (unknown_operator_of_a_known_domain, set()),
     ],
     ids=["main graph", "beside a Conv", "beside no Conv", "known domain", "known domain, main graph"],
@@ -209,7 +209,7 @@ def test_a_file_that_cannot_be_used_is_one_line(case: str, tmp_path: Path) -> No
 def test_an_unknown_operator_is_named_with_its_domain_and_node(
     write: Callable[[Path], object], named: set[str], tmp_path: Path
 ) -> None:
-    path = tmp_path / ("folder" * 20) / "file.onnx"  # however long its name is
+    path = tmp_path / ("folder" * 20) / "file.onnx"  # whatever the length of its path
     path.parent.mkdir()
     write(path)
     with pytest.raises(ConfigError) as raised:

@@ -1,4 +1,4 @@
-"""Recordings in WAV files to a bundle that is verified from raw samples, without torch and without qatkit."""
+"""Tests of recordings from WAV files to a bundle that is verified on raw samples without torch or qatkit."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def asked(run: Path, *changes: str) -> Config:
 
 @pytest.fixture(scope="module", params=["data", "graph"])
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Path]:
-    """The configuration of a run that trains float and QAT on three words, and the folder of the words."""
+    """Returns the config of a run with float training and QAT on three words, and the folder of the words."""
     top = tmp_path_factory.mktemp("words")
     words = spoken(top / "words", 25)
     changes = (f"data.root={words}", f"data.features_in={request.param}", "export.bundle=true")

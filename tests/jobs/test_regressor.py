@@ -1,4 +1,4 @@
-"""A regression from pictures with numbers to a bundle, against ONNX Runtime and NumPy."""
+"""Tests of a regressor of pictures from training to the bundle, against ONNX Runtime and NumPy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from qatkit_verify.command import main as verify_bundle
 
 
 class Net(nn.Module):
-    """Two convolutions and the mean over the picture."""
+    """A network of two convolutions, a mean over the picture and a linear head."""
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Net(nn.Module):
 
 
 def pictures(root: Path, count: int = 160) -> Path:
-    """Noise around a level, whose number is 40 times its share of red."""
+    """Writes pictures of noise around a random colour, each with a target of 40 times its share of red."""
     root.mkdir()
     draw, lines = np.random.default_rng(0), ["file,redness"]
     for number in range(count):
@@ -71,7 +71,7 @@ def test_a_regression_goes_from_pictures_to_a_bundle(tmp_path: Path) -> None:
         scores = report["accuracy"][name]
         assert scores["mae"] == pytest.approx(np.abs(found - targets).mean(), rel=1e-4)
         assert scores["rmse"] == pytest.approx(np.sqrt(((found - targets) ** 2).mean()), rel=1e-4)
-        assert scores["mae"] < 3  # who always gives the mean is off by 8
+        assert scores["mae"] < 3  # a constant answer, the mean, is off by 8
     shift = report["measured"]["bias"]["outputs"][0]
     assert shift["name"] == "" and len(shift["ranges"]) == 5
     assert shift["shift"] == pytest.approx((outputs["int8"] - outputs["float"]).mean(), abs=1e-4)

@@ -1,4 +1,4 @@
-"""A climb on real images, small: rungs that are runs, figures that are the files', and a kill that loses nothing."""
+"""Tests of a rescue on a few real images: rungs, figures, the file that is handed over, and a kill."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ ON_THE_WAY = [
     "whole_operators",
     "per_channel",
     "calibration",
-]  # every operator quantized: shown, not handed over
+]  # they quantize every operator: reported, but not handed over
 FIRST = "placement"
 
 
 def climbing(folder: Path, **changes: Any) -> Config:
-    """The float model is trained; the first rung of our own meets the target."""
+    """Returns a climb that trains the float model and meets its target at the rung `placement`."""
     config = tiny(folder, rescue=RescueConfig(climb=True), target=TargetConfig(max_drop=100.0))
     config.schedule.epochs = 0
-    # With the range -1 to 1, 255 steps and a zero in the middle every pixel would lie between two steps.
+    # With the range -1 to 1 and 255 steps around zero, every pixel would lie between two steps.
     config.data.mean, config.data.std = [0.4] * 3, [0.3] * 3
     return replace(config, **changes)
 
@@ -77,7 +77,7 @@ def test_the_figures_of_a_rung_are_those_of_its_file(climbed: Config, name: str,
     assert row["top1"] == pytest.approx(top(logits(path, images), labels, 1), abs=1e-9)
     assert row["drop"] == pytest.approx(floats - row["top1"], abs=1e-9)
     assert (row["bytes"], row["images"]) == (path.stat().st_size, 360)
-    assert floats > 50  # trained
+    assert floats > 50  # it has learned
 
 
 def test_a_whole_bundle_of_that_rung_is_handed_over(climbed: Config) -> None:
@@ -154,7 +154,7 @@ def test_all_rungs_and_a_target_that_none_meets(tmp_path: Path) -> None:
     assert [row["name"] for row in ladder["rungs"]] == ["float", "naive", *(rung.name for rung in RUNGS)]
     assert all(row["agreement"] is not None for row in ladder["rungs"])
     by_name = {row["name"]: row for row in ladder["rungs"]}
-    # Its channels are 16 times apart, and per-tensor scales cost 1.3 dB of the logits.
+    # Its channels differ by a factor of 16: per-tensor scales cost 1.3 dB of the logits' SQNR.
     assert by_name["per_channel"]["sqnr_db"] > by_name["whole_operators"]["sqnr_db"] + 0.5
     chosen = by_name[ladder["chosen"]]
     assert chosen["sqnr_db"] >= by_name["placement"]["sqnr_db"]

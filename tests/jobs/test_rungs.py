@@ -1,4 +1,4 @@
-"""The rungs as configurations: what each adds to the one below, and that the last ones are the user's own."""
+"""Tests of the rungs as configurations: what each adds, and where the user's settings apply."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def asked(normalizes: bool = True, **changes: Any) -> RungInputs:
 
 
 def climbed(given: RungInputs, *names: str) -> dict[str, Config]:
-    """Every rung, each kept, the competition keeping nothing but what was there."""
+    """Returns the config of each rung, with every rung kept and `names` as the algorithms that were kept."""
     kept, found = given.config, {}
     for rung in RUNGS:
         found[rung.name] = rung.change(given, kept)
@@ -36,7 +36,7 @@ def test_the_naive_run_quantizes_every_operator_per_tensor() -> None:
     validate(config)
     assert (config.onnx, config.mode) == ("model.onnx", "static")
     assert config.backend.every_operator and config.backend.weight_granularity == "per_tensor"
-    assert config.backend.overrides == {}  # of modules, which a file does not have
+    assert config.backend.overrides == {}  # they name modules, which a file does not have
 
 
 def test_each_of_the_first_rungs_changes_one_thing() -> None:
@@ -59,9 +59,7 @@ def test_the_backend_of_the_user_is_what_the_rungs_end_at() -> None:
     found = climbed(asked(backend=own))
     assert found["placement"].backend == own == found["qat"].backend
     assert found["whole_operators"].backend.target == own.target
-    assert (
-        found["whole_operators"].backend.overrides == own.overrides
-    )  # a wish to leave something float holds always
+    assert found["whole_operators"].backend.overrides == own.overrides  # an override to float always applies
 
 
 def test_only_the_last_rung_trains_and_unmeasured_bounds_are_off() -> None:

@@ -1,4 +1,4 @@
-"""Ranges of a given ONNX file, saved by one run and restored by another one, and refused for another file or data."""
+"""Tests of saved ranges of an ONNX file: restored by another run, refused with another file or other data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qatkit_verify.errors import ConfigError
 
 
 def settings(source: Path, folder: Path, cache: Path) -> Config:
-    """Static quantization, whose ranges are in `cache`."""
+    """Returns the config of a static quantization with its ranges in `cache`."""
     config = float_files.settings(source, "static", folder)
     config.verify.max_drop = None
     config.calibration.cache = str(cache)

@@ -1,4 +1,4 @@
-"""A segmenter from a folder of pictures and label pictures to a bundle, against ONNX Runtime and NumPy."""
+"""Tests of a segmenter from training to the bundle, against ONNX Runtime and NumPy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from qatkit_verify.errors import ConfigError
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The folder of a run that trains float and QAT, and that of the pictures."""
+    """Returns the folder of a run with float training and QAT, and the folder of its pictures."""
     top = tmp_path_factory.mktemp("segmenter")
     root = folder(top / "pictures", 48, 12)
     assert pipeline.train(asked(top / "run", root, "export.bundle=true")) == 0
@@ -76,7 +76,7 @@ def test_the_page_shows_class_maps_where_files_differ_most(made: tuple[Path, Pat
         "INT8",
         "where they differ",
     ]
-    assert all(one["pixels"] == "" for row in rows for one in row["panels"])  # the page alone holds them
+    assert all(one["pixels"] == "" for row in rows for one in row["panels"])  # only the page has them
 
     exact, found, maps, image = max(every, key=lambda one: (one[0] != one[1]).mean())
     drawn = [
@@ -90,7 +90,7 @@ def test_the_page_shows_class_maps_where_files_differ_most(made: tuple[Path, Pat
     for panel, wanted in zip(drawn[1:4], (np.minimum(maps, 3), exact, found), strict=True):
         assert (np.asarray(panel.convert("RGB")) == table[wanted]).all()
     pixels = np.moveaxis(image, 0, -1) * data.config.std + np.asarray(data.config.mean)
-    assert np.abs(np.asarray(drawn[0]) / 255 - pixels).mean() < 0.05  # a compressed photograph
+    assert np.abs(np.asarray(drawn[0]) / 255 - pixels).mean() < 0.05  # compression loses a little
     assert (
         "IoU, INT8" in page
         and "brick" in page
@@ -123,14 +123,14 @@ def test_an_aux_output_trains_and_is_in_no_file(made: tuple[Path, Path], tmp_pat
 
 
 class AuxFirst(TinySegmenter):
-    """The auxiliary logits before those that ship."""
+    """A segmenter that returns its auxiliary logits first."""
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         return dict(reversed(super().forward(x).items()))
 
 
 class SmallAux(TinySegmenter):
-    """Auxiliary logits of half the input's size."""
+    """A segmenter whose auxiliary logits have half the input's size."""
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         return super().forward(x) | {"aux": self.aux(self.first(x))}
@@ -163,7 +163,7 @@ def test_labels_are_read_before_anything_long(tmp_path: Path) -> None:
 
 
 class Coarse(TinySegmenter):
-    """Logits of half the input's size."""
+    """A segmenter whose logits have half the input's size."""
 
     def forward(self, x: Tensor) -> Any:
         return self.head(self.second(self.first(x)))

@@ -1,4 +1,4 @@
-"""An encoder of sentences from its folder and scored pairs to a file, against transformers' own arithmetic."""
+"""Tests of a sentence encoder from its folder and scored pairs to a file, against transformers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HEAD = "sentence_A\tsentence_B\trelatedness_score\n"
 
 
 def scored(folder: Path) -> Path:
-    """Returns a folder of pairs whose scores are the words that they share."""
+    """Returns a folder of pairs whose score is the number of words that they share."""
     folder.mkdir()
     draw = random.Random(0)
     for name, count in (("train.tsv", 80), ("test.tsv", 60)):
@@ -42,7 +42,7 @@ def scored(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small BERT with its tokenizer, as `save_pretrained` writes it."""
+    """Returns the folder of a small BERT with its tokenizer, written by `save_pretrained`."""
     transformers: Any = importlib.import_module("transformers")
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("encoder") / "model"
@@ -104,7 +104,7 @@ def test_the_rank_correlation_is_that_of_the_file(
 
 
 def _check_lengths(session: ort.InferenceSession) -> None:
-    """The file takes one sentence of any length, and padding changes nothing but roundings."""
+    """Checks that the file accepts a sentence of any length and that padding only changes roundings."""
     for length in (2, 9, 40):
         ids = np.random.default_rng(length).integers(1, 320, (1, length))
         (found,) = session.run(None, {"input_ids": ids, "attention_mask": np.ones_like(ids)})

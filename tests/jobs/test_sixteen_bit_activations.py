@@ -1,4 +1,4 @@
-"""A run with 16-bit activations over the whole chain: trained, exported, and said to be computed in float."""
+"""Tests of a whole run with 16-bit activations, which the report says are computed in float."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from qatkit_verify.errors import ConfigError
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run with a float training and QAT with learned scales, audited."""
+    """Returns the folder of an audited run with float training and QAT with learned scales."""
     folder = tmp_path_factory.mktemp("sixteen") / "run"
     config = tiny(folder, backend=BackendConfig(activation_dtype="uint16", weight_dtype="int4"))
     config.quantizer.activation = "qatkit.quant.learned.lsq.LSQFakeQuantize"

@@ -1,4 +1,4 @@
-"""Stages on one state: what runs, what is restored, and how often a run traces, proves and builds its model."""
+"""Tests of stages: what runs, what is restored, and how often a run traces, proves and builds its model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from qatkit.train.module import QATModule
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often a model is traced and proven, and a module built."""
+    """Returns a counter of the traces and proofs of a model and of the modules built."""
     counts: Counter[str] = Counter()
 
     def count(owner: Any, name: str, what: str) -> None:
@@ -62,14 +62,14 @@ def test_a_control_is_one_more_module_of_the_same_graph(tmp_path: Path, counted:
 
 
 def test_a_trained_float_model_keeps_its_graph(tmp_path: Path, counted: Counter[str]) -> None:
-    """Its weights go into a module of their own: fused ones can't be changed behind the fusion."""
+    """Checks that trained weights go into a second module, since fused weights cannot be replaced later."""
     config = tiny(tmp_path / "run", schedule=ScheduleConfig(epochs=0, float_epochs=1))
     config.verify.max_drop = None
     assert counts_of(config, counted) == (1, 1, 2)
 
 
 class Tempered(nn.Module):
-    """Reads a value that training changes: the mean that its BatchNorm has seen."""
+    """A network that reads a value that training changes: the running mean of its BatchNorm."""
 
     def __init__(self, num_classes: int = 10) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def test_a_graph_with_a_model_value_is_retraced_after_training(tmp_path: Path, c
 
 
 class Hooked(QATModule):
-    """With a hook of its own in place of `fuse`."""
+    """A module with its own `fuse` hook."""
 
     def fuse(self, model: nn.Module) -> Any:
         assert hasattr(model, "conv1") and not hasattr(model, "graph"), "the model itself, no graph of it"
@@ -127,7 +127,7 @@ def test_copies_of_a_capture_follow_weights_and_match_the_model() -> None:
 
 
 def test_what_is_done_is_restored(tmp_path: Path) -> None:
-    """A stage behind a checkpoint does not run, and one that ends the run is the last."""
+    """Checks that a stage that is done does not run, and that a stage with a status is the last."""
     seen: list[str] = []
 
     class Noted(Conditional):

@@ -1,4 +1,4 @@
-"""A recurrent spotter from WAV files to a bundle with the file that takes chunks."""
+"""Tests of a recurrent keyword spotter from WAV files to a bundle with a file that takes chunks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from qatkit_verify.sound_files import read_sound
 
 
 class LooksAhead(StreamingGRU):
-    """Its frames have seen the next ones."""
+    """A spotter whose frames depend on the next frame."""
 
     def __init__(self, num_classes: int, **sizes: Any) -> None:
         super().__init__(num_classes, **sizes)
@@ -61,7 +61,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def made(words: Path, tmp_path_factory: pytest.TempPathFactory) -> Config:
-    """A finished run with its bundle."""
+    """Returns the config of a finished run with a bundle."""
     config = asked(tmp_path_factory.mktemp("made") / "run", words)
     assert pipeline.train(config) == 0
     return config

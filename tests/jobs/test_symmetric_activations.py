@@ -1,4 +1,4 @@
-"""Activations with zero in the middle of their range: the file's zero points and scales, of modules and given files."""
+"""Tests of symmetric activations: zero points and scales in the files of modules and of given ONNX files."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from qatkit.jobs import pipeline, quantize_file
 from qatkit.run.backend import backend_of
 from qatkit_verify.errors import ConfigError
 
-# Type of the activations: the zero point of tensors with both signs and of those behind a ReLU, and the steps from
-# zero to the largest value.
+# For each activation type: the zero points of signed tensors and of those after a ReLU, and the number of
+# steps from zero to the largest value.
 TYPES = {
     "uint8": ({128, 0}, 127),
     "int8": ({0}, 127),
@@ -31,7 +31,7 @@ TYPES = {
 
 
 def quantizers(path: Path) -> dict[str, tuple[float, NDArray[Any]]]:
-    """Scale and zero point of each QuantizeLinear, by the name of its input."""
+    """Returns the scale and zero point of each QuantizeLinear, by the name of its input."""
     graph = onnx.load(path).graph
     constants = {one.name: numpy_helper.to_array(one) for one in graph.initializer}
     return {

@@ -1,4 +1,4 @@
-"""A classifier of texts from its folder and labelled texts to a file, against transformers' own arithmetic."""
+"""Tests of a text classifier from its folder and labelled texts to a file, against transformers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def sentence(draw: random.Random, first: str) -> str:
 
 
 def labelled(folder: Path, classes: tuple[str, ...] = CLASSES) -> Path:
-    """Returns a folder of pairs of texts, whose class is the word that the second one begins with."""
+    """Returns a folder of text pairs whose class depends on the first word of the second text."""
     folder.mkdir(parents=True)
     draw = random.Random(0)
     for name, count in (("train.tsv", 320), ("test.tsv", 60)):
@@ -57,7 +57,7 @@ def labelled(folder: Path, classes: tuple[str, ...] = CLASSES) -> Path:
 
 
 def saved(folder: Path, kind: str = "BertModel", **changes: Any) -> Path:
-    """Returns a folder as `save_pretrained` writes it, of a small model with its tokenizer."""
+    """Returns the folder of a small model with its tokenizer, written by `save_pretrained`."""
     transformers: Any = importlib.import_module("transformers")
     processors: Any = importlib.import_module("tokenizers").processors
     torch.manual_seed(0)
@@ -83,7 +83,7 @@ def asked(folder: Path, model: Path, root: Path, *changes: str) -> Config:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The folder of a run that trains a new head on pairs, and their folder."""
+    """Returns the folder of a run that trains a new head on text pairs, and the folder of the pairs."""
     top = tmp_path_factory.mktemp("classifier")
     root = labelled(top / "pairs")
     changes = (*TRAINED, "export.bundle=true")

@@ -1,4 +1,4 @@
-"""Our U-Net: logits of any size, and an INT8 file whose features stay bytes from the first to the last layer."""
+"""Tests of the U-Net: logits of any size, and an INT8 file that stays int8 from first to last layer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_logits_have_the_size_of_the_input(size: tuple[int, int]) -> None:
 
 
 def test_parameters_are_those_of_the_paper() -> None:
-    """Width 64: 31.0 M, as in the paper but for BatchNorms in place of biases and a 3x3 convolution on the way up."""
+    """Checks width 64 (31.0 M): the paper's, with BatchNorms for biases and 3x3 convolutions upwards."""
     widths, wanted, before = [64, 128, 256, 512, 1024], 0, 3
     for width in widths:
         wanted, before = wanted + 9 * width * (before + width) + 4 * width, width

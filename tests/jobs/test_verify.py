@@ -1,4 +1,4 @@
-"""The end of a run: a check of one's own is one file and one line, and a fault in the file is found by name."""
+"""Tests of the verification of a run: custom checks, and the first tensor with an export fault."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_new_check_is_one_file_and_one_line(
 
 
 def _spoiled(graph: nn.Module, config: Config, inputs: Inputs, path: Path) -> list[str]:
-    """The export stage with a fault: the sign of conv2's weight is turned around in the INT8 file."""
+    """Exports the INT8 file with a fault: the sign of conv2's weight is flipped."""
     notes = write_file(graph, config, inputs, path)
     model = onnx.load(str(path))
     for tensor in model.graph.initializer:
@@ -106,7 +106,7 @@ def test_an_export_fault_is_named_with_the_override_to_avoid_it(
     found = report["divergence"]
     name = found["first"]["name"]
     assert name == "conv2_quant/QuantizeLinear_output" and found["operator"] == "conv2/Conv"
-    assert [t["max_steps"] for t in found["tensors"][:2]] == [0, 0]  # the input's and conv1's
+    assert [t["max_steps"] for t in found["tensors"][:2]] == [0, 0]  # of the input and of conv1
     (line,) = report["shortfalls"]
     assert line.endswith(f"; the first tensor that differs is '{name}'")
     (fix,) = report["mends"]
@@ -121,7 +121,7 @@ def test_an_export_fault_is_named_with_the_override_to_avoid_it(
 
 
 def test_a_file_without_a_module_is_held_against_itself(tmp_path: Path) -> None:
-    """Static, by ONNX Runtime's tool; a bound that can be met only by equal logits finds the first tensor."""
+    """Checks a static file of ONNX Runtime's tool with bounds that it cannot meet."""
     config = settings(trained(), "static", tmp_path / "run")
     config.verify = VerifyConfig(latency_runs=3, threads=1, audit=False, min_agreement=1.0, max_drop=-50)
     status = quantize_file.by_tools(config)

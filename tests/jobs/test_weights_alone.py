@@ -1,4 +1,4 @@
-"""Runs whose backend quantizes weights alone, over the whole chain on real images."""
+"""Tests of whole runs on real images with a backend that only quantizes weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TARGET = "qatkit.quant.backends.WEIGHT_ONLY"
 
 
 def asked(folder: Path, **backend: Any) -> Config:
-    """A tiny run with weights of few bits."""
+    """Returns the config of a tiny run with low-bit weights."""
     config = tiny(folder, backend=BackendConfig(target=TARGET, **backend))
     config.export.bundle = False
     return config
@@ -28,7 +28,7 @@ def asked(folder: Path, **backend: Any) -> Config:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run with a float training, GPTQ and QAT."""
+    """Returns the folder of a run with float training, GPTQ and QAT."""
     folder = tmp_path_factory.mktemp("weights") / "run"
     config = asked(folder)
     config.algorithm = {"gptq": {"target": "qatkit.algorithms.GPTQ", "images": 64}}

@@ -1,4 +1,4 @@
-"""Steps of several batches: a run that is stopped in the midst of one, and again in its first one, loses nothing."""
+"""Tests of steps of several batches: a run stopped within a step, even within its first, loses nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from qatkit_verify import stopping
 
 
 class Ending(QATModule):
-    """Ends where a test says so: by a kill, or by a signal, in its batch of that number."""
+    """A module that ends in the batch of a given number, by a kill or by a signal."""
 
     batch: int | None = None
     by: int | None = None
@@ -58,11 +58,11 @@ def _trained(config: Config, batch: int | None = None, by: int | None = None) ->
 def test_a_stop_in_the_midst_of_a_step_changes_nothing(
     by: int | None, batches: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the second of a step's three batches; going on, before the first step is done; and in the fifth batch."""
+    """Checks stops in the second of a step's three batches, within the first step, and in the fifth batch."""
     wanted, config = _trained(_config(tmp_path / "whole")), _config(tmp_path / "stopped")
     before = {number: signal.getsignal(number) for number in stopping.SIGNALS}
     for batch in batches:
-        monkeypatch.setattr(stopping._State, "wanted", None)  # each as if in a process of its own
+        monkeypatch.setattr(stopping._State, "wanted", None)  # as if each run had its own process
         monkeypatch.setattr(stopping._State, "server", None)
         with pytest.raises(SystemExit), stopping.served():
             _trained(config, batch, by)

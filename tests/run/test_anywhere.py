@@ -1,4 +1,4 @@
-"""Whole runs in surroundings that nobody wishes for: names, disks that fill up, temporary folders that do."""
+"""Tests of whole runs in difficult surroundings: odd names, full disks and folders that can't be written."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ NAME = "a b'\"=,%ü日本{x}::y$(z)[1]"
 
 
 def typed(key: str, value: Path) -> str:
-    """As Hydra wants a value with anything in it."""
+    """Returns `key=value` with the value quoted for Hydra, whatever it contains."""
     return f"{key}='" + str(value).replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 @pytest.mark.slow  # whole runs
 @pytest.mark.parametrize("name", [NAME, "~run", "é" * 120])
 def test_a_folder_may_have_any_name(launch: Launch, tmp_path: Path, name: str) -> None:
-    folder = Path(name)  # in the working directory, which is `tmp_path`
+    folder = Path(name)  # relative to the working directory, `tmp_path`
     assert launch(pipeline.train, *TINY, typed("output_dir", folder)) == 0
     assert {path.name for path in (tmp_path / name).iterdir()} == BUNDLE | {"float.ckpt"}
 
@@ -67,7 +67,7 @@ def test_classes_and_images_may_have_any_name(launch: Launch, tmp_path: Path) ->
 def test_a_full_disk_ends_in_one_line_and_the_run_resumes(
     launch: Launch, tmp_path: Path, room: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The files of such a run are of 1 to 60 KiB, in the run's folder and in temporary ones."""
+    """Checks limits within the sizes of a run's files, 1 to 60 KiB, in its folder and in temporary ones."""
 
     def cramped(job: Callable[[Config], int]) -> Callable[[Config], int]:
         def run(config: Config) -> int:
@@ -102,7 +102,7 @@ def test_a_home_that_is_not_there_is_not_missed(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", "/nonexistent/home")
     monkeypatch.setenv("OMP_NUM_THREADS", "garbage")
-    monkeypatch.chdir("/proc/sys")  # where nobody can write, root neither
+    monkeypatch.chdir("/proc/sys")  # where nobody can write, not even root
     before = os.umask(0o077)
     try:
         assert launch(pipeline.train, *TINY, f"output_dir={tmp_path / 'run'}") == 0

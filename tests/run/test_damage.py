@@ -1,4 +1,4 @@
-"""One flipped bit anywhere in what a run goes on from: refused with the file's name, nothing used."""
+"""Tests of one flipped bit in a file that a run continues from: the file is refused by name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BITS = 100
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with a float training, fine-tuning and a cache of ranges."""
+    """Returns the folder of a run with float training, fine-tuning and a cache of ranges."""
     folder = tmp_path_factory.mktemp("damage")
     config = tiny(folder / "run")
     config.calibration.cache = str(folder / "ranges.safetensors")

@@ -1,4 +1,4 @@
-"""A warning where a float model whose weights are an average is fine-tuned without one."""
+"""Tests of the warning when a float model with averaged weights is fine-tuned without an average."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOLD = r"float\.ckpt: the float weights are an average over steps \(schedule\.em
 
 @pytest.fixture(scope="module")
 def averaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The float.ckpt of a run with an average."""
+    """Returns the float.ckpt of a run with averaged weights."""
     config = tiny(tmp_path_factory.mktemp("averaged") / "run")
     config.schedule = replace(config.schedule, float_epochs=1, epochs=0, ema=0.9)
     pipeline.train(config)
@@ -67,7 +67,7 @@ def test_a_checkpoint_of_an_earlier_version_asks_its_run(averaged: Path, tmp_pat
     assert decay_of(tmp_path / "float.ckpt") is None
     shutil.copy(averaged.with_name("config.yaml"), tmp_path)
     assert decay_of(tmp_path / "float.ckpt") == 0.9
-    torch.save(stored | {"finished": False}, tmp_path / "float.ckpt")  # killed: weights of a step
+    torch.save(stored | {"finished": False}, tmp_path / "float.ckpt")  # killed: the weights of a step
     assert decay_of(tmp_path / "float.ckpt") is None
 
 

@@ -1,4 +1,4 @@
-"""A training step reads nothing from the device: each such read would make the host wait for all kernels before it."""
+"""Tests that a training step reads nothing from the device: the host would wait for all kernels before it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS = 100
 
 
 class Reads(TorchDispatchMode):
-    """Counts `.item()` and its like, by where the training is."""
+    """A mode that counts reads such as `.item()`, by the phase of the training."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -61,6 +61,6 @@ def test_no_step_of_a_hundred_asks_for_a_value(optimizer: str, tmp_path: Path) -
     module = qat_module(config, Net(), data.inputs, Told)
     module.calibrate(images for images, _ in data.calibration_batches(64, 32))
     with reads:
-        float(torch.ones(()))  # the counter counts
+        float(torch.ones(()))  # checks that reads are counted
         fit(module, data, tmp_path / "last.ckpt", config.trainer, Stage("reads", 1, STEPS))
     assert reads.found["before"] > 0 and reads.found["step"] == 0, reads.found

@@ -1,9 +1,9 @@
-"""Killed at any time, by any signal, again and again: a run goes on and ends with the same bits.
+"""Tests that a run killed at any time, by any signal, again and again, continues and ends with the same bits.
 
-Times are drawn evenly over the length that the command takes when nobody stops it, from the start of its process on. So
-the kills fall into imports, the first export, training, calibration, competitions, export, verification and the report
-as often as a run is there. Each life is one folder: killed up to five times, each time gone on with by the same command
-(resume=auto where there is something to go on from), then left to end.
+The times are drawn uniformly over the duration of the uninterrupted command, from the start of its process.
+So imports, the first export, training, calibration, competitions, export, verification and the report are hit
+in proportion to their durations. Each life is one folder: its run is killed up to five times, continues each
+time by the same command (resume=auto where it applies) and finally runs to its end.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ LEARNED = ("schedule.float_epochs=1", "schedule.epochs=0", "algorithm=block_reco
            "algorithm.block_reconstruction.images=32", "algorithm.block_reconstruction.steps=40")  # fmt: skip
 ONNX = ("data.test_images=64", "data.image_size=8", "verify.latency_runs=2", "verify.max_drop=null",
         "verify.threads=1", "verify.min_agreement=null")  # fmt: skip
-LIFE = 5  # kills of one folder, unless it ends before
+LIFE = 5  # kills per folder, unless its run ends earlier
 
 
 @dataclass(frozen=True)
 class Case:
-    """A command, and how often it is killed: by SIGKILL, SIGINT and SIGTERM."""
+    """A command and the numbers of its kills by SIGKILL, SIGINT and SIGTERM."""
 
     name: str
     typed: tuple[str, ...]
@@ -62,7 +62,7 @@ class Case:
 
 
 def of_file(mode: str, *kills: int) -> Case:
-    """One of export.py's modes, of the float file of the first case."""
+    """Returns the case of a mode of export.py for the float file of the first case."""
     return Case(mode, ("onnx={qat}/model.float.onnx", f"mode={mode}", *ONNX), kills, "export.py")
 
 
@@ -104,7 +104,7 @@ def started(case: Case, folder: Path, qat: Path) -> subprocess.Popen[str]:
 
 
 def finished(case: Case, folder: Path, qat: Path) -> float:
-    """Lets a run come to its end; the seconds that it took."""
+    """Runs a command to its end and returns the seconds that it took."""
     start = time.monotonic()
     process = started(case, folder, qat)
     said = process.communicate(timeout=200)[0]
@@ -113,7 +113,7 @@ def finished(case: Case, folder: Path, qat: Path) -> float:
 
 
 def killed(case: Case, folder: Path, qat: Path, after: float, number: int) -> bool:
-    """Starts or goes on, and kills after so many seconds; False where the run came to its end before."""
+    """Starts or resumes a run and kills it after `after` seconds; returns False if it ended earlier."""
     process = started(case, folder, qat)
     try:
         said = process.communicate(timeout=after)[0]
@@ -121,7 +121,7 @@ def killed(case: Case, folder: Path, qat: Path, after: float, number: int) -> bo
         process.send_signal(number)
         said = process.communicate(timeout=60)[0]
         assert process.returncode in (-number, 128 + number, 0), said
-        if process.returncode == 128 + number:  # served
+        if process.returncode == 128 + number:  # by the handler
             assert "Traceback" not in said and "interrupted" in said.splitlines()[-1]
         return process.returncode != 0
     assert process.returncode == 0, said
@@ -130,7 +130,7 @@ def killed(case: Case, folder: Path, qat: Path, after: float, number: int) -> bo
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, float]]:
-    """Folders of runs that nobody stopped, and how long each took, as they are asked for."""
+    """Returns the folders and durations of uninterrupted runs, which are added when a test needs them."""
     return {"": (tmp_path_factory.mktemp("whole"), 0.0)}
 
 
@@ -142,7 +142,7 @@ def uninterrupted(case: Case, whole: dict[str, tuple[Path, float]]) -> tuple[Pat
 
 
 def lives() -> Iterator[Any]:
-    """The kills of each case, in a drawn order, a few at a time."""
+    """Yields the kills of each case in a random order, a few at a time."""
     for case in CASES:
         sent = (signal.SIGKILL, signal.SIGINT, signal.SIGTERM)
         numbers = [number for number, count in zip(sent, case.kills, strict=True) for _ in range(count)]
@@ -151,7 +151,7 @@ def lives() -> Iterator[Any]:
             yield pytest.param(case, numbers[start : start + LIFE], id=f"{case.name} {start // LIFE}")
 
 
-@pytest.mark.slow  # 70 kills and what goes on behind them, 10 minutes of a core
+@pytest.mark.slow  # 78 kills and the resumed runs, 10 minutes of one core
 @pytest.mark.parametrize(("case", "numbers"), list(lives()))
 def test_every_kill_goes_on_to_the_same_bits(
     case: Case, numbers: list[int], whole: dict[str, tuple[Path, float]], tmp_path: Path
@@ -160,7 +160,7 @@ def test_every_kill_goes_on_to_the_same_bits(
     reference, seconds = uninterrupted(case, whole)
     qat, draw, left = whole["qat"][0], random.Random(f"{case.name} {numbers}"), list(numbers)
     for folder in (tmp_path / f"run {life}" for life in itertools.count()):
-        done = folder / "report.json"  # there when a kill came behind the last of the work
+        done = folder / "report.json"  # exists if a kill came after the last of the work
         while left and not done.exists() and killed(case, folder, qat, draw.uniform(0, seconds), left[-1]):
             left.pop()
         if not done.exists():
@@ -171,7 +171,7 @@ def test_every_kill_goes_on_to_the_same_bits(
 
 
 def compare(reference: Path, folder: Path) -> None:
-    """The same files, and of those that tell no times the same bits."""
+    """Checks that two folders have the same files, bit-identical except for those with times."""
     names = {path.name for path in reference.iterdir()}
     assert {path.name for path in folder.iterdir()} == names
     for name in names - {"report.json", "report.html", "config.yaml", "pictures", "sensitivity.json"}:
@@ -183,13 +183,14 @@ def compare(reference: Path, folder: Path) -> None:
             assert sha256(folder / name) == sha256(reference / name), name
 
 
-# How many epochs Lightning has begun, which it miscounts where it goes on at the end of one. Nothing reads it:
-# steps bound a training, and the order of images is that of the epochs completed, which are compared.
+# The number of epochs that Lightning has begun, which is wrong if a run resumes at the end of an epoch.
+# Nothing reads it: steps bound a training, and the order of images depends on the epochs completed, which are
+# compared.
 _BEGUN = re.compile(r"/loops/fit_loop/epoch_progress/(total|current)/(ready|started)")
 
 
 def leaves(path: Path, folder: Path) -> dict[str, object]:
-    """Every value of a checkpoint by its place, but for times; paths relative to the run's folder."""
+    """Returns every value of a checkpoint by its path, without times and the path of the run's folder."""
     found: dict[str, object] = {}
 
     def walk(value: object, place: str) -> None:

@@ -1,4 +1,4 @@
-"""One run a folder, in processes: the second is refused by name, a dead one is in nobody's way."""
+"""Tests of one run per folder, across processes: a second one is refused, and a dead one does not block."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from qatkit.run.lock import locked
 from qatkit_verify.errors import ConfigError
 
-# Holds the folder and, as a run does that loads images, forks a process that outlives it by a while.
+# Locks the folder and, like a run that loads images, forks a process that outlives it for a while.
 HOLDER = """
 import os, sys, time
 from pathlib import Path
@@ -55,10 +55,10 @@ def test_a_second_run_is_refused_with_the_folder_and_the_first(tmp_path: Path) -
         first.communicate("")
     with locked(folder):
         assert os.listdir(folder) == [".lock"]
-    assert os.listdir(tmp_path) == []  # what was made for it has gone
+    assert os.listdir(tmp_path) == []  # the folder that was made for the run is gone
 
 
-# Chooses a run's folder on command, and stays in it.
+# Chooses a run's folder on command and keeps it in use.
 CHOOSER = """
 import sys
 from qatkit.config.schema import Config

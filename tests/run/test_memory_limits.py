@@ -1,4 +1,4 @@
-"""What this machine has not is refused with the figures; what is just below is not."""
+"""Tests of limits: runs beyond this machine's memory or a year are refused with figures, others are not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from qatkit.jobs import pipeline
 from qatkit.run import memory
 from qatkit_verify.errors import ConfigError
 
-IMAGE = 4 * 3 * 8 * 8  # bytes of one, float32
+IMAGE = 4 * 3 * 8 * 8  # bytes of one float32 image
 
 
 def data_of(config: Config) -> DataModule:
@@ -37,7 +37,7 @@ def test_the_memory_available_is_that_of_the_machine_or_less() -> None:
 def test_files_that_a_group_keeps_in_memory_make_room(
     version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in a container that has read an epoch of images."""
+    """Checks a group that is mostly file cache, as in a container that has read an epoch of images."""
     names = {1: ("memory/", "limit_in_bytes", "usage_in_bytes", "total_"), 2: ("", "max", "current", "")}
     folder, limit, usage, prefix = names[version]
     group = tmp_path / folder
@@ -65,7 +65,7 @@ def test_a_batch_whose_input_alone_exceeds_memory_is_refused(tmp_path: Path) -> 
         memory.check_inputs(config, data_of(config))
 
     most = int(str(caught.value).split("at most ")[1].split()[0])
-    assert most * IMAGE == pytest.approx(room, rel=0.2)  # others use the machine too
+    assert most * IMAGE == pytest.approx(room, rel=0.2)  # other processes use memory, too
     config.verify.latency_batch = most // 2
     memory.check_inputs(config, data_of(config))
 
@@ -194,7 +194,7 @@ def test_an_oblong_image_that_is_too_large_names_its_pixels(tmp_path: Path) -> N
 def test_weights_that_memory_does_not_hold_are_refused_unread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The headers of files that are sparse on the disk say it: 4 bytes each, for the model and its quantized copy."""
+    """Checks the headers of sparse files: 4 bytes per parameter, for the model and a quantized copy."""
     counts = {"a": 100_000_000, "b": 20_000_000}
     for name, count in counts.items():
         tensor = {"dtype": "F32", "shape": [count], "data_offsets": [0, 4 * count]}

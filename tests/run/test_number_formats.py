@@ -1,4 +1,4 @@
-"""Backends of number formats: what goes with them, and what is refused in one line."""
+"""Tests of backends with number formats: which settings they allow, and which are refused in one line."""
 
 from __future__ import annotations
 

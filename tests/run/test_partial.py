@@ -1,4 +1,4 @@
-"""A run that is killed between algorithms goes on with what they have finished, and comes to the same file."""
+"""Tests that a run killed between algorithms reuses their finished results and makes the same file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from qatkit.train.module import QATModule
 
 
 class Killed(QATModule):
-    """Ends as soon as an algorithm is through."""
+    """A module that ends as soon as an algorithm has finished."""
 
     def correct(self, batches: Iterable[Any], algorithms: Iterable[Algorithm] | None = None) -> None:
         super().correct(batches, algorithms)

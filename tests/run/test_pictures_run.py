@@ -1,4 +1,4 @@
-"""Pictures without labels through every way of making a file: figures read again from the files, and refusals."""
+"""Tests of pictures without labels in every kind of run: figures measured from the files, and refusals."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ COUNT = 160
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Digits as files: grey, colour, palette; each of its own size."""
+    """Returns a folder of digits as grey, colour and palette files."""
     root = tmp_path_factory.mktemp("pictures")
     for index, image in enumerate(load_digits().images[:COUNT]):
         grey = Image.fromarray(np.round(image * 255 / 16).astype(np.uint8))
@@ -50,13 +50,13 @@ def _config(folder: Path, out: Path, **changes: Any) -> Config:
     data = DataConfig(source="qatkit.data.pictures", root=str(folder), image_size=8, mean=[0.5] * 3, std=[0.5] * 3,
                       workers=0, batch_size=16, eval_batch_size=32)  # fmt: skip
     config = replace(config, data=data, calibration=CalibrationConfig(images=64, batch_size=16), **changes)
-    config.verify.min_float_agreement = 0.5  # random weights tell the classes hardly apart
+    config.verify.min_float_agreement = 0.5  # random weights hardly tell the classes apart
     config.verify.max_drop = 1.0
     return config
 
 
 def _odd(folder: Path) -> NDArray[np.float32]:
-    """The pictures that verify, as the model sees them."""
+    """Returns the pictures used for verification, preprocessed for the model."""
     paths = sorted(folder.iterdir())[1::2]
     pixels = np.stack([np.asarray(Image.open(path).convert("RGB"), np.float32) for path in paths])
     return ((pixels / 255 - 0.5) / 0.5).transpose(0, 3, 1, 2).astype(np.float32)
@@ -126,7 +126,7 @@ def test_fine_tuning_learns_from_the_float_model_and_resumes(folder: Path, tmp_p
     torch.manual_seed(config.seed)
     assert not before["graph.fc.weight"].equal(Net().state_dict()["fc.weight"])
 
-    # Finished but for the report, then resumed: no step more, the same file.
+    # Resumed without its report, the run trains no further step and makes the same file.
     (out / "report.json").unlink()
     assert pipeline.train(replace(config, resume=str(out / "last.ckpt"))) == 0
     assert sha256(out / "model.int8.onnx") == digest
@@ -136,7 +136,7 @@ def test_fine_tuning_learns_from_the_float_model_and_resumes(folder: Path, tmp_p
 def test_without_labels_the_loss_is_the_divergence_from_float() -> None:
     torch.manual_seed(0)
     net, images = Net().eval(), 3 * torch.randn(4, 3, 8, 8)
-    net.fc.weight.data *= 100  # logits that differ by more than a rounding
+    net.fc.weight.data *= 100  # logits that differ by more than rounding
     module = QATModule(net, images, ScheduleConfig(distill=1.0, distill_temperature=2.0))
     module.calibrate([images])
     module.eval()

@@ -1,4 +1,4 @@
-"""The plan that a run announces: measured without a trace in its results, in the report, and right on resume."""
+"""Tests of the plan that a run announces: it changes no results, is in the report and right on resume."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from qatkit.train.module import QATModule
 
 
 def short(folder: Path, **changes: Any) -> Config:
-    """A run that trains in float and with quantization, with a validation after each epoch."""
+    """Returns the config of a run with float training and QAT, each epoch followed by a validation."""
     return tiny(folder, schedule=ScheduleConfig(epochs=2, float_epochs=1, lr=1e-3, max_steps=20), **changes)
 
 
@@ -48,7 +48,7 @@ def test_measuring_leaves_no_trace_in_the_results(finished: Path, tmp_path: Path
     assert report_of(tmp_path / "run")["plan"] == []
     for name in ("model.int8.onnx", "ranges.json"):
         assert sha256(tmp_path / "run" / name) == sha256(finished / name), name
-    for name in ("float.ckpt", "last.ckpt"):  # which hold the run's path, too
+    for name in ("float.ckpt", "last.ckpt"):  # their bytes differ, since they contain the run's path
         mine, other = (torch.load(one / name, weights_only=True) for one in (tmp_path / "run", finished))
         assert torch.equal(mine["rng_state"], other["rng_state"])
         assert (mine["DataModule"], mine.get("curve")) == (other["DataModule"], other.get("curve"))

@@ -1,4 +1,4 @@
-"""Files of one graph with other values: what an earlier file does not have under a name is exported again."""
+"""Tests of files of one graph with other values, which refill an earlier file or are exported again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that goes on with other settings: what may change is noted, what may not is refused before anything."""
+"""Tests of resuming with other settings: allowed changes are noted, others are refused at the start."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def stopped(finished: Path, tmp_path: Path) -> Path:
-    """The same without its report, as a kill before the end leaves it."""
+    """Returns a copy of the run without its report, as a kill before the end leaves it."""
     folder = tmp_path / "run"
     shutil.copytree(finished, folder)
     (folder / "report.json").unlink()
@@ -84,7 +84,7 @@ def test_another_folder_is_refused(stopped: Path, tmp_path: Path) -> None:
 
 
 def _digits_folder(root: Path, brighter: int = 0) -> str:
-    """The first 120 digits as files, 90 to train; `brighter` levels are added to one of them."""
+    """Writes the first 120 digits as files, 90 of them to train, and brightens one by `brighter` levels."""
     bunch = load_digits()
     for index in range(120):
         pixels = np.round(bunch.images[index] * 15).astype(np.uint8)
@@ -118,7 +118,7 @@ def test_a_run_resumes_with_moved_images_but_not_with_others(tmp_path: Path) -> 
 
 
 def test_a_run_goes_on_with_the_float_models_that_it_began_with(finished: Path, tmp_path: Path) -> None:
-    """Wherever their files lie by then: another one's weights would teach, and be what accuracy is compared with."""
+    """Checks that their files may move but not change: they teach, and accuracy is compared with them."""
     folder, mine, teacher = tmp_path / "run", tmp_path / "mine.ckpt", tmp_path / "teacher.ckpt"
     for file in (mine, teacher):
         shutil.copy(finished / "float.ckpt", file)

@@ -1,4 +1,4 @@
-"""A training that goes on under other settings that may change: the same images a step, the same weights."""
+"""Tests of a training resumed with other allowed settings: the same images per step, the same weights."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from qatkit.train.module import QATModule
 
 Attempt = tuple[
     int, dict[str, Any], int | None
-]  # images a batch, settings of the trainer, the step that it stops at
+]  # images per batch, settings of the trainer, the step that it stops at
 
 
 class Stops(QATModule):
-    """Interrupted as a kill would at a step, or before its validation, with a count of each step's images."""
+    """A module that counts the images of each step and is interrupted at a step or before its validation."""
 
     stop: int | None = None
     unvalidated: int | None = None
@@ -53,10 +53,10 @@ class Stops(QATModule):
 def go_on(
     folder: Path, attempts: Sequence[Attempt], *, validated: bool = True, **schedule: Any
 ) -> tuple[Stops, Counter[int]]:
-    """The attempts in one folder; 18 steps of 32 images an epoch. Returns the module and the steps' images.
+    """Trains attempts in one folder, 18 steps of 32 images per epoch; returns the module and images per step.
 
     Args:
-        validated: False lets attempts stop behind their step, before its validation.
+        validated: False lets attempts stop after their step, before its validation.
     """
     images, module = Counter[int](), None
     for batch, settings, stop in attempts:
@@ -106,7 +106,7 @@ def test_moments_follow_the_layout_of_the_weights(
 
 
 class Aux(nn.Module):
-    """A classifier with an auxiliary head, as torchvision's Inception and GoogLeNet have them."""
+    """A classifier with an auxiliary head, as in torchvision's Inception and GoogLeNet."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ def test_validation_does_not_change_training_by_a_plain_trainer(
 
 
 class _Dropping(nn.Module):
-    """[N, 3, 8, 8] to [N, 4], of which a half is dropped in training."""
+    """A network from [N, 3, 8, 8] to [N, 4] with a dropout of one half."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ class _Dropping(nn.Module):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_what_is_dropped_is_drawn_as_without_the_stop(device: str, tmp_path: Path) -> None:
-    """From the device's own random numbers."""
+    """Checks the device's own random numbers."""
 
     class Keep(lightning.Callback):
         def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
@@ -235,7 +235,7 @@ def test_what_is_dropped_is_drawn_as_without_the_stop(device: str, tmp_path: Pat
         a_step = TensorDataset(noise(8, 3, 8, 8), torch.arange(8) % 4)
         images = DataLoader(
             a_step, 8, generator=torch.Generator()
-        )  # which draws from torch's own, if there is none
+        )  # without one, it draws from torch's global generator
         trainer.fit(module, images, ckpt_path=None if resume is None else str(resume))
         return {name: one.cpu() for name, one in module.state_dict().items()}
 

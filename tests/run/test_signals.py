@@ -1,4 +1,4 @@
-"""Ctrl-C, a cluster's SIGTERM and SIGUSR1: a run ends at its next step, says how to go on, and goes on exactly."""
+"""Tests of Ctrl-C and a cluster's signals: a run ends at its next step, says how to resume, and resumes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, launch: Launch) -> P
 
 
 def signalled_at(step: int, number: int) -> Callable[[Config], int]:
-    """A job that gets a signal in that step of its training."""
+    """Returns a job that receives a signal at `step` of its training."""
 
     class Module(QATModule):
         def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], index: int) -> torch.Tensor:
@@ -50,7 +50,7 @@ def signalled_at(step: int, number: int) -> Callable[[Config], int]:
 def test_a_signal_in_training_keeps_the_step(
     launch: Launch, tmp_path: Path, uninterrupted: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """At steps that no checkpoint would have been due at."""
+    """Checks signals at steps where no checkpoint is due."""
     command = [f"output_dir={tmp_path / 'run'}", "resume=auto", *TINY]
     for times, number in enumerate((signal.SIGINT, signal.SIGTERM), 1):
         capfd.readouterr()
@@ -76,14 +76,14 @@ def test_a_signal_elsewhere_ends_the_run_where_it_is(
     launch: Launch, number: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def job(config: Config) -> int:
-        with contextlib.suppress(SystemExit):  # somebody swallows it
+        with contextlib.suppress(SystemExit):  # other code swallows it
             os.kill(os.getpid(), number)
             time.sleep(10)
         return pipeline.train(config)
 
     before = signal.getsignal(number)
     assert launch(job, *TINY) == 128 + number
-    assert signal.getsignal(number) is not before  # still served, until the process ends
+    assert signal.getsignal(number) is not before  # still handled until the process ends
     assert capfd.readouterr().err.splitlines()[-1] == (
         "interrupted in export first: run the same command with resume=auto to continue"
     )
@@ -106,7 +106,7 @@ def test_a_sweep_ends_with_the_job_that_was_interrupted(
 
 
 def test_nothing_is_served_outside_of_the_command_line(launch: Launch) -> None:
-    """Of an application that calls the pipeline, of one with handlers of its own, and behind a command."""
+    """Checks that a command keeps an application's own handler and leaves none of its own behind."""
     before = [signal.getsignal(number) for number in SIGNALS]
     own = signal.signal(signal.SIGTERM, lambda *_: None)
     handler = signal.getsignal(signal.SIGTERM)
@@ -119,7 +119,7 @@ def test_nothing_is_served_outside_of_the_command_line(launch: Launch) -> None:
 
 @contextlib.contextmanager
 def started(folder: Path, *more: str) -> Iterator[subprocess.Popen[str]]:
-    """A run in a process group of its own, as a shell starts one."""
+    """Starts a run in its own process group, as a shell does."""
     with subprocess.Popen(
         [*FRESH, sys.executable, str(ROOT / "train.py"), f"output_dir={folder}", *TINY, *more],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "tests")},
@@ -144,7 +144,7 @@ def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
 @pytest.mark.slow  # processes
 @pytest.mark.parametrize("number", SIGNALS)
 def test_processes_that_load_images_leave_a_signal_to_the_run(tmp_path: Path, number: int) -> None:
-    """A terminal's Ctrl-C and a cluster's signals reach every process of the group."""
+    """Checks a signal to every process of the group, as sent by a terminal's Ctrl-C and by clusters."""
     long = ("schedule.epochs=100", "trainer.checkpoint_every=5", "data.workers=2")
     with started(tmp_path / "run", *long) as process:
         wait_for(tmp_path / "run" / "last.ckpt", process)
@@ -172,7 +172,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
 def test_an_exception_that_is_made_of_a_signal_is_no_mistake(
     launch: Launch, capfd: pytest.CaptureFixture[str], made: Exception
 ) -> None:
-    """A module in C whose import is interrupted says so in words of its own."""
+    """Checks exceptions as raised by a C module whose import is interrupted."""
 
     def job(_: Config) -> int:
         with contextlib.suppress(BaseException):

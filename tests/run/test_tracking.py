@@ -1,7 +1,7 @@
-"""Runs in MLflow, with a real server on loopback; what it holds is asked by its own REST API and read from its disk.
+"""Tests of runs tracked in MLflow by a real server on loopback, checked by its REST API and on its disk.
 
-Its client (mlflow-skinny, the extra) has no server. It is that of the whole MLflow, where that is installed here or
-where QATKIT_MLFLOW names the program:
+The client (mlflow-skinny, the extra) has no server. The server comes from the full MLflow, if that is installed
+here or if QATKIT_MLFLOW names its program:
 
     python -m venv FOLDER && FOLDER/bin/pip install mlflow && export QATKIT_MLFLOW=FOLDER/bin/mlflow
 """
@@ -42,7 +42,7 @@ TYPED = (
 
 
 class Server:
-    """MLflow's, in a folder: it can go away and come back."""
+    """An MLflow server in a folder that can be stopped and started again."""
 
     def __init__(self, program: str, folder: Path) -> None:
         self.program, self.folder = program, folder
@@ -70,14 +70,14 @@ class Server:
             return False
 
     def stop(self) -> None:
-        """At once, with its workers."""
+        """Kills the server and its workers."""
         if self.process is not None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
             self.process = None
 
     def ask(self, call: str, **values: Any) -> dict[str, Any]:
-        """An answer of the REST API: without values by GET."""
+        """Returns the REST API's answer to a POST of `values`, or to a GET without values."""
         url, typed = f"{self.uri}/api/2.0/mlflow/{call}", {"Content-Type": "application/json"}
         body = json.dumps(values).encode() if values else None
         with urllib.request.urlopen(urllib.request.Request(url, body, typed), timeout=30) as answer:
@@ -86,24 +86,24 @@ class Server:
         return found
 
     def runs(self, folder: Path) -> list[dict[str, Any]]:
-        """The runs of the experiment of a test, which is called as its folder."""
+        """Returns the runs of a test's experiment, which is named after the test's folder."""
         found = self.ask("experiments/search", max_results=100).get("experiments", [])
         ids = [one["experiment_id"] for one in found if one["name"] == folder.name]
         return list(self.ask("runs/search", experiment_ids=ids).get("runs", [])) if ids else []
 
     def history(self, run: str, metric: str) -> dict[int, float]:
-        """A metric's values by their steps."""
+        """Returns a metric's values by step."""
         found = self.ask(f"metrics/get-history?run_id={run}&metric_key={metric}").get("metrics", [])
         return {int(one["step"]): float(one["value"]) for one in found}
 
     def artifacts(self, run: str) -> Path:
-        """Where the artifacts of a run lie."""
+        """Returns the folder with a run's artifacts."""
         (found,) = (self.folder / "artifacts").glob(f"*/{run}/artifacts")
         return found
 
 
 def program() -> str:
-    """The mlflow that has a server."""
+    """Returns the mlflow program that has a server, or skips the test."""
     named = os.environ.get("QATKIT_MLFLOW")
     if named is None and find_spec("flask") is not None and find_spec("alembic") is not None:
         named = shutil.which("mlflow", path=str(Path(sys.executable).parent))
@@ -114,7 +114,7 @@ def program() -> str:
 
 @pytest.fixture(scope="module")
 def started_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One on loopback."""
+    """Yields a server on loopback."""
     pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
     made = Server(program(), tmp_path_factory.mktemp("mlflow"))
     try:
@@ -126,7 +126,7 @@ def started_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]
 
 @pytest.fixture
 def server(started_server: Server) -> Server:
-    """The same, started again where a test has left it away."""
+    """Returns the server, started again if a test has stopped it."""
     if started_server.process is None:
         started_server.start()
     return started_server
@@ -150,14 +150,14 @@ def train(folder: Path, *typed: str) -> subprocess.CompletedProcess[str]:
 
 
 def started(folder: Path, *typed: str) -> subprocess.Popen[bytes]:
-    """A training at work; its output is in the file `told`."""
+    """Starts a training whose output goes to the file `told`."""
     command = [sys.executable, str(ROOT / "train.py"), *TYPED, f"name={folder.name}", *typed]
     with (folder / "told").open("wb") as told:
         return subprocess.Popen(command, cwd=folder, env=environment(), stdout=told, stderr=told)
 
 
 def below(folder: Path) -> dict[str, str]:
-    """Digests of the files in a folder, by their names below it."""
+    """Returns the digests of the files in a folder, by relative path."""
     return {path.relative_to(folder).as_posix(): sha256(path) for path in folder.rglob("*") if path.is_file()}
 
 
@@ -166,7 +166,7 @@ def values(run: dict[str, Any], kind: str) -> dict[str, Any]:
 
 
 def check_whole(server: Server, run: dict[str, Any], folder: Path) -> None:
-    """Parameters, figures, report and bundle of a finished run."""
+    """Checks parameters, figures, report and bundle of a finished run."""
     assert run["info"]["status"] == "FINISHED"
     told = values(run, "params")
     assert told["schedule.float_epochs"] == "2" and told["model.name"] == "tiny_run.Net"
@@ -182,7 +182,7 @@ def check_whole(server: Server, run: dict[str, Any], folder: Path) -> None:
 
 
 class TestWithAServer:
-    """What a real server holds in the end."""
+    """Tests of what a real server has stored at the end."""
 
     pytestmark = slow
 
@@ -230,7 +230,7 @@ class TestWithAServer:
         assert server.history(run["info"]["run_id"], "QAT-loss").keys() == {
             50,
             100,
-        }  # of 3 epochs of 44 steps
+        }  # 3 epochs of 44 steps
 
     def _came_to(self, server: Server, folder: Path, stage: str, process: subprocess.Popen[bytes]) -> bool:
         return self._has(server, folder, stage) or process.poll() is not None
@@ -257,7 +257,7 @@ class TestWithAServer:
         server.stop()
         away = f"trainer.mlflow={server.uri}: the tracking server does not answer"
         soon(lambda: away in (tmp_path / "told").read_text())
-        if back:  # while the training stands still
+        if back:  # while the training is stopped
             process.send_signal(signal.SIGSTOP)
             server.start()
             process.send_signal(signal.SIGCONT)
@@ -274,9 +274,9 @@ class TestWithAServer:
             assert done.returncode == 0, done.stderr
         (run,) = server.runs(tmp_path)
         check_whole(server, run, tmp_path / "run")
-        if back:  # and what it missed of the training is there too
+        if back:  # the values that it missed are there, too
             found = server.history(run["info"]["run_id"], "QAT-loss")
-            assert found.keys() == {50, 100, 150, 200, 250}  # of 6 epochs of 44 steps
+            assert found.keys() == {50, 100, 150, 200, 250}  # 6 epochs of 44 steps
 
     def test_a_deleted_experiment_is_one_line(self, server: Server, tmp_path: Path) -> None:
         made = server.ask("experiments/create", name=tmp_path.name)["experiment_id"]
@@ -306,7 +306,7 @@ def test_an_unreachable_server_is_one_line_before_anything_long(kind: str, tmp_p
 
 
 def _another(port: socket.socket) -> None:
-    """A server of something else."""
+    """Answers like a server of something else."""
     while True:
         try:
             one, _ = port.accept()

@@ -1,9 +1,10 @@
-"""trainer.compile: one graph a phase, without breaks, that computes what the eager step does.
+"""Tests of trainer.compile: a phase is one graph without breaks that computes what the eager step does.
 
-A compiler adds and multiplies in another order, so values differ in their last bits. Two things make more of that: a
-value on the boundary between two integers, and one on the end of the range, where its gradient is cut off or is not.
-Held is that integers differ nowhere else, and that gradients agree where there is neither. The compiler needs minutes,
-and a C++ compiler; whether a step can be read as one graph is known without it.
+A compiler adds and multiplies in another order, so values differ in their last bits. Two cases amplify this:
+a value on the boundary between two integers, and a value at an end of the range, where its gradient is cut
+off or not. The tests check that integers differ nowhere else and that gradients agree where neither case
+occurs. Compiling takes minutes and needs a C++ compiler; whether a step can be read as one graph is tested
+without it.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ from qatkit.train.learner import make_optimizer
 from qatkit.train.module import QATModule
 
 KINDS = {"plain": Quantizers(), "lsq": Quantizers(activation=LSQFakeQuantize, weight=LSQWeightFakeQuantize)}
-NEAR = 1e-4  # steps: float32 sums of a few hundred products, in another order
+NEAR = 1e-4  # in steps: float32 sums of a few hundred products in another order
 IMAGES, LABELS = noise(32, 3, 8, 8, seed=3), torch.arange(32) % 10
-OTHERS = 1.1 * noise(64, 3, 8, 8, seed=1)  # whose ranges end on no value of IMAGES
+OTHERS = 1.1 * noise(64, 3, 8, 8, seed=1)  # no value of IMAGES is at an end of their ranges
 
 
 def cnn() -> nn.Module:
@@ -108,7 +109,7 @@ def test_compiling_without_a_compiler_is_refused_at_the_start(
 _OTHER_PAIRS = (("cnn", "lsq"), ("vit", "plain"), ("cnn", "plain"))
 
 
-# Observing, then with fixed ranges.
+# First observing, then with fixed ranges.
 @pytest.mark.parametrize("progress", [0.1, pytest.param(0.6, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("model", "kind"),
@@ -118,7 +119,7 @@ def test_a_step_is_read_as_one_graph(model: str, kind: str, progress: float) -> 
     module = module_of_kind(model, kind)
     module.set_phase(progress)
     read = torch.compile(module.graph, backend="eager", fullgraph=True, dynamic=False)
-    F.cross_entropy(read(IMAGES), LABELS).backward()  # fullgraph: what can't be read is an error
+    F.cross_entropy(read(IMAGES), LABELS).backward()  # with fullgraph, a graph break is an error
 
 
 @pytest.mark.slow
@@ -129,7 +130,7 @@ def test_a_phase_is_one_graph_without_breaks(model: str, kind: str) -> None:
     module = module_of_kind(model, kind)
     optimizer = make_optimizer(module.graph, module.schedule, 1e-3)
     with compiled(module.graph, True) as found:
-        for progress, phases in ((0.1, 1), (0.6, 2)):  # observing, then with ranges that stand
+        for progress, phases in ((0.1, 1), (0.6, 2)):  # observing, then with fixed ranges
             for step in range(4):
                 module.set_phase(progress + step / 100)
                 optimizer.zero_grad()
@@ -137,13 +138,13 @@ def test_a_phase_is_one_graph_without_breaks(model: str, kind: str) -> None:
                 optimizer.step()
             assert counters["stats"]["unique_graphs"] <= phases
     assert found.breaks == 0
-    assert found.graphs == (2 if kind == "plain" else 1)  # what is learned has one phase
+    assert found.graphs == (2 if kind == "plain" else 1)  # learned scales have only one phase
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_step_that_learns_features_is_compiled_too() -> None:
-    """It gives more than the graph does, and is another one."""
+    """Checks feature distillation, which needs a graph with more outputs."""
     model, teacher = cnn(), settle(Net(), 3, 8, 8, seed=7)
     schedule = ScheduleConfig(distill_features=["bn2"], distill_teacher="another")
     losses = []
@@ -163,7 +164,7 @@ def test_a_step_that_learns_features_is_compiled_too() -> None:
 def stepped(
     module: QATModule, run: Any, names: list[str], images: Tensor
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The values of `names`, and the gradients of a step from the same state."""
+    """Returns the values of `names` and the gradients of one step, and restores the module's state."""
     state = {name: value.clone() for name, value in module.state_dict().items()}
     module.zero_grad()
     outputs, values = run(images)
@@ -173,7 +174,7 @@ def stepped(
     return {name: value.detach() for name, value in zip(names, values, strict=True)}, gradients
 
 
-# The last number draws images of which no value lies on an edge.
+# The last number is a seed whose images have no value on an edge.
 CASES = [(model, kind, 0.6, seed) for model, seed in (("cnn", 7), ("vit", 3)) for kind in KINDS]
 CASES.append(("cnn", "plain", 0.1, 3))
 
@@ -206,7 +207,7 @@ def test_gradients_are_those_of_eager_but_for_values_on_an_edge(
         jumped = int((first != second).sum())
         edges += jumped + sum(int(((steps - end).abs() < NEAR).sum()) for end in ends if end)
         if jumped:
-            break  # what lies behind is computed from another integer
-    assert not edges  # else gradients may differ, and other images have to be drawn
+            break  # later values are computed from another integer
+    assert not edges  # otherwise gradients may differ: choose another seed
     for name, gradient in expected.items():
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-6)

@@ -1,9 +1,8 @@
-"""A run that is killed goes on as if it never had been: the same command with resume=auto, bit by bit.
+"""Tests that a killed run continues by the same command with resume=auto and ends with the same bits.
 
-Every run here is a process of its own, killed with SIGKILL: no handler runs, nothing is flushed. The model
-drops activations at random (Dropout, StochasticDepth) and is distilled from the float model that the run
-itself trains first, so a wrong random state, batch order, learning rate, observer or teacher shows in the
-weights.
+Every run is its own process, killed with SIGKILL: no handler runs, nothing is flushed. The model drops
+activations at random (Dropout, StochasticDepth) and is distilled from the float model that the run trains
+first. So a wrong random state, batch order, learning rate, observer or teacher shows in the weights.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from qatkit.run.loop.fit import _AtomicCheckpoints
 
 ROOT = Path(__file__).parents[3]
 IMAGES, BATCH = 1280, 16
-STEPS = IMAGES // BATCH  # of one epoch; every stage trains for one
-# Where a run is killed: the stage's checkpoint that the killed run must have left, of those in order.
+STEPS = IMAGES // BATCH  # per epoch; every stage trains for one
+# Checkpoints of the stages, in order: a killed run must have left those up to its stage.
 CHECKPOINTS = ("float.ckpt", "last.ckpt", "control.ckpt")
 
 
 class Small(nn.Module):
-    """A residual network of 800 parameters with both kinds of random dropping."""
+    """A small residual network with both kinds of random dropping."""
 
     def __init__(self, num_classes: int = 10) -> None:
         super().__init__()
@@ -49,7 +48,7 @@ class Small(nn.Module):
 
 
 def command(folder: Path, *more: str) -> list[str]:
-    """The command of every run here; only `folder` and `more` differ."""
+    """Returns the command of every run in this module; only `folder` and `more` differ."""
     return [
         sys.executable,
         str(ROOT / "train.py"),
@@ -72,7 +71,7 @@ def command(folder: Path, *more: str) -> list[str]:
 
 
 def start(folder: Path, *more: str) -> subprocess.Popen[str]:
-    """Starts train.py; what it says goes to one pipe."""
+    """Starts train.py with stdout and stderr in one pipe."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
     return subprocess.Popen(
         command(folder, *more),
@@ -85,14 +84,14 @@ def start(folder: Path, *more: str) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str]) -> str:
-    """Waits for a run that must succeed; returns what it said."""
+    """Waits for a run that must succeed and returns its output."""
     said = process.communicate(timeout=200)[0]
     assert process.returncode == 0, said
     return said
 
 
 def kill_when(process: subprocess.Popen[str], ready: Callable[[], bool]) -> None:
-    """SIGKILL as soon as `ready`; fails if the run ends before."""
+    """Sends SIGKILL as soon as `ready` returns True; fails if the run ends earlier."""
     deadline = time.monotonic() + 200
     while not ready():
         assert process.poll() is None, f"ended before it was killed: {process.communicate()[0]}"
@@ -108,7 +107,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def flat(value: object, path: str = "") -> dict[str, object]:
-    """Every leaf of nested dicts and lists by its path."""
+    """Returns every leaf of nested dicts and lists, by its path."""
     if isinstance(value, dict):
         return {k: v for key, inner in value.items() for k, v in flat(inner, f"{path}/{key}").items()}
     if isinstance(value, list | tuple):
@@ -117,7 +116,7 @@ def flat(value: object, path: str = "") -> dict[str, object]:
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """Weights, ranges and numbers of the optimizer that are not bit for bit the same in two checkpoints."""
+    """Returns the weights, ranges and optimizer values that are not bit-identical in two checkpoints."""
     parts = ("state_dict", "optimizer_states", "lr_schedulers", "global_step")
     left, right = ({k: read(p)[k] for k in parts} for p in (one, other))
     a, b = flat(left), flat(right)
@@ -135,14 +134,14 @@ def sha256(path: Path) -> str:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that nobody stopped."""
+    """Returns the folder of a run that was never interrupted."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     finish(start(folder, "verify.control=true"))
     return folder
 
 
 def check_resumed(folder: Path, uninterrupted: Path, killed_in: str) -> None:
-    """Goes on with the killed run in `folder`, and compares all that it made."""
+    """Resumes the killed run in `folder` and compares its checkpoints and its INT8 file."""
     left = [name for name in CHECKPOINTS if (folder / name).exists()]
     assert left == list(CHECKPOINTS[: CHECKPOINTS.index(killed_in) + 1])
     assert not (folder / "report.json").exists()
@@ -155,21 +154,21 @@ def check_resumed(folder: Path, uninterrupted: Path, killed_in: str) -> None:
     assert sha256(folder / "model.int8.onnx") == sha256(uninterrupted / "model.int8.onnx")
 
 
-@pytest.mark.slow  # whole runs in processes of their own; by default a signal ends one (test_signals)
+@pytest.mark.slow  # whole runs, each in its own process; by default only test_signals ends one
 @pytest.mark.parametrize("stage", ["last.ckpt", "float.ckpt", "control.ckpt"])
 def test_killed_in_mid_epoch(stage: str, uninterrupted: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     process = start(folder, "verify.control=true")
     kill_when(process, (folder / stage).is_file)
-    assert 0 < read(folder / stage)["global_step"] < STEPS  # in mid-epoch indeed
-    assert differences(uninterrupted / stage, folder / stage) != []  # and not at the end already
+    assert 0 < read(folder / stage)["global_step"] < STEPS  # killed in mid-epoch
+    assert differences(uninterrupted / stage, folder / stage) != []  # and before the end of the stage
 
     check_resumed(folder, uninterrupted, stage)
 
 
 @pytest.mark.slow
 def test_killed_again_and_again(uninterrupted: Path, tmp_path: Path) -> None:
-    """Killed near the start, the middle and the end of the QAT epoch."""
+    """Checks kills near the start, the middle and the end of the QAT epoch."""
     folder = tmp_path / "run"
     checkpoint = folder / "last.ckpt"
 
@@ -205,7 +204,7 @@ def test_killed_while_verifying(uninterrupted: Path, tmp_path: Path) -> None:
 
 
 def test_equal_checkpoints_have_equal_bytes(tmp_path: Path) -> None:
-    """Whatever the temporary name that they were written under."""
+    """Checks that the temporary name of a checkpoint does not affect its bytes."""
     content = {"state_dict": {"w": torch.arange(6.0)}, "qatkit": {"num_classes": 3}}
     for name in ("one", "two"):
         _AtomicCheckpoints().save_checkpoint(content, tmp_path / name / "last.ckpt")

@@ -1,4 +1,4 @@
-"""A process that waits for the others of its run ends: on a signal, and where those have ended before it."""
+"""Tests that a process waiting for the others of its run ends on a signal, or if those have ended."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from qatkit.run.lock import LOCK_FILE, at_work, locked
 from qatkit.run.loop import ranks
 from qatkit_verify.errors import ConfigError
 
-# Says that it begins, then waits in torch's library for another process that never comes.
+# Prints that it begins, then waits in torch's library for another process that never comes.
 _WAITS = """
 import sys
 from torch.distributed import TCPStore
@@ -33,7 +33,7 @@ with stopping.served(), ranks.peers(True):
     print("begins", flush=True)
     TCPStore("127.0.0.1", 0, 2, True)
 """
-# Processes that load images have come and gone; then comes a step that takes longer than a signal is waited for.
+# Starts and ends processes that load images, then runs a step that outlasts the wait after a signal.
 _LOADS = """
 import sys, time
 from torch.utils.data import DataLoader
@@ -52,7 +52,7 @@ with stopping.served(), ranks.peers(True):
     print("keeps a checkpoint", flush=True)
     stopping.check()
 """
-# The first process, whose child ends on a signal that it did not get itself.
+# Runs as the first process; its child ends by a signal that only the child got.
 _CHILD = """
 import subprocess, sys
 from torch.distributed import TCPStore
@@ -64,7 +64,7 @@ ranks._Family.children = [subprocess.Popen([sys.executable, "-c", "raise SystemE
 with stopping.served(), ranks.peers(True):
     TCPStore("127.0.0.1", 0, 2, True)
 """
-# Another one, whose parent was gone before it came to look.
+# Runs as another process, whose parent was gone before it first looked.
 _ORPHAN = """
 from pathlib import Path
 from qatkit.run.loop import ranks
@@ -150,7 +150,7 @@ def test_who_is_at_work_is_known_of_this_machine(tmp_path: Path) -> None:
         assert at_work(tmp_path) is True
         text = (tmp_path / LOCK_FILE).read_text()
     for written, expected in (
-        (text.replace(str(os.getpid()), str(2**22 + 1)), False),  # beyond the largest there is
+        (text.replace(str(os.getpid()), str(2**22 + 1)), False),  # above the largest process id
         ("process 1 on another.machine\n", None),
         ("", None),
         ("something else", None),
@@ -181,7 +181,7 @@ def test_a_process_that_waits_where_nobody_is_at_work_says_so(
 def test_processes_that_others_start_are_told_their_folder(
     trainer: TrainerConfig, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each would make one of its own, with the time in its name, and wait there for the first one's checkpoint."""
+    """Checks the refusal: each process would make its own folder, named by the time, and wait there."""
     for key, value in environment.items():
         monkeypatch.setenv(key, value)
     with pytest.raises(ConfigError, match=r"^output_dir=null: expected the same folder for all 2 processes"):
@@ -192,14 +192,14 @@ def test_processes_that_others_start_are_told_their_folder(
         monkeypatch.delenv(name)
     check_machine(
         Config(trainer=TrainerConfig(accelerator="cpu", devices=2))
-    )  # starts the other one by itself
+    )  # starts the other process itself
 
 
 @pytest.mark.parametrize("gpus", [1, 4])
 def test_all_gpus_of_a_machine_are_the_tasks_of_a_job_or_are_not(
     gpus: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run of one process, or of as many as there are no tasks for, starts what it needs by itself."""
+    """Checks that a folder is required only if the tasks of the Slurm job are the run's processes."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setenv("SLURM_NTASKS", "4")
     monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "4")

@@ -1,4 +1,4 @@
-"""Several processes train what one would with the summed batch, go on as any other number of them, and die aloud."""
+"""Tests of runs of several processes: equal results, resumes with another number of them, and failures."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from qatkit.jobs.checks import check_machine
 from qatkit.run.loop.ranks import environment_of, part_of_cores
 from qatkit_verify.errors import ConfigError
 
-# Sums in another order differ in the last bit. Within so many steps no rounded value lies so near to an edge that it
-# falls to another integer; after one does, weights differ by a step of training.
+# Sums in another order differ in the last bit. Within this many steps, no rounded value is so close to an
+# edge that it becomes another integer; after one does, weights differ by a training step.
 STEPS, HALF = 40, 20
 
 
 def test_a_step_takes_the_same_images_however_distributed() -> None:
-    """One process with batches of 12, three with 4, two with 3 twice: 103 images, so that some are left over."""
+    """Checks 1 process with batches of 12, 3 with 4, 2 with 3, 1 with 6; some of 103 images are left over."""
     steps = []
     for processes, batch in ((1, 12), (3, 4), (2, 3), (1, 6)):
         shares = [[i for _, i in EpochSampler(range(103), 5, r, processes, 12)] for r in range(processes)]
@@ -68,7 +68,7 @@ def test_more_processes_than_images_are_refused(batches: int, message: str) -> N
 
 @pytest.fixture(scope="module")
 def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """One process with batches of 64: the quantizer, and the folder of its states."""
+    """Returns the quantizer and the folder of states of one process with batches of 64."""
     folder = tmp_path_factory.mktemp("alone")
     rank.finish(rank.start(folder, STEPS, 1, batch=64, quantizer=request.param))
     return request.param, folder
@@ -130,7 +130,7 @@ def test_processes_of_one_machine_share_its_cores_in_training(monkeypatch: pytes
 
 
 def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    """Bit for bit, of two ranks."""
+    """Checks that the states of two ranks are bit-identical."""
     assert one.keys() == other.keys()
     for name, value in one.items():
         assert torch.equal(value, other[name]), name
@@ -139,10 +139,11 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
 def close(
     one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], *, bound: float = 1e-5, told: float = 1e-5
 ) -> None:
-    """Weights and learned scales within `bound`, and what comes from batches, ranges and statistics, within `told`.
+    """Checks weights, biases and learned scales within `bound`, and ranges and statistics within `told`.
 
-    Where ranges follow the batches, the last bit of an end, which a kernel of another batch may round otherwise, moves
-    all integers a little: an activation may fall to the other side of an edge, which shows in the next ends and means.
+    Where ranges follow the batches, a kernel for another batch size may round the last bit of a range's end
+    differently, which shifts all integers a little. An activation may then cross an edge, which shows in the
+    next ranges and means.
     """
     for name, value in one.items():
         if not name.endswith(("num_batches_tracked", "batches")):
@@ -205,7 +206,7 @@ def test_a_run_goes_on_with_other_processes(
     weights, whole = rank.states(tmp_path, 1)[0], rank.states(folder, 1)[0]
     compared = [one for one in whole if one.endswith(("weight", ".step"))]
     assert any(one.endswith(".step") for one in compared) == (quantizer == "lsq")
-    # A BatchNorm of accumulated batches normalizes by the half of the images that it gets, and learned scales follow.
+    # With accumulated batches, a BatchNorm normalizes by half of the images, and learned scales follow it.
     bound = 3e-2 if after[2] > 1 and quantizer == "lsq" else 1e-2
     for name in compared:
         found, wanted = _without_deviation(weights, name), _without_deviation(whole, name)
@@ -213,7 +214,7 @@ def test_a_run_goes_on_with_other_processes(
 
 
 def _without_deviation(state: dict[str, torch.Tensor], name: str) -> torch.Tensor:
-    """A learned scale of w·γ/σ follows σ, which two batches a step move oftener than one: that of w·γ; or a weight."""
+    """Returns a weight, or a learned scale times σ, which two batches per step update more often than one."""
     owner, _, rest = name.rpartition("weight_fake_quant.step")
     variance = state.get(f"{owner}bn.running_var") if owner and not rest else None
     return state[name] if variance is None else state[name] * (variance + 1e-5).sqrt()
@@ -222,10 +223,11 @@ def _without_deviation(state: dict[str, torch.Tensor], name: str) -> torch.Tenso
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_learned_scales_of_two_processes_are_those_of_one(tmp_path: Path) -> None:
-    """With BatchNorms folded; above they live.
+    """Checks folded BatchNorms; in the tests above they are trained.
 
-    Compared with one process's before a last bit of a weight has taken an integer to the other side of an edge, as the
-    15th of 50 steps did on one CPU: projected scales then fall to other fractions, and 50 steps end 9e-5 apart.
+    The comparison with one process stops before a last bit of a weight moves an integer across an edge, as in
+    the 15th of 50 steps on one CPU: projected scales then become other fractions, and 50 steps end 9e-5
+    apart.
     """
     settings = {"quantizer": "lsq", "batch_norm": "fold"}
     for folder, processes, steps in (("one", 1, 8), ("two", 2, 8), ("long", 2, STEPS)):
@@ -243,7 +245,7 @@ def test_learned_scales_of_two_processes_are_those_of_one(tmp_path: Path) -> Non
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_run_continues_after_a_distributed_float_training(tmp_path: Path) -> None:
-    """Its processes stay together, while what lies between the trainings is done by the first one alone."""
+    """Checks that the processes stay together, while only the first one works between the trainings."""
     done = _train(tmp_path, "model.name=tiny_run.Net", "verify.max_drop=null", "verify.latency_runs=3")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run" / "model.int8.onnx").is_file()
@@ -276,7 +278,7 @@ def test_a_rank_that_dies_ends_the_run_with_its_reason(tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("diverges", ["schedule.float_lr", "schedule.lr"])
 def test_a_sweep_goes_on_behind_a_training_that_diverged(diverges: str, tmp_path: Path) -> None:
-    """In every process, or in the first one alone, which judges what came out: the others are not left behind."""
+    """Checks a divergence in every process, and one that only the first process finds: no process is left."""
     done = _train(
         tmp_path, "-m", f"{diverges}=1e9,0.05", "model.name=tiny_run.Net", "verify.max_drop=null",
         "verify.latency_runs=3", "schedule.float_epochs=2", f"hydra.sweep.dir={tmp_path}", output_dir=False,
@@ -304,9 +306,7 @@ def load(root, download, seed):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("place", ["on the path", "beside a script"])
 def test_a_source_of_the_users_own_is_found_by_every_process(place: str, tmp_path: Path) -> None:
-    """A module that only a relative PYTHONPATH leads to, from where the command was typed; or that only the folder of
-    a script of their own has.
-    """
+    """Checks a module that only a relative PYTHONPATH leads to, and one that only a script's folder has."""
     folder = tmp_path / ("theirs" if place == "on the path" else "scripts")
     folder.mkdir()
     (folder / "mine.py").write_text(_THEIRS)
@@ -334,7 +334,7 @@ def _train(
     script: Path = ROOT / "train.py",
     path: str | Path = "",
 ) -> subprocess.CompletedProcess[str]:
-    """Two processes on digits: a float training, then everything else."""
+    """Runs two processes on digits: a float training, then all other stages."""
     places = [path or folder, ROOT / "tests", ROOT, ROOT / "packages" / "verify"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, places))}
     common = [

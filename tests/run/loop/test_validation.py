@@ -1,4 +1,4 @@
-"""verify.validation: images held out judge the file and the epochs, in place of the test images."""
+"""Tests of verify.validation: held-out images judge the file and the epochs instead of the test images."""
 
 from __future__ import annotations
 
