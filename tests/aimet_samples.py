@@ -1,4 +1,4 @@
-"""Encodings that AIMET wrote, and the float network that they are of (`tests/records/aimet/README.md`)."""
+"""AIMET encodings and the float network that they belong to (`tests/records/aimet/README.md`)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ SAMPLES = Path(__file__).parent / "records" / "aimet"
 
 
 def drawn(name: str, *shape: int, scale: float = 0.3, step: float = 1.7) -> onnx.TensorProto:
-    """A constant without a random number in it."""
+    """Returns a constant sampled from a sine wave, so that it does not depend on a random generator."""
     values = np.sin(np.arange(np.prod(shape)) * step) * scale
     return numpy_helper.from_array(values.astype(np.float32).reshape(shape), name)
 
 
 def network(path: Path) -> Path:
-    """Two Convs and a Gemm, whose tensors have dots, slashes and colons in their names."""
+    """Writes a model of two Convs and a Gemm whose tensor names contain dots, slashes and colons."""
     node = helper.make_node
     same = [1, 1, 1, 1]
     nodes = [

@@ -24,7 +24,7 @@ def scene(draw: np.random.Generator) -> Scene:
 
 
 def picture(boxes: Scene) -> Image.Image:
-    """Returns the picture of a scene: each object is a rectangle of its class's colour."""
+    """Returns the picture of a scene: each object is a rectangle in the colour of its class."""
     pixels = np.full((HEIGHT, WIDTH, 3), 30, np.uint8)
     for label, x1, y1, x2, y2 in boxes:
         pixels[y1:y2, x1:x2] = COLOURS[label]
@@ -41,7 +41,7 @@ def scenes(train: int, test: int) -> dict[str, list[tuple[str, Scene]]]:
 
 
 def annotation(name: str, boxes: Scene) -> str:
-    """Returns the annotation of a picture in Pascal VOC's form, whose pixels are counted from 1."""
+    """Returns a picture's annotation as Pascal VOC XML, whose pixel coordinates start at 1."""
     objects = "".join(
         f"<object><name>{NAMES[label]}</name><difficult>0</difficult><bndbox><xmin>{x1 + 1}</xmin><ymin>{y1 + 1}</ymin>"
         f"<xmax>{x2}</xmax><ymax>{y2}</ymax></bndbox></object>"
@@ -52,7 +52,7 @@ def annotation(name: str, boxes: Scene) -> str:
 
 
 def voc_folder(root: Path, train: int = 24, test: int = 8) -> Path:
-    """Returns a folder of such pictures in Pascal VOC's layout."""
+    """Writes such pictures in Pascal VOC's layout and returns their folder."""
     for part in ("JPEGImages", "Annotations", "ImageSets/Main"):
         (root / part).mkdir(parents=True)
     for part, found in scenes(train, test).items():
@@ -64,7 +64,7 @@ def voc_folder(root: Path, train: int = 24, test: int = 8) -> Path:
 
 
 def coco_folder(root: Path, train: int = 24, test: int = 8) -> Path:
-    """Returns a folder of the same pictures in COCO's layout."""
+    """Writes the same pictures in COCO's layout and returns their folder."""
     (root / "annotations").mkdir(parents=True)
     for part, found in scenes(train, test).items():
         folder = "val" if part == "test" else part

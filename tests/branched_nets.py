@@ -1,6 +1,6 @@
-"""Re-parameterized blocks, as models publish them: branches in training, one convolution in deployment.
+"""Re-parameterized blocks as published: several branches in training, one convolution in deployment.
 
-They differ in how evaluation gets its merged convolution; `BLOCKS` has them by what they do.
+They differ in how evaluation gets the merged convolution, which their name in `BLOCKS` says.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ def conv_norm(inputs: int, outputs: int, kernel: int, **settings: Any) -> nn.Seq
 
 
 def folded(conv: nn.Conv2d, norm: nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
-    """Kernel and bias of a convolution and its BatchNorm."""
+    """Returns the kernel and bias that a convolution and its BatchNorm fold into."""
     assert norm.running_var is not None and norm.running_mean is not None
     factor = norm.weight / (norm.running_var + norm.eps).sqrt()
     return conv.weight * factor.view(-1, 1, 1, 1), norm.bias - norm.running_mean * factor
 
 
 class Branches(nn.Module):
-    """A 3x3 and a 1x1 convolution and, where shapes allow, the input itself, each with a BatchNorm, added up."""
+    """The sum of a 3x3 and a 1x1 convolution and, if shapes allow, the input, each with a BatchNorm."""
 
     def __init__(self, inputs: int, outputs: int, stride: int = 1, groups: int = 1) -> None:
         super().__init__()
@@ -57,14 +57,14 @@ class Branches(nn.Module):
 
 
 class Always(Branches):
-    """Evaluates all branches; deployment is up to its user."""
+    """Evaluates all branches; merging them is left to the user."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(self.branches(x))
 
 
 class Cached(Branches):
-    """Keeps the merged kernel when it leaves training mode."""
+    """Merges the kernel once, when it leaves training mode."""
 
     kernel: tuple[Tensor, Tensor]
 
@@ -80,7 +80,7 @@ class Cached(Branches):
 
 
 class Parameters(Branches):
-    """Writes into the frozen parameters of a second convolution, at each call in evaluation."""
+    """Overwrites the frozen parameters of a second convolution at each call in evaluation mode."""
 
     def __init__(self, inputs: int, outputs: int, stride: int = 1, groups: int = 1) -> None:
         super().__init__(inputs, outputs, stride, groups)
@@ -95,7 +95,7 @@ class Parameters(Branches):
 
 
 class Swapped(Branches):
-    """Hangs another module in: its forward asks for no mode."""
+    """Switches its forward by a flag of its own instead of `self.training`."""
 
     def __init__(self, inputs: int, outputs: int, stride: int = 1, groups: int = 1) -> None:
         super().__init__(inputs, outputs, stride, groups)
@@ -115,14 +115,14 @@ class Swapped(Branches):
 
 
 class Computing(Branches):
-    """Computes the merged kernel from the branches' parameters at each call, as ECBSR's blocks do."""
+    """Computes the merged kernel from the parameters of the branches at each call, as ECBSR's blocks do."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(self.branches(x) if self.training else self.convolved(x, *self.merged()))
 
 
 class Chain(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions one after the other, without padding between them, and a 1x1 beside them."""
+    """A sequence of a 1x1, a 3x3 and a 1x1 convolution, padded only at its start, in parallel with a 1x1."""
 
     def __init__(self, inputs: int, outputs: int, stride: int = 1, groups: int = 1) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class Chain(nn.Module):
 
     @torch.no_grad()
     def merge(self) -> None:
-        """By what the chain gives for one value each: an independent way to its kernel."""
+        """Reads the merged kernel off the chain's responses to unit impulses, independently of qatkit."""
         conv = self.deployed
         per_group, groups = conv.weight.shape[1], conv.groups
         ones = torch.eye(per_group).repeat(1, groups).view(per_group, per_group * groups, 1, 1)
@@ -166,7 +166,7 @@ class Chain(nn.Module):
 
 
 class Net(nn.Module):
-    """Three such blocks, with a stride and with groups, between a convolution and a classifier."""
+    """A convolution, three blocks (plain, strided and grouped) and a classifier."""
 
     def __init__(self, block: Callable[..., nn.Module], channels: int = 8) -> None:
         super().__init__()
@@ -192,6 +192,6 @@ BLOCKS: dict[str, Callable[..., nn.Module]] = {
 
 
 def branched(name: str, channels: int = 8) -> nn.Module:
-    """A settled net of blocks."""
+    """Returns a settled network of the named blocks."""
     torch.manual_seed(0)
     return settle(Net(BLOCKS[name], channels), 3, 32, 32)

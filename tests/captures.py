@@ -1,4 +1,4 @@
-"""What the tests of the capture share: a model of a function, and the comparison of a graph with its model."""
+"""Helpers for tests of the capture: models made from a function, and the comparison of graph and model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from qatkit.graph.trace import copy_of, trace
 
 
 class Of(nn.Module):
-    """A function of its inputs between two Linears over the last axis, of six values; its state in `self`."""
+    """A model that calls a function between two Linears on a last axis of six; keywords become attributes."""
 
     def __init__(self, function: Callable[..., Any], **state: Any) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Of(nn.Module):
 
 
 class Calls(nn.Module):
-    """A model whose forward is the function `forward(self, *inputs)`, with modules and values by keyword."""
+    """A model whose forward calls `function(self, *inputs)`; keywords become modules and attributes."""
 
     def __init__(self, function: Callable[..., Any], **state: Any) -> None:
         super().__init__()
@@ -53,12 +53,12 @@ class Calls(nn.Module):
 
 
 def noise_of(*shape: int, seed: int = 0) -> Tensor:
-    """Normal values."""
+    """Returns standard normal values."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def results(model: Callable[..., Any], example: Example) -> tuple[Tensor, ...]:
-    """What a model yields, flat."""
+    """Returns the output tensors of a model as a flat tuple."""
     with torch.no_grad():
         return output_leaves(call(model, example))[1]
 
@@ -66,7 +66,10 @@ def results(model: Callable[..., Any], example: Example) -> tuple[Tensor, ...]:
 def same(
     model: nn.Module, example: Example, sizes: Sequence[int] = (1, 5), tolerance: float = 1e-6
 ) -> fx.GraphModule:
-    """The graph of `model`, equal to it at the example and at batches of other sizes with other values."""
+    """Returns the graph of `model` after checking that both agree.
+
+    They are compared on the example and on other values at other batch sizes.
+    """
     training = model.training
     graph = trace(model, example)
     assert graph.training is training

@@ -1,5 +1,7 @@
-"""The chain that many tests walk: a float model with sane BatchNorm statistics, prepared, calibrated,
-converted and exported, and small hand-written models whose expected quantization is known by hand.
+"""The steps from a float model to an ONNX file that many tests share, and small models to run through them.
+
+The steps prepare, calibrate, convert and export a model whose BatchNorm statistics are realistic. The
+expected quantization of the small models is known by hand.
 """
 
 from __future__ import annotations
@@ -35,12 +37,12 @@ Overrides = Mapping[str, OverrideConfig]
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:
-    """Standard normal numbers that depend on `seed` alone."""
+    """Returns standard normal values that depend only on `seed`."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def settle(model: nn.Module, *shape: int, seed: int = 0) -> nn.Module:
-    """Gives every BatchNorm random affine parameters and the statistics of real activations; then eval()."""
+    """Gives every BatchNorm random affine parameters and realistic statistics, then calls `eval()`."""
     torch.manual_seed(seed)
     norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     momenta = [norm.momentum for norm in norms]
@@ -58,14 +60,14 @@ def settle(model: nn.Module, *shape: int, seed: int = 0) -> nn.Module:
 
 
 def build(name: str, size: int, **kwargs: object) -> nn.Module:
-    """A torchvision classifier of 10 classes with random weights and settled BatchNorms."""
+    """Returns a torchvision classifier of 10 classes with random weights and settled BatchNorms."""
     torch.manual_seed(0)
     model = torchvision.models.get_model(name, num_classes=10, **kwargs)
     return settle(cast(nn.Module, model), 3, size, size)
 
 
 def small_vit() -> nn.Module:
-    """Two encoder layers of torchvision's VisionTransformer at 32 pixels; its zero-initialised head is drawn."""
+    """Returns torchvision's VisionTransformer with two encoder layers, 32 pixels and a random head."""
     torch.manual_seed(0)
     model = torchvision.models.VisionTransformer(
         image_size=32, patch_size=8, num_layers=2, num_heads=4, hidden_dim=32, mlp_dim=64, num_classes=10
@@ -75,9 +77,9 @@ def small_vit() -> nn.Module:
 
 
 def small_mvit(version: int) -> nn.Module:
-    """Two blocks for clips of 4 frames of 32 pixels; the second halves rows and columns."""
+    """Returns an MViT of two blocks for clips of 4 frames of 32 pixels; the second halves the resolution."""
     second = version == 2
-    first = ([3, 3, 3], [1, 1, 1]) if second else ([], [])  # pooling of queries
+    first = ([3, 3, 3], [1, 1, 1]) if second else ([], [])  # kernel and stride that pool the queries
     blocks = [
         MSBlockConfig(1, 32, 32, first[0], [3, 3, 3], first[1], [1, 4, 4]),
         MSBlockConfig(2, 32, 64, [3, 3, 3], [3, 3, 3], [1, 2, 2], [1, 2, 2]),
@@ -91,7 +93,10 @@ def small_mvit(version: int) -> nn.Module:
 
 
 def reach(integers: Tensor) -> Tensor:
-    """[out]: the largest integer of a weight, or sum of two that a kernel without VNNI adds up: up to 128."""
+    """Returns [out]: the largest magnitude among a channel's integers and their pair sums.
+
+    A kernel without VNNI adds the pairs. The result is at most 128.
+    """
     pairs = least_scale(integers.float(), per_channel=True) * 127.99
     return torch.maximum(integers.flatten(1).float().abs().amax(1), pairs.round())
 
@@ -103,7 +108,7 @@ def prepared(
     overrides: Overrides | None = None,
     batch_norm: str = "fold",
 ) -> fx.GraphModule:
-    """Fused, stubbed and prepared; not calibrated."""
+    """Returns the fused, stubbed and prepared graph; it is not calibrated."""
     graph = stub(fuse(model, example, batch_norm, depthwise=True).graph, example).graph
     return prepare_qat(graph, backend, example, overrides).graph
 
@@ -115,14 +120,14 @@ def calibrated(
     overrides: Overrides | None = None,
     batch_norm: str = "fold",
 ) -> fx.GraphModule:
-    """Prepared, and calibrated with `images`; in inference mode."""
+    """Returns the prepared graph, calibrated with `images` and in inference mode."""
     graph = prepared(model, images[:2], backend, overrides, batch_norm).eval()
     calibrate(graph, [images])
     return graph
 
 
 class Shipped(NamedTuple):
-    """What one model became on its way to the file, and images it was calibrated with."""
+    """All stages of one model on its way to the file, and the images that it was calibrated with."""
 
     model: nn.Module
     simulated: fx.GraphModule
@@ -151,7 +156,7 @@ def ship(
     batch_norm: str = "fold",
     opset: int = 13,
 ) -> Shipped:
-    """The whole chain without training."""
+    """Runs all steps except training."""
     graph = calibrated(model, images, backend, overrides, batch_norm)
     conversion = convert(graph)
     path = _folder() / f"{name}.onnx"
@@ -167,7 +172,7 @@ def run_torch(module: nn.Module, images: Tensor) -> NDArray[np.float32]:
 def run_ort(
     path: Path, images: Tensor, *, optimize: bool = True, options: Mapping[str, str] | None = None
 ) -> NDArray[np.float32]:
-    """Output of the file in ONNX Runtime on one thread."""
+    """Returns the output of the file in ONNX Runtime on one thread."""
     settings = ort.SessionOptions()
     settings.log_severity_level = 3
     settings.intra_op_num_threads = 1
@@ -180,13 +185,13 @@ def run_ort(
 
 
 def steps_off(a: NDArray[np.float32], b: NDArray[np.float32]) -> float:
-    """Largest difference in 1/255 of the range of `a`."""
+    """Returns the largest difference, in units of 1/255 of the range of `a`."""
     return float(np.abs(a - b).max() / (a.max() - a.min()) * 255)
 
 
 @functools.cache
 def shipped(name: str) -> Shipped:
-    """A network by name, shared between the tests of convert and of export."""
+    """Returns the exported network of this name, cached for the tests of convert and of export."""
     if name == "vit":
         return ship(small_vit(), noise(16, 3, 32, 32), name)
     if name in SMALL:
@@ -198,7 +203,7 @@ def shipped(name: str) -> Shipped:
 
 
 class Chain(nn.Module):
-    """conv-bn-relu, conv-bn-relu6, conv: nothing but convolutions."""
+    """conv-bn-relu, conv-bn-relu6, conv: only convolutions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,7 +229,7 @@ class Mlp(nn.Module):
 
 
 class Residual(nn.Module):
-    """A residual add with a ReLU after it, a max pool, global pooling, a classifier."""
+    """A max pool, a residual add followed by a ReLU, global pooling and a classifier."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -241,7 +246,7 @@ class Residual(nn.Module):
 
 
 class ConvFlattenLinear(nn.Module):
-    """conv, flatten, linear: the range travels through the flatten."""
+    """conv, flatten, linear: the range passes through the flatten."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -271,7 +276,7 @@ class Block(nn.Module):
 
 
 class Gate(nn.Module):
-    """A squeeze-and-excitation gate, with the activation and the gate function to choose."""
+    """A squeeze-and-excitation gate whose gate function is an argument."""
 
     def __init__(self, gate: type[nn.Module] = nn.Sigmoid) -> None:
         super().__init__()
@@ -285,14 +290,14 @@ class Gate(nn.Module):
 
 
 class HardGate(Gate):
-    """The gate of MobileNetV3."""
+    """The squeeze-and-excitation gate of MobileNetV3."""
 
     def __init__(self) -> None:
         super().__init__(nn.Hardsigmoid)
 
 
 class GatedSum(nn.Module):
-    """A sum, a gate by HardSigmoid, a pool and a Linear: [N, 3, 10, 10] to [N, 5]."""
+    """A sum, a HardSigmoid gate, a pool and a Linear: [N, 3, 10, 10] to [N, 5]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -308,7 +313,7 @@ class GatedSum(nn.Module):
 
 
 class Concat(nn.Module):
-    """Two branches, joined, then a conv."""
+    """Two branches, concatenated, and a conv."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -336,7 +341,7 @@ class Gated(nn.Module):
 
 
 class Twice(nn.Module):
-    """One conv called at two places, with inputs of different range."""
+    """One conv called twice, with inputs of different range."""
 
     def __init__(self) -> None:
         super().__init__()

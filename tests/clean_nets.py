@@ -1,4 +1,4 @@
-"""Small ONNX files from text, cleaned, and run by ONNX's own reference and by ONNX Runtime."""
+"""Small ONNX files written as text, cleaned, and run by ONNX's reference evaluator and by ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ NOTHING = Asked({}, "none", False, {}, None, False, "keep", None)
 
 
 def drawn(*shape: int, seed: int = 0) -> NDArray[np.float32]:
-    """Normal values."""
+    """Returns standard normal values."""
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
 def save(path: Path, text: str, weights: Arrays | None = None) -> Path:
-    """Writes a file in onnx's text syntax, with further initializers by name."""
+    """Writes a model given in ONNX's text syntax, with `weights` as additional initializers."""
     model = onnx.parser.parse_model(text)
     model.graph.initializer.extend(
         numpy_helper.from_array(value, name) for name, value in (weights or {}).items()
@@ -35,7 +35,7 @@ def save(path: Path, text: str, weights: Arrays | None = None) -> Path:
 
 
 def cleaned(source: Path, **asked: Any) -> tuple[Cleaned, onnx.ModelProto]:
-    """Cleans a file into the folder `cleaned` beside it."""
+    """Cleans a file into the folder `cleaned` next to it."""
     folder = source.parent / "cleaned"
     folder.mkdir(exist_ok=True)
     found = clean(source, read(source, as_is=True), NOTHING._replace(**asked), folder / "model.clean.onnx", 1)
@@ -43,21 +43,21 @@ def cleaned(source: Path, **asked: Any) -> tuple[Cleaned, onnx.ModelProto]:
 
 
 def reference(source: Path, feeds: Arrays) -> list[NDArray[Any]]:
-    """Outputs by onnx's reference, which is written in NumPy."""
+    """Returns the outputs of ONNX's reference evaluator, which is written in NumPy."""
     return [np.asarray(one) for one in ReferenceEvaluator(str(source)).run(None, feeds)]
 
 
 def run(path: Path, feeds: Arrays) -> list[NDArray[Any]]:
-    """Outputs by ONNX Runtime, as it is deployed."""
+    """Returns the outputs of ONNX Runtime with its default optimizations."""
     session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     return [np.asarray(one) for one in session.run(None, feeds)]
 
 
 def kinds(model: onnx.ModelProto) -> list[str]:
-    """Types of the nodes of the main graph, in their order."""
+    """Returns the operator types of the main graph's nodes, in order."""
     return [node.op_type for node in model.graph.node]
 
 
 def sizes(value: onnx.ValueInfoProto) -> list[int | str]:
-    """Axes of a tensor."""
+    """Returns the dimensions of a tensor."""
     return [dim.dim_value or dim.dim_param for dim in value.type.tensor_type.shape.dim]

@@ -1,4 +1,4 @@
-"""Command lines, in this process and in one of their own."""
+"""Helpers that run command lines, in this process or in one of their own."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ ROOT = Path(__file__).parent.parent
 CONF = ROOT / "conf"
 RECIPES = ", ".join(sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml")))
 
-# Before a command that is sent a Ctrl-C: in a shell's background it would be ignored.
+# Prefix of a command that receives a Ctrl-C, which a background process of a shell would ignore.
 FRESH = ("env", "--default-signal=INT")
 
-# `launch(job, *typed)`, a fixture
+# Type of the fixture `launch(job, *typed)`.
 Launch = Callable[..., int]
 
 
@@ -31,13 +31,13 @@ def no_job(config: Config) -> int:
 
 
 def python(*arguments: str, cwd: Path, timeout: float = 200) -> subprocess.CompletedProcess[str]:
-    """A script with its arguments, from `cwd`."""
+    """Runs a script with its arguments from `cwd`."""
     return subprocess.run(
         [sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, check=False, timeout=timeout
     )
 
 
-# Forks of one process that has the libraries loaded: a command line starts in 0.1 s instead of 5.
+# Forks one process that has the libraries loaded, so that a command line starts in 0.1 s instead of 5 s.
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["lightning", "onnxruntime", "qatkit.importing", "qatkit.jobs.pipeline"])
 
@@ -45,9 +45,9 @@ _FORKS.set_forkserver_preload(["lightning", "onnxruntime", "qatkit.importing", "
 def run_script(
     name: str, *typed: str, cwd: Path = ROOT, env: Mapping[str, str] | None = None, timeout: float = 280
 ) -> subprocess.CompletedProcess[str]:
-    """Runs one of the project's scripts with its arguments, in a process of its own, on one thread.
+    """Runs one of the project's scripts with its arguments, on one thread of a forked process.
 
-    Where start-up itself matters (imports, signals, an empty environment), use `python`.
+    Use `python` where start-up itself matters (imports, signals, an empty environment).
     """
     with tempfile.TemporaryDirectory() as folder:
         streams = [Path(folder, "stdout"), Path(folder, "stderr")]

@@ -1,4 +1,4 @@
-"""What every test has: one thread (the same sums in the same order, no fight over cores), and a command line."""
+"""Fixtures and settings of all tests: `launch`, and one thread (fixed order of sums, no contention)."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ from qatkit.cli.command_line import Job, main
 from qatkit_verify import stopping
 
 torch.set_num_threads(1)
-# Many tests start a Python of their own, and without byte code on disk each of them compiles torch again (6 s).
+# Many tests start a new Python. Without byte code on disk, each of them would compile torch again (6 s).
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-):  # a shell's background jobs pass Ctrl-C over, and we respect that
+):  # background jobs of a shell inherit SIG_IGN, which qatkit respects
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:
-    """Takes what is imported out of every later garbage collection, which takes 0.25 s with it."""
+    """Excludes all imported objects from later garbage collections, which would take 0.25 s each."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def any_algorithm() -> Iterator[None]:
-    """Lightning's `deterministic` holds for the whole process: afterwards every operator may run again."""
+    """Allows every operator again: Lightning's `deterministic` changes a setting of the whole process."""
     yield
     torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture
 def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Launch]:
-    """`launch(job, *typed)`: `main` with a command line, in an empty working directory."""
+    """Returns `launch(job, *typed)`, which calls `main` with a command line in an empty working directory."""
     monkeypatch.chdir(tmp_path)
     before = {number: signal.getsignal(number) for number in stopping.SIGNALS}
 
     def run(job: Job, *typed: str, from_checkpoint: bool = False) -> int:
         monkeypatch.setattr(sys, "argv", ["train.py", *typed])
-        monkeypatch.setattr(stopping._State, "wanted", None)  # each as if in a process of its own
+        monkeypatch.setattr(stopping._State, "wanted", None)  # as in a new process
         try:
             return main(job, CONF, from_checkpoint=from_checkpoint)
         finally:
@@ -65,7 +65,7 @@ def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Launch]:
 
 @pytest.fixture(scope="module")
 def postgresql() -> Iterator[str]:
-    """A real server of its own, on a free port; the URL of its database."""
+    """Starts a PostgreSQL server on a free port and yields the URL of its database."""
     found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb")) or [
         Path(one) for one in [shutil.which("initdb")] if one
     ]
@@ -77,7 +77,7 @@ def postgresql() -> Iterator[str]:
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         as_owner = []
-        if os.getuid() == 0:  # which the server refuses to run as
+        if os.getuid() == 0:  # the server refuses to run as root
             shutil.chown(folder, "postgres")
             as_owner = ["runuser", "-u", "postgres", "--"]
 
@@ -95,7 +95,7 @@ def postgresql() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file with a tokenizer of 320 tokens."""
+    """Returns a file with a tokenizer of 320 tokens."""
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     tokenizer().save(str(path))
     return path

@@ -1,4 +1,4 @@
-"""Float ONNX files as a team without the PyTorch code holds them: one that was trained, and small ones by hand."""
+"""Float ONNX files, as teams without the PyTorch code have them: a trained one, and small ones by hand."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from qatkit.export.torch_to_onnx import export_onnx
 
 
 class Digits(nn.Module):
-    """A Conv, a depthwise one, a pointwise one of filters that differ in range, and two Linears: 170,000 weights."""
+    """A Conv, a depthwise Conv, a pointwise Conv of uneven ranges, and two Linears: 170,000 weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,10 +41,13 @@ class Digits(nn.Module):
 
 @functools.cache
 def digits() -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]:
-    """Train images, labels, test images, labels; [N, 3, 8, 8] in -1..1, the split of `data=digits` at seed 0."""
+    """Returns the training images and labels and the test images and labels.
+
+    Images are [N, 3, 8, 8] in -1..1; the split is that of `data=digits` at seed 0.
+    """
     bunch = load_digits()
     pixels = np.round(bunch.images * (255 / 16)).astype(np.float32)
-    # In float32 throughout: a last bit that differs can move an activation by a whole step.
+    # All in float32: a difference in the last bit can move an activation by a whole step.
     grey = (pixels / np.float32(255) - np.float32(0.5)) / np.float32(0.5)
     images = np.repeat(grey[:, None], 3, axis=1)
     parts = train_test_split(images, bunch.target, test_size=0.2, stratify=bunch.target, random_state=0)
@@ -53,7 +56,7 @@ def digits() -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.float32
 
 @functools.cache
 def trained() -> Path:
-    """A file of `Digits` after a few seconds of training."""
+    """Returns a file of `Digits` after a few seconds of training."""
     torch.manual_seed(0)
     model, (images, labels, _, _) = Digits(), digits()
     optimizer = torch.optim.Adam(model.parameters(), 2e-3)
@@ -79,7 +82,10 @@ def folder() -> Path:
 def logits(
     path: Path, images: NDArray[np.float32], *, optimize: bool = True, entries: dict[str, str] | None = None
 ) -> NDArray[np.float32]:
-    """What the file gives in ONNX Runtime on one thread, 100 images at a time: dynamic ranges are a batch's."""
+    """Returns the file's outputs in ONNX Runtime on one thread.
+
+    The batches have 100 images, since dynamic ranges depend on the batch.
+    """
     options = ort.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = 1, 3
     if not optimize:
@@ -93,19 +99,19 @@ def logits(
 
 
 def top1(path: Path, **how: Any) -> float:
-    """Percent of the digits' test images."""
+    """Returns the top-1 accuracy on the digits' test images in percent."""
     _, _, images, labels = digits()
     return float(100 * (logits(path, images, **how).argmax(1) == labels).mean())
 
 
 def by_hand(path: Path, opset: int = 13, **changes: Any) -> Path:
-    """Conv, ReLU, global pool, Flatten, Gemm on [N, 3, 8, 8], 10 logits, random weights.
+    """Writes Conv, ReLU, global pool, Flatten and Gemm with random weights: [N, 3, 8, 8] to 10 logits.
 
     Args:
-        path: where to write it.
-        opset: of the file.
-        changes: `shape` of the input, `kind` of its elements, `classes`, `inputs` and `outputs` more of them,
-            `nodes` and `weights` instead of its own.
+        path: file to write.
+        opset: opset of the file.
+        changes: `shape` of the input, `kind` of its elements, number of `classes`, additional `inputs` and
+            `outputs`, and `nodes`, `weights` that replace its own.
     """
     draw = np.random.default_rng(0)
     shape, classes = changes.get("shape", ["N", 3, 8, 8]), changes.get("classes", 10)
@@ -147,7 +153,7 @@ def by_hand(path: Path, opset: int = 13, **changes: Any) -> Path:
 
 
 def settings(path: Path, mode: str, folder: Path, **changes: Any) -> Config:
-    """Digits at their own 8 x 8 pixels; only the loss of accuracy is bounded."""
+    """Returns a configuration for the digits at their own 8 x 8 pixels; only the accuracy drop is bounded."""
     config = Config(
         name="file",
         output_dir=str(folder),
@@ -165,7 +171,10 @@ EXTERNAL = {"save_as_external_data": True, "location": "weights.bin", "size_thre
 
 
 def with_branches(path: Path, *, constant: bool = False) -> Path:
-    """A Conv in a branch of an If within a branch of an If; taken always, or where the first image is bright."""
+    """Writes a Conv within an If within an If.
+
+    Both conditions are always true (`constant`), or true if the largest input value is not 0.
+    """
 
     def branch(name: str, nodes: list[onnx.NodeProto]) -> onnx.GraphProto:
         return helper.make_graph(
@@ -195,5 +204,5 @@ def with_branches(path: Path, *, constant: bool = False) -> Path:
 
 
 def made(mode: str) -> str:
-    """The name of the file that export.py makes by a mode."""
+    """Returns the name of the file that export.py writes in a mode."""
     return f"model.{mode}.onnx"

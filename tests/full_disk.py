@@ -1,4 +1,4 @@
-"""A disk that is full, for those who write files: one that needs no right to mount anything."""
+"""A full disk simulated without the right to mount anything."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def largest_file(size: int) -> Iterator[None]:
-    """No file of this process grows beyond so many bytes."""
+    """Limits the size in bytes of each file that this process writes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:

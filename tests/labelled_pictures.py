@@ -8,12 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-COLOURS = np.array([[30, 30, 40], [220, 60, 50], [50, 200, 80]], np.uint8)  # of each class
+COLOURS = np.array([[30, 30, 40], [220, 60, 50], [50, 200, 80]], np.uint8)  # one per class
 SIZE = (24, 32)  # height and width
 
 
 def scene(draw: np.random.Generator, size: tuple[int, int] = SIZE) -> NDArray[np.uint8]:
-    """Returns a map of labels with a rectangle of each class but the first."""
+    """Returns a label map with one rectangle for each class except the first."""
     height, width = size
     labels = np.zeros(size, np.uint8)
     for label in (1, 2):
@@ -23,12 +23,12 @@ def scene(draw: np.random.Generator, size: tuple[int, int] = SIZE) -> NDArray[np
 
 
 def picture(labels: NDArray[np.uint8]) -> Image.Image:
-    """Returns the picture of a map: the colour of each pixel's class."""
+    """Returns the picture of a label map, with each pixel in the colour of its class."""
     return Image.fromarray(COLOURS[np.minimum(labels, 2)])
 
 
 def folder(root: Path, train: int = 24, test: int = 8, size: tuple[int, int] = SIZE) -> Path:
-    """Returns a folder of such pictures, `train` and `test`, with a frame of 9s that counts as nothing."""
+    """Writes `train` and `test` pictures whose first row has the ignored label 9; returns their folder."""
     draw = np.random.default_rng(0)
     for part, count in (("train", train), ("test", test)):
         (root / part).mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Small language models of Hugging Face with a tokenizer of their own, and a text, as folders."""
+"""Small Hugging Face language models with their own tokenizer, and texts, as folders."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHAPE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
-    "initializer_range": 0.2,  # so that the likeliest token is one by more than rounding
+    "initializer_range": 0.2,  # so that rounding cannot change which token is likeliest
 }
 GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "initializer_range": 0.2}
 
@@ -37,7 +37,7 @@ def text(lines: int, seed: int) -> str:
 
 
 def texts(folder: Path, lines: int = 200) -> Path:
-    """Returns a folder with a text to calibrate with and one to test with."""
+    """Writes a text to calibrate with and one to test with, and returns their folder."""
     folder.mkdir(parents=True)
     (folder / "train.txt").write_text(text(2 * lines, 0))
     (folder / "test.txt").write_text(text(lines, 1))
@@ -45,7 +45,7 @@ def texts(folder: Path, lines: int = 200) -> Path:
 
 
 def tokenizer(size: int = 320) -> Any:
-    """Returns a byte-level tokenizer with so many tokens, as `tokenizers` has it."""
+    """Returns a byte-level tokenizer of `tokenizers` with `size` tokens."""
     tokenizers: Any = importlib.import_module("tokenizers")
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -61,7 +61,7 @@ def tokenizer(size: int = 320) -> Any:
 
 
 def language_model(kind: str, size: int = 320, **changes: Any) -> Any:
-    """Returns a model of transformers with random weights: "Llama", "GPT2", "Qwen3"."""
+    """Returns a transformers model with random weights: "Llama", "GPT2" or "Qwen3"."""
     transformers: Any = importlib.import_module("transformers")
     torch.manual_seed(0)
     shape = (GPT2 if kind == "GPT2" else SHAPE) | changes
@@ -73,7 +73,7 @@ def language_model(kind: str, size: int = 320, **changes: Any) -> Any:
 
 
 def saved(folder: Path, kind: str = "Llama", **changes: Any) -> Path:
-    """Returns a folder as `save_pretrained` writes it, of a model and its tokenizer."""
+    """Saves a model and its tokenizer by `save_pretrained` and returns the folder."""
     transformers: Any = importlib.import_module("transformers")
     language_model(kind, **changes).save_pretrained(folder)
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer(), eos_token="<eos>").save_pretrained(

@@ -1,4 +1,4 @@
-"""A net whose quantizers learn, and its images, for the tests of trainings and of oscillation."""
+"""A network with learned quantizers and its images, for the tests of training and of oscillation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ INT4 = {"*": OverrideConfig(weight_dtype="int4")}
 
 
 class Residual(nn.Module):
-    """Sums, a ReLU6, a depthwise convolution and a linear bottleneck: [N, 3, 12, 12] to [N, 4]."""
+    """A residual add, a ReLU6, a depthwise convolution and a linear bottleneck: [N, 3, 12, 12] to [N, 4]."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Networks for `backend=npu_cnn`, and what stands in a file around its operators, read with onnx alone."""
+"""Networks for `backend=npu_cnn`, and a reader of the scales around a file's operators that only uses onnx."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOVES = ("MaxPool", "Pad", "Slice", "Split", "Transpose", "Reshape", "Flatten",
 
 
 class EveryKind(nn.Module):
-    """Each activation behind a convolution or a sum, and each operator whose inputs and output share a scale."""
+    """Every activation after a convolution or sum, and every operator that shares a scale with its inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,8 +39,9 @@ class EveryKind(nn.Module):
 
 
 class OutOfBounds(nn.Module):
-    """Shifts that hardware does not have: of a weight far finer and of one far coarser than its output, and of a sum
-    of two sizes.
+    """A network that needs shifts beyond those of the hardware.
+
+    One weight is far finer than its output and one far coarser; the inputs of a sum differ widely in scale.
     """
 
     def __init__(self) -> None:
@@ -51,8 +52,8 @@ class OutOfBounds(nn.Module):
                 conv.bias = nn.Parameter(torch.zeros(3))
                 conv.weight.zero_()
             self.fine.weight[:, 0] = 1e-4
-            self.fine.bias = nn.Parameter(torch.tensor([3.0, -2.0, 1.0]))  # the output's range is the bias's
-            # The difference of two channels that are nearly equal.
+            self.fine.bias = nn.Parameter(torch.tensor([3.0, -2.0, 1.0]))  # determines the output's range
+            # Two nearly equal channels are subtracted.
             self.coarse.weight[:, 0], self.coarse.weight[:, 1] = 64.0, -64.0
             self.small.weight[:, 2] = 2.0**-9
 
@@ -61,7 +62,7 @@ class OutOfBounds(nn.Module):
 
     @staticmethod
     def images(count: int) -> Tensor:
-        """Pictures [count, 3, 8, 8] whose first two channels differ by one part in 2000."""
+        """Returns images [count, 3, 8, 8] whose first two channels differ by one part in 2000."""
         drawn = torch.rand(count, 3, 8, 8, generator=torch.Generator().manual_seed(3))
         drawn[:, 1] = drawn[:, 0] * (1 - 1 / 2000)
         return drawn
@@ -69,7 +70,7 @@ class OutOfBounds(nn.Module):
 
 @dataclass
 class Pairs:
-    """A quantized file."""
+    """A quantized file, with look-ups by tensor name."""
 
     path: Path
 
@@ -85,31 +86,31 @@ class Pairs:
                 self.readers.setdefault(name, []).append(node)
 
     def of(self, *kinds: str) -> list[NodeProto]:
-        """Nodes of these operators."""
+        """Returns the nodes of these operator types."""
         return [node for node in self.graph.node if node.op_type in kinds]
 
     def position(self, pair: NodeProto) -> int:
-        """Of a QuantizeLinear or DequantizeLinear: p of its only scale 2^-p."""
+        """Returns p of the single scale 2^-p of a QuantizeLinear or DequantizeLinear."""
         scale = self.constants[pair.input[1]]
         assert scale.size == 1 and np.frexp(scale.item())[0] == 0.5
         return -round(math.log2(scale.item()))
 
     def before(self, node: NodeProto, at: int = 0) -> NodeProto | None:
-        """The DequantizeLinear of an input; a Pad right before a convolution is part of it."""
+        """Returns the DequantizeLinear of an input; a Pad right before a convolution counts as part of it."""
         found = self.made.get(node.input[at])
         if found is not None and found.op_type == "Pad" and node.op_type.startswith("Conv"):
             return self.before(found)
         return found if found is not None and found.op_type == "DequantizeLinear" else None
 
     def after(self, node: NodeProto) -> NodeProto | None:
-        """The QuantizeLinear of the output, behind an activation where one follows."""
+        """Returns the QuantizeLinear of the output, after a fused activation if there is one."""
         readers = self.readers.get(node.output[0], [])
         if len(readers) == 1 and readers[0].op_type in FUSED:
             return self.after(readers[0])
         return next((one for one in readers if one.op_type == "QuantizeLinear"), None)
 
     def unequal(self) -> list[str]:
-        """The operators that share a scale whose inputs and output have several."""
+        """Returns the names of the operators whose inputs and output should share a scale but do not."""
         found = []
         for node in self.of(*_MOVES):
             around = [self.before(node, at) for at in range(len(node.input))] + [self.after(node)]
@@ -118,7 +119,7 @@ class Pairs:
         return found
 
     def cuts(self) -> dict[str, int]:
-        """Shift of each Conv, ConvTranspose and Gemm to its output."""
+        """Returns the shift from the sum of products to the output for each Conv, ConvTranspose and Gemm."""
         found = {}
         for node in self.of("Conv", "ConvTranspose", "Gemm"):
             source, weight, after = self.before(node), self.before(node, 1), self.after(node)
@@ -127,7 +128,7 @@ class Pairs:
         return found
 
     def bias_shifts(self) -> list[int]:
-        """Shift of each bias to the sum of products."""
+        """Returns the shift from each bias to the sum of products."""
         found = []
         for node in self.of("Conv", "ConvTranspose", "Gemm"):
             pairs = [self.before(node, at) for at in range(3)]
@@ -136,7 +137,7 @@ class Pairs:
         return found
 
     def reads(self) -> list[int]:
-        """How far the positions of each sum's inputs are apart."""
+        """Returns the difference between the positions of each sum's inputs."""
         found = []
         for node in self.of("Add"):
             pairs = [self.before(node, at) for at in range(2)]

@@ -1,4 +1,4 @@
-"""Graphs of opset 18, an operator or two each, that a lower opset says in another way, or not at all."""
+"""Graphs of opset 18 with one or two operators that a lower opset writes differently or cannot express."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IMAGE: tuple[int, ...] = (2, 3, 5, 7)
 
 
 class Case(NamedTuple):
-    """Nodes from "x" to "y", their constants, and what the lowered graph must or must not hold."""
+    """A graph from "x" to "y", its constants, and the operators that the lowered graph must (not) contain."""
 
     nodes: list[NodeProto]
     constants: Arrays = MappingProxyType({})
@@ -40,7 +40,7 @@ def floats(*shape: int) -> NDArray[np.float32]:
 
 
 def gelu(swap: bool = False, half_last: bool = False) -> list[NodeProto]:
-    """x·(½·(1 + erf(x/√2))) as torch's exporter writes it, its operands swapped on demand."""
+    """Returns x·(½·(1 + erf(x/√2))) as torch's exporter writes it, with operands swapped on request."""
     inner = "one_plus,half" if half_last else "half,one_plus"
     return [
         op("Div", "x,root", "scaled"), op("Erf", "scaled", "erf"), op("Add", "erf,one", "one_plus"),
@@ -109,12 +109,12 @@ TEN = {"ten": np.array(10, np.float32)}
 
 
 def on_integers(kind: int, *nodes: NodeProto) -> Case:
-    """From "i", the input times ten as an integer, to "y"."""
+    """Returns a case whose nodes lead from "i", the input times ten as an integer, to "y"."""
     return Case([op("Mul", "x,ten", "t"), op("Cast", "t", "i", to=kind), *nodes], TEN)
 
 
 def recurrent(kind: str, gates: int, outputs: str = "y0,y1", **attributes: Any) -> Case:
-    """A layer of 4 in both directions on [5, 2, 7]."""
+    """Returns a bidirectional layer with hidden size 4 on [5, 2, 7]."""
     shapes = {"w": (2, gates * 4, 7), "r": (2, gates * 4, 4), "b": (2, gates * 8), "h": (2, 2, 4)}
     constants = {name: 0.5 * floats(*shape) for name, shape in shapes.items()}
     node = op(kind, "x,w,r,b,,h", outputs, hidden_size=4, direction="bidirectional", layout=0, **attributes)
@@ -129,7 +129,7 @@ CASES |= {
     "diagonal": Case([op("Trilu")]),
     "lower_bool": Case([op("Greater", "x,z", "p"), op("Trilu", "p", "y", upper=0)], {"z": np.array(0, np.float32)}),
     "lower_int": on_integers(TensorProto.INT64, op("Trilu", "i", "y", upper=0)),
-    "lower_of_any_size": Case(  # the square of the input's last axes has sizes that shape inference can't tell
+    "lower_of_any_size": Case(  # shape inference cannot determine the sizes of the last two axes
         [op("Shape", "x", "s", start=-1), op("Expand", "o,s", "u"), op("Mul", "x,u", "v"), op("Tile", "v,n", "w"),
          op("Trilu", "w", "y", upper=0)],
         {"o": np.ones(1, np.float32), "n": ints(1, 1, 1, 1)}, has=("LessOrEqual",),
@@ -180,11 +180,11 @@ CASES |= {
     for kind in ("Mean", "Max", "Min", "Prod", "L1", "L2", "LogSumExp", "LogSum", "SumSquare", "Sum")
 }
 for _name, _case in list(CASES.items()):
-    if _name.startswith("reduce_"):  # a logarithm of a sum wants positive numbers
+    if _name.startswith("reduce_"):  # the logarithm of a sum needs positive numbers
         _case.nodes.insert(0, op("Abs", "x", "p"))
 
 
-# The first opset in which the case's own form is legal, by the changelog of the ONNX specification.
+# First opset in which the case is legal as written, from the changelog of the ONNX specification.
 SINCE: dict[str, int] = {
     "layer_norm": 17, "layer_norm_axis": 17, "hard_swish": 14, "shape_start": 15, "shape_end": 15,
     "reshape_allowzero": 14, "scatter_nd": 16, "split_even": 18, "pad_axes": 18,
@@ -247,7 +247,7 @@ REFUSED: dict[str, tuple[Case, str]] = {
 }  # fmt: skip
 
 
-# Each of `REFUSED`, and operators that no rule knows, with the lowest opset that has the form.
+# Lowest opset that allows each graph of `REFUSED`, including operators that no rule covers.
 NEEDS: dict[str, int] = {
     "reduce_unknown_axes": 18, "split_unknown_length": 18, "scatter_add": 16, "scatter_max": 18, "resize_antialias": 18,
     "pad_unknown": 18, "reshape_empty": 14, "grid_sample": 16, "pool_ceil": 18, "bits": 18, "bits_of_int8": 18,

@@ -1,4 +1,4 @@
-"""Made-up runtimes on ONNX's own reference evaluator: slow, and written independently of ONNX Runtime."""
+"""Fake runtimes on ONNX's reference evaluator, which is slow but written independently of ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from onnx import numpy_helper
 
 from qatkit_verify.runtimes.base import Execute, Runtime
 
-SPOILED = "conv2.weight"  # one filter of it is turned around
-DELAY = 0.02  # seconds more for a file with quantized weights
+SPOILED = "conv2.weight"  # the sign of its first filter is flipped
+DELAY = 0.02  # additional seconds for a quantized file
 
 
 def _open(path: Path, threads: int) -> Execute:
@@ -24,7 +24,7 @@ def _open(path: Path, threads: int) -> Execute:
 
 def _evaluator(model: onnx.ModelProto) -> Execute:
     from onnx.reference import (
-        ReferenceEvaluator,  # slow to import, and a process that fails has no use for it
+        ReferenceEvaluator,  # slow to import, and not needed by a process that fails
     )
 
     session = ReferenceEvaluator(model)
@@ -46,7 +46,7 @@ def _open_spoiled(path: Path, threads: int) -> Execute:
 
 
 def _open_slow(path: Path, threads: int) -> Execute:
-    """Gives zeros, and takes `DELAY` longer for the INT8 file."""
+    """Returns zeros, and takes `DELAY` longer for the INT8 file."""
     model = onnx.load(str(path))
     print("noise on standard output is no answer")
     delay = DELAY if any(node.op_type == "QuantizeLinear" for node in model.graph.node) else 0.0
@@ -78,7 +78,7 @@ def _open_dying(path: Path, threads: int) -> Execute:
 
 
 def _open_fusing(path: Path, threads: int) -> Execute:
-    """Adds what a Conv gives without quantizing it first, as long as nobody reads it but the Add."""
+    """Adds a Conv's output without quantizing it first, unless the quantized value is a graph output."""
     model = onnx.load(str(path))
     outputs = {one.name for one in model.graph.output}
     made = {name: node for node in model.graph.node for name in node.output}
@@ -87,7 +87,7 @@ def _open_fusing(path: Path, threads: int) -> Execute:
     if quantize is not None and quantize.output[0] not in outputs:
         assert made[quantize.input[0]].op_type == "Conv"
         cast = onnx.helper.make_node("Cast", [quantize.input[0]], ["unquantized"], to=onnx.TensorProto.FLOAT)
-        model.graph.node[at].input[0] = "unquantized"  # the evaluator's Conv gives doubles
+        model.graph.node[at].input[0] = "unquantized"  # the evaluator's Conv returns doubles
         model.graph.node.insert(at, cast)
     return _evaluator(model)
 

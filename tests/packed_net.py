@@ -1,4 +1,4 @@
-"""A net whose weights are packed in every way: convolutions with kernels and groups, Linears of any width."""
+"""A network that covers every way of packing weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class Mixed(nn.Module):
-    """Convolutions with kernels and groups, Linears with widths that no block divides, with and without a bias."""
+    """Convolutions with kernels and groups, and Linears of widths that no block divides; some have a bias."""
 
     def __init__(self) -> None:
         super().__init__()

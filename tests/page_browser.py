@@ -1,4 +1,4 @@
-"""Chromium with a page of a bundle in it, and the packages of npm that bundles run on."""
+"""Chromium with a bundle's demo page, and the npm packages that bundles run on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PACKAGES = Path(__file__).with_name("handover") / "package.json"
 
 @contextmanager
 def javascript_packages(folder: Path) -> Iterator[Path]:
-    """Yields `folder` with package.json's packages, and removes it; skips where they can't be installed."""
+    """Installs the packages of package.json in `folder`, yields it and then removes it; skips on failure."""
     if shutil.which("npm") is None:
         pytest.skip("no npm on the PATH")
     shutil.copy(_PACKAGES, folder)
@@ -31,7 +31,7 @@ def javascript_packages(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def chromium() -> Iterator[Any]:
-    """Yields Chromium, headless; skips where it or Playwright is missing."""
+    """Yields a headless Chromium; skips if it or Playwright is missing."""
     playwright = pytest.importorskip("playwright.sync_api", reason="the extra browser is not installed")
     program = shutil.which("chromium") or shutil.which("google-chrome")
     if program is None:
@@ -43,7 +43,7 @@ def chromium() -> Iterator[Any]:
 
 
 def open_page(browser: Any, address: str, width: int = 1280) -> tuple[Any, list[str]]:
-    """Returns the demo page, loaded or failed, and what its console complains of from then on."""
+    """Returns the demo page after it loaded or failed, and a list of its console's warnings and errors."""
     page, complaints = browser.new_page(viewport={"width": width, "height": 800}), list[str]()
     page.on(
         "console", lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None
@@ -55,6 +55,6 @@ def open_page(browser: Any, address: str, width: int = 1280) -> tuple[Any, list[
 
 
 def wait_for_answer(page: Any) -> None:
-    """Waits until both models have answered, or there is no answer."""
+    """Waits until both models have answered or the page reports that there is no answer."""
     answered = re.compile(r"^INT8: .* Float: .*\.$|No answer")
     page.locator("#status", has_text=answered).wait_for(timeout=100_000)

@@ -1,4 +1,4 @@
-"""The pages of the documentation, and the commands and Python blocks on them."""
+"""The pages of the documentation with their commands and Python blocks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _PROGRAMS = ("uv", "pip", "python", "node", "eval", "qatkit", "qatkit-verify", "
 _COMMAND = re.compile(rf"^ {{4}}(?=(?:{'|'.join(_PROGRAMS)}) )(.*?\S)(?:\s+# (.*))?$")
 _BLOCK = re.compile(r"^```(\w+)\n(?:# ([\w/]+\.(?:py|yaml))\n)?(.*?)^```$", re.MULTILINE | re.DOTALL)
 _NEEDS = re.compile(r"\bneeds (.+)$")
-# What changes an environment; tests/test_wheel.py builds and installs the wheels.
+# Commands that change an environment; tests/test_wheel.py builds and installs the wheels.
 _INSTALLERS = ("pip install", "uv sync", "uv build", "uv run pytest")
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command of a page; `needs` is what its comment says that the reader has to bring ("ImageNet")."""
+    """A command of a page; `needs` is what its comment asks the reader to provide ("ImageNet")."""
 
     page: Path
     text: str
@@ -31,7 +31,7 @@ class Command:
 
     @property
     def steps(self) -> list[list[str]]:
-        """The arguments of each program that it runs, without `uv run` and without what installs something."""
+        """Returns the arguments of each program that it runs, without `uv run` and without installers."""
         parts = [part.strip() for part in self.text.split(" && ")]
         return [
             shlex.split(part.removeprefix("uv run ")) for part in parts if not part.startswith(_INSTALLERS)
@@ -39,7 +39,7 @@ class Command:
 
 
 def commands(page: Path) -> list[Command]:
-    """Returns the commands of a page in their order, continued lines joined."""
+    """Returns the commands of a page in order, with continued lines joined."""
     text = re.sub(r"\s*\\\n\s*", " ", page.read_text(encoding="utf-8"))
     found = (_COMMAND.match(line) for line in text.splitlines())
     return [Command(page, one[1], _needs(one[2] or "")) for one in found if one]
@@ -51,17 +51,17 @@ def _needs(comment: str) -> str | None:
 
 
 def files(page: Path) -> dict[str, str]:
-    """Returns the files that a page shows: blocks whose first line is a comment with their name."""
+    """Returns the files that a page shows: blocks whose first line is a comment with the file's name."""
     return {name: text for _, name, text in _blocks(page) if name}
 
 
 def python_blocks(page: Path) -> list[str]:
-    """Returns the Python code of a page that is no file, block by block."""
+    """Returns the Python blocks of a page that are not files."""
     return [text for language, name, text in _blocks(page) if language == "python" and not name]
 
 
 def _blocks(page: Path) -> list[tuple[str, str, str]]:
-    """Returns language, name of the file ("" for none) and text of each fenced block."""
+    """Returns the language, file name ("" for none) and text of each fenced block."""
     return _BLOCK.findall(page.read_text(encoding="utf-8"))
 
 

@@ -1,4 +1,4 @@
-"""Bundles of one product, y = x · W, whose weights and activations have as many bits as a test wants."""
+"""Bundles of one product, y = x · W, whose weights and activations have any number of bits."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from qatkit_verify.bundle.golden import Golden, tolerances, write_golden
 from qatkit_verify.bundle.manifest import GOLDEN_FILE, INT8_FILE, REPORT_FILE, Manifest, entry, write_manifest
 
 EXACT = {"session.qdq_matmulnbits_accuracy_level": "0"}
-LEVEL_4 = {"session.qdq_matmulnbits_accuracy_level": "4"}  # ONNX Runtime's own default
+LEVEL_4 = {"session.qdq_matmulnbits_accuracy_level": "4"}  # the default of ONNX Runtime
 _ROWS, _COLUMNS, _BLOCK = 256, 64, 32
 
 
 def int4_in_blocks(path: Path) -> Path:
-    """A file with float activations and a scale for each 32 int4 weights, which becomes MatMulNBits."""
+    """Writes a file with float activations and one scale per 32 int4 weights, which becomes MatMulNBits."""
     draw = np.random.default_rng(0)
     scales = draw.uniform(0.005, 0.02, (_ROWS // _BLOCK, _COLUMNS)).astype(np.float32)
     weights = draw.integers(-7, 8, (_ROWS, _COLUMNS))
@@ -36,9 +36,9 @@ def int4_in_blocks(path: Path) -> Path:
 
 
 def int8_by(activation: str, path: Path) -> Path:
-    """A file with int8 weights, one scale per column, and activations of the type "uint8" or "uint16".
+    """Writes a file with int8 weights, one scale per column, and "uint8" or "uint16" activations.
 
-    The weights are within 64, so that no CPU saturates.
+    The weights are within ±64, so that no CPU saturates.
     """
     draw = np.random.default_rng(0)
     kind = np.dtype(activation)
@@ -72,7 +72,7 @@ def inputs() -> np.ndarray[Any, np.dtype[np.float32]]:
 
 
 def answers(path: Path, options: Mapping[str, str], level: str = "ORT_ENABLE_ALL") -> Any:
-    """Returns ONNX Runtime's outputs for `inputs`, row by row, with these config entries and no others."""
+    """Returns ONNX Runtime's outputs for each row of `inputs`, with only these config entries."""
     settings = ort.SessionOptions()
     settings.graph_optimization_level = getattr(ort.GraphOptimizationLevel, level)
     for key, value in options.items():
@@ -82,15 +82,15 @@ def answers(path: Path, options: Mapping[str, str], level: str = "ORT_ENABLE_ALL
 
 
 def bundle_of(folder: Path, *, golden: Any, told: Mapping[str, str] | None) -> Path:
-    """The bundle in `folder`, which holds its file.
+    """Completes the bundle in `folder` and returns the folder.
 
     Args:
-        folder: with model.onnx.
-        golden: the answers of the runtime that verified the file, optimized.
-        told: session options of the manifest; None for one of an older qatkit, which says nothing of them.
+        folder: folder with model.onnx.
+        golden: outputs of the runtime that verified the optimized file.
+        told: session options in the manifest; None for a manifest of an older qatkit, which has none.
     """
     off = {"y": answers(folder / INT8_FILE, {}, "ORT_DISABLE_ALL")}
-    steps = {"y": float(np.ptp(golden)) / 255}  # as of a float output
+    steps = {"y": float(np.ptp(golden)) / 255}  # the step of a float output
     own, other = tolerances(off, {"y": golden}, steps)
     write_golden(folder / GOLDEN_FILE, Golden((), {"x": inputs()}, off, {"y": golden}, steps, own, other))
     (folder / REPORT_FILE).write_text('{"versions": {}}')

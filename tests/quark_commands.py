@@ -1,4 +1,4 @@
-"""Commands of docs/quark.md, run in this process, and a check that each key of a row was typed."""
+"""Commands of docs/quark.md, run in this process, and a check that a test uses every key of its rows."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _WRITTEN: dict[tuple[str, ...], Path] = {}
 
 
 class Quark:
-    """Commands of one test.
+    """The commands that one test runs.
 
     Attributes:
-        typed: all that was typed.
-        file: the latest written file.
+        typed: all arguments so far.
+        file: the file written last.
     """
 
     def __init__(self, launch: Launch, folder: Path) -> None:
@@ -38,15 +38,15 @@ class Quark:
         self.file = folder
 
     def cleaned(self, source: Path, *typed: str) -> onnx.ModelProto:
-        """Returns the file of mode=clean."""
+        """Returns the file that mode=clean writes."""
         return self._written(source, typed)
 
     def static(self, source: Path, *typed: str) -> onnx.ModelProto:
-        """Returns the file of mode=static, of few drawn samples; what is typed twice counts as it was typed last."""
+        """Returns the file that mode=static writes with few random samples; arguments override settings."""
         return self.quantized(source, "mode=static", *typed)
 
     def quantized(self, source: Path, *typed: str) -> onnx.ModelProto:
-        """Returns the file of a mode that calibrates."""
+        """Returns the file that a calibrating mode writes."""
         keys = {one.partition("=")[0] for one in typed}
         return self._written(source, (*(one for one in _QUICK if one.partition("=")[0] not in keys), *typed))
 
@@ -59,7 +59,7 @@ class Quark:
         return target
 
     def _written(self, source: Path, typed: tuple[str, ...]) -> onnx.ModelProto:
-        """Returns the file that a command writes, from an earlier test where one typed the same."""
+        """Returns the file that a command writes, or that of an earlier test with the same command."""
         self.typed += typed
         known = (source.name, str(source.stat().st_size), *typed)
         if known not in _WRITTEN:
@@ -73,7 +73,7 @@ class Quark:
 
 
 def commands(request: pytest.FixtureRequest, launch: Launch, folder: Path) -> Iterator[Quark]:
-    """Gives a test its commands, and checks that each key of its rows was typed."""
+    """Yields the commands for a test, then checks that the test used every key of its rows."""
     made = Quark(launch, folder)
     yield made
     if not made.typed:  # skipped

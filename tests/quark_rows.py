@@ -1,4 +1,4 @@
-"""The rows of docs/quark.md, and the small networks on which their commands are run."""
+"""The rows of docs/quark.md, and the small networks that their commands run on."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from onnx import numpy_helper
 
 PAGE = (ROOT / "docs" / "quark.md").read_text(encoding="utf-8")
 CODE = re.compile(r"`([^`]+)`")
-# Options by the test that runs their rows.
+# Name of the test that runs the row of each option.
 RUN: dict[str, str] = {}
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def page_rows() -> Iterator[list[str]]:
-    """Returns the cells of each row."""
+    """Yields the cells of each row."""
     for line in PAGE.splitlines():
         if line.startswith("| `"):
             yield [cell.strip() for cell in line.strip("|").split("|")]
@@ -32,7 +32,7 @@ KEYS = {option: CODE.findall(row[1]) for row in page_rows() for option in CODE.f
 
 
 def runs(*options: str) -> Callable[[F], F]:
-    """Marks a slow test that types the keys of these rows."""
+    """Marks a slow test that uses the keys of these rows."""
 
     def mark(test: F) -> F:
         for option in options:
@@ -45,7 +45,7 @@ def runs(*options: str) -> Callable[[F], F]:
 
 
 def not_typed(options: tuple[str, ...], typed: list[str]) -> list[str]:
-    """Returns the keys of these rows that no command line had."""
+    """Returns the keys of these rows that no command used."""
     known = {one.lstrip("+").partition("=")[0] for one in typed}
     whole = " ".join(typed)
     missing = []
@@ -61,31 +61,31 @@ def not_typed(options: tuple[str, ...], typed: list[str]) -> list[str]:
 
 
 def initializers(model: onnx.ModelProto) -> dict[str, Any]:
-    """Returns the file's constants by name."""
+    """Returns the file's initializers by name."""
     return {one.name: numpy_helper.to_array(one) for one in model.graph.initializer}
 
 
 def makers(model: onnx.ModelProto) -> dict[str, onnx.NodeProto]:
-    """Returns the node that makes each tensor."""
+    """Returns the node that produces each tensor."""
     return {name: node for node in model.graph.node for name in node.output}
 
 
 def behind(model: onnx.ModelProto, kind: str) -> set[str]:
-    """Returns the types of the nodes that read what nodes of a type make; "" for an output of the file."""
+    """Returns the types of the consumers of a node type's outputs; "" for an output of the file."""
     made = {name for node in model.graph.node if node.op_type == kind for name in node.output}
     ends = {""} if made & {one.name for one in model.graph.output} else set()
     return {node.op_type for node in model.graph.node if made & set(node.input)} | ends
 
 
 def before(model: onnx.ModelProto, kind: str, place: int = 0) -> set[str]:
-    """Returns the types of the nodes that make an input of the nodes of a type; "" where no node does."""
+    """Returns the types of the producers of a node type's input; "" if no node produces it."""
     known = makers(model)
     read = [node.input[place] for node in model.graph.node if node.op_type == kind]
     return {known[name].op_type if name in known else "" for name in read}
 
 
 def pair_of(model: onnx.ModelProto, node: onnx.NodeProto, place: int) -> tuple[Any, Any, Any]:
-    """Returns (integers or None, scale, zero point or None) of the DequantizeLinear at an input of a node."""
+    """Returns (integers or None, scale, zero_point or None) of the DequantizeLinear at an input of a node."""
     found, held = makers(model)[node.input[place]], initializers(model)
     assert found.op_type == "DequantizeLinear", f"{node.name} reads {found.op_type}"
     point = held.get(found.input[2]) if len(found.input) > 2 else None
@@ -93,11 +93,11 @@ def pair_of(model: onnx.ModelProto, node: onnx.NodeProto, place: int) -> tuple[A
 
 
 def nodes(model: onnx.ModelProto, kind: str) -> list[onnx.NodeProto]:
-    """Returns the nodes of a type, in their order."""
+    """Returns the nodes of a type, in order."""
     return [node for node in model.graph.node if node.op_type == kind]
 
 
-# Convolutions before each kind of activation, sums, products, a concatenation and pools.
+# Convolutions, each followed by another kind of activation, sums, products, a concatenation and pools.
 _MIXED = """<ir_version: 8, opset_import: ["" : 17]> net (float[batch, 3, 12, 12] x) => (float[batch, 5] y) {
   c1 = Conv <pads: ints = [1, 1, 1, 1]> (x, w1, b1)  n1 = BatchNormalization (c1, ns, nb, nm, nv)  r1 = Relu (n1)
   c2 = Conv (r1, w2, b2)  r2 = LeakyRelu <alpha: float = 0.1> (c2)
@@ -135,7 +135,7 @@ _PLAIN_WEIGHTS = {name: _MIXED_WEIGHTS[name] for name in ("w1", "b1", "w2", "b2"
 
 
 def mixed(folder: Path) -> Path:
-    """Writes a network of all the activations that rows are about."""
+    """Writes a network with all the activations that rows mention."""
     return _named(save(folder / "mixed.onnx", _MIXED, _MIXED_WEIGHTS))
 
 
@@ -144,7 +144,7 @@ def plain(folder: Path) -> Path:
     return _named(save(folder / "plain.onnx", _PLAIN, _PLAIN_WEIGHTS))
 
 
-# Each part of another rewrite, with outputs of their own.
+# One part for each rewrite, with an output of its own.
 PARTS = """<ir_version: 8, opset_import: ["" : 20]> net (float[batch, 6, 36, 30] x)
   => (float[a] y1, float[a] y2, float[a] y3, float[a] y4, float[a] y5, float[a] y6, float[a] y7, float[a] y8) {
   last = Constant <value_ints: ints = [-1]> ()  both = Constant <value_ints: ints = [2, 3]> ()
@@ -171,7 +171,7 @@ PART_WEIGHTS: Arrays = {
     "g": drawn(4, 6, 1, 1, seed=8),
 }  # fmt: skip
 
-# What an NPU computes in another way.
+# Operators that an NPU computes differently.
 APPROXIMATED = """<ir_version: 8, opset_import: ["" : 18]> net (float[2, 3, 6, 6] x) => (float[a, b, c, d] y) {
   zero = Constant <value_float: float = 0.0> ()  six = Constant <value_float: float = 6.0> ()
   low = Constant <value_float: float = -1.6> ()  high = Constant <value_float: float = 3.2> ()
@@ -181,7 +181,7 @@ APPROXIMATED = """<ir_version: 8, opset_import: ["" : 18]> net (float[2, 3, 6, 6
   h = Softmax <axis: int = 1> (g)  axes = Constant <value_ints: ints = [2, 3]> ()  y = ReduceMean (h, axes)
 }"""
 
-# Constants to fold and duplicates, a BatchNormalization, and an initializer with two readers.
+# Foldable constants, duplicates, a BatchNormalization, and an initializer with several readers.
 UNTIDY = """<ir_version: 8, opset_import: ["" : 13]> net (float[batch, 3, h, 8] x) => (float[batch, 4, h, 8] y) {
   c = Conv <kernel_shape: ints = [1, 1]> (x, w, b)  n = BatchNormalization (c, s, b, b, v)  i = Identity (n)
   one = Constant <value_float: float = 1.0> ()  two = Add (one, one)  p = Mul (i, two)  q = Mul (i, two)
@@ -193,13 +193,13 @@ UNTIDY_WEIGHTS: Arrays = {
 }  # fmt: skip
 
 
-# Two products with weights and one of two activations.
+# Products with weights and products of two activations.
 _ATTENTION = """<ir_version: 8, opset_import: ["" : 17]> net (float[batch, 6, 16] x) => (float[batch, 6, 5] y) {
   a = MatMul (x, w1)  b = MatMul (x, w2)  t = Transpose <perm: ints = [0, 2, 1]> (b)  s = MatMul (a, t)
   p = Softmax <axis: int = -1> (s)  c = MatMul (p, a)  y = MatMul (c, w3)
 }"""
 
-# Activations behind convolutions that stay operators of their own.
+# Activations after convolutions that stay separate operators.
 _ACTIVATED = """<ir_version: 8, opset_import: ["" : 20]> net (float[batch, 3, 8, 8] x) => (float[batch, 8, 8, 8] y) {
   c1 = Conv <pads: ints = [1, 1, 1, 1]> (x, w1, b1)  r1 = LeakyRelu <alpha: float = 0.1> (c1)  c2 = Conv (r1, w2, b2)
   r2 = PRelu (c2, slope)  c3 = Conv (r2, w3, b3)  r3 = Gelu (c3)  i = InstanceNormalization (r3, is, ib)
@@ -209,7 +209,7 @@ _ACTIVATED = """<ir_version: 8, opset_import: ["" : 20]> net (float[batch, 3, 8,
 
 
 def _named(path: Path) -> Path:
-    """Names each node as its output."""
+    """Names each node after its output."""
     model = onnx.load(path)
     for node in model.graph.node:
         node.name = f"/net/{node.output[0]}"
@@ -218,7 +218,7 @@ def _named(path: Path) -> Path:
 
 
 def attention(folder: Path) -> Path:
-    """Writes a product of two activations between products with weights."""
+    """Writes products of two activations between products with weights."""
     weights = {
         "w1": drawn(16, 16, seed=1) / 4,
         "w2": drawn(16, 16, seed=2) / 4,
@@ -228,5 +228,5 @@ def attention(folder: Path) -> Path:
 
 
 def activated(folder: Path) -> Path:
-    """Writes activations that are no part of a convolution in a file of ours."""
+    """Writes a network whose activations are not fused into convolutions in qatkit's files."""
     return _named(save(folder / "activated.onnx", _ACTIVATED, _MIXED_WEIGHTS))

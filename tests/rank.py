@@ -1,7 +1,7 @@
-"""One process of a training: `python rank.py CHECKPOINT STEPS KEY=VALUE...`, started several times with ranks.
+"""One process of a distributed training: `python rank.py FOLDER STEPS PROCESSES KEY=VALUE...`, once per rank.
 
-It fine-tunes the net of `tiny_run` on digits, calibrated as every process is, and leaves beside the checkpoint what
-it came to: state.RANK.pt, and images.RANK.json, the images of each step.
+It fine-tunes the network of `tiny_run` on digits after the same calibration in every process. In FOLDER it
+writes a checkpoint, the final state (state.RANK.pt) and the images of each step (images.RANK.json).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from qatkit.train.learner import Batch
 from qatkit.train.module import QATModule
 
 ROOT = Path(__file__).parents[1]
-_FORK = "fork"  # in place of a folder
+_FORK = "fork"  # replaces the folder on the command line
 QUANTIZERS = {
     "fake_quantize": QuantizerConfig(),
     "lsq": QuantizerConfig(
@@ -41,7 +41,7 @@ QUANTIZERS = {
 
 
 def start(folder: Path, steps: int, processes: int, **settings: Any) -> list[subprocess.Popen[str]]:
-    """Starts the ranks of a training of so many steps in `folder`."""
+    """Starts the ranks of a training of `steps` steps in `folder`."""
     typed = [f"{key}={value}" for key, value in settings.items()]
     paths = [str(ROOT), str(ROOT / "packages" / "verify"), str(ROOT / "tests")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
@@ -64,9 +64,9 @@ def start(folder: Path, steps: int, processes: int, **settings: Any) -> list[sub
 
 
 def forked(folder: Path, steps: int, images: int, quantizer: str) -> None:
-    """Steps of so many images by one process, in folder/1, and by two, in folder/2.
+    """Trains with `images` images per step: with one process in folder/1 and with two in folder/2.
 
-    All are forks of one new process, which imports everything once and has trained nothing.
+    All are forks of one new process that has imported everything but trained nothing.
     """
     command = [sys.executable, __file__, _FORK, str(folder), str(steps), str(images), quantizer]
     paths = [str(ROOT), str(ROOT / "packages" / "verify"), str(ROOT / "tests")]
@@ -76,19 +76,19 @@ def forked(folder: Path, steps: int, images: int, quantizer: str) -> None:
 
 
 def _fork(folder: Path, steps: int, processes: int, **settings: Any) -> None:
-    """`start` and `finish` in forks of this process."""
+    """Does the work of `start` and `finish` in forks of this process."""
     folder.mkdir()
     given = {key: str(value) for key, value in settings.items()}
     port, children = str(_free_port()), list[int]()
     for number in range(processes):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python's own, on forks of processes with threads
+            warnings.simplefilter("ignore")  # Python warns of forks of a process with threads
             child = os.fork()
         if child == 0:
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             if processes > 1:
                 os.environ |= {"WORLD_SIZE": str(processes), "NODE_RANK": "0", "LOCAL_RANK": str(number)}
-                # As its import does in a process that is started.
+                # Its import does this in a new process.
                 rank_zero_only.rank = number  # type: ignore[attr-defined]
             _end_with(folder, steps, processes, given)
         children.append(child)
@@ -102,31 +102,31 @@ def _fork(folder: Path, steps: int, processes: int, **settings: Any) -> None:
 
 
 def _end_with(folder: Path, steps: int, processes: int, settings: dict[str, str]) -> None:
-    """`main`, and the end of this process."""
+    """Runs `main` and ends this process."""
     status = 1
     try:
         main(folder, steps, processes, **settings)
         status = 0
-    except BaseException:  # as the interpreter would
+    except BaseException:  # what the interpreter would print
         traceback.print_exc()
     finally:
         os._exit(status)
 
 
 def finish(processes: list[subprocess.Popen[str]]) -> None:
-    """Waits for ranks that must succeed."""
+    """Waits for the ranks and checks that all succeeded."""
     for process in processes:
         said = process.communicate(timeout=600)[0]
         assert process.returncode == 0, said
 
 
 def states(folder: Path, processes: int) -> list[dict[str, torch.Tensor]]:
-    """What each rank came to."""
+    """Returns the final state of each rank."""
     return [torch.load(folder / f"state.{rank}.pt", weights_only=True) for rank in range(processes)]
 
 
 def images(folder: Path, processes: int, accumulate: int = 1) -> list[list[int]]:
-    """The images of each step, sorted, of all ranks together."""
+    """Returns the sorted images of each step over all ranks."""
     shares = [json.loads((folder / f"images.{rank}.json").read_text()) for rank in range(processes)]
     batches = [[*itertools.chain(*together)] for together in zip(*shares, strict=True)]
     steps = range(0, len(batches), accumulate)
@@ -140,14 +140,15 @@ def _free_port() -> int:
 
 
 def main(folder: Path, steps: int, processes: int, **settings: str) -> None:
-    """One rank.
+    """Runs one rank.
 
     Args:
-        folder: of the checkpoint and of what is left behind.
-        steps: of the training.
-        processes: how many there are.
-        settings: batch, accumulate, batch_norm, optimizer, compile, quantizer; dies: the step before which the process
-            ends as a kill ends it, with a checkpoint of that step; of: the rank that does so (by default all).
+        folder: folder of the checkpoint and of the written files.
+        steps: length of the training.
+        processes: number of ranks.
+        settings: batch, accumulate, batch_norm, optimizer, compile and quantizer; `dies` is the step before
+            which the process exits as if killed, with a checkpoint of that step; `of` is the rank that does so
+            (default: all).
     """
     torch.set_num_threads(1)
     rank, dies = int(os.environ.get("LOCAL_RANK", "0")), int(settings.get("dies", -1))
@@ -160,7 +161,7 @@ def main(folder: Path, steps: int, processes: int, **settings: str) -> None:
     seen: list[list[int]] = []
 
     class Watched(QATModule):
-        """Keeps which images each batch holds, by their pixels."""
+        """Records which images each batch contains, identified by their pixels."""
 
         def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
             super().on_train_batch_start(batch, batch_idx)

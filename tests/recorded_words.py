@@ -1,4 +1,4 @@
-"""Small folders of recordings: three "words", a steady, a pulsed and a rising tone in noise, written as WAV files."""
+"""Small folders of WAV recordings of three "words": a steady, a pulsed and a rising tone in noise."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WORDS = ("hum", "buzz", "rise")
 
 
 def word(name: str, seed: int, count: int = 3000) -> np.ndarray[tuple[int], np.dtype[np.int16]]:
-    """Returns int16 samples of a word, softer and softer."""
+    """Returns int16 samples of a word that fades out."""
     draw = np.random.default_rng(seed)
     time = np.arange(count)
     turns = draw.uniform(0.04, 0.08) * time + (5e-5 * time**2 if name == "rise" else 0)
@@ -23,7 +23,7 @@ def word(name: str, seed: int, count: int = 3000) -> np.ndarray[tuple[int], np.d
 def spoken(
     root: Path, numbers: int = 9, speakers: tuple[str, ...] = ("ann", "bob"), rate: int = 8000
 ) -> Path:
-    """Writes WORD_SPEAKER_N.wav files; of each word and speaker `numbers` ones."""
+    """Writes `numbers` files WORD_SPEAKER_N.wav for each word and speaker."""
     for label, name in enumerate(WORDS):
         for place, speaker in enumerate(speakers):
             for number in range(numbers):
@@ -32,5 +32,5 @@ def spoken(
 
 
 def seed_of(label: int, speaker: int, number: int) -> int:
-    """Returns the seed of a recording of `spoken`, by the places of its word and speaker."""
+    """Returns the seed of a recording of `spoken` from the indices of its word and speaker."""
     return (label * 10 + speaker) * 1000 + number

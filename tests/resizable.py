@@ -1,4 +1,4 @@
-"""Models that take inputs of several sizes: convolutions, attention, recurrent layers, and sums over sizes."""
+"""Models for inputs of several sizes: convolutions, attention, recurrent layers, computations with sizes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def block(inside: int, outside: int) -> nn.Sequential:
 
 
 class UNet(nn.Module):
-    """Pads what comes up to the size of what it is joined with, or not."""
+    """A U-Net that pads upsampled features to the size of the skip connection if `pads` is true."""
 
     def __init__(self, pads: bool) -> None:
         super().__init__()
@@ -42,8 +42,10 @@ class UNet(nn.Module):
 
 
 class Branches(nn.Module):
-    """Sums of pooled and strided branches, which have one size together where the input's is a multiple of eight; a
-    pool that rounds up; and a size that is asked of what a ReLU has changed in place.
+    """Computations that depend on how sizes round.
+
+    Sums of pooled and strided branches, whose sizes agree only if the input's is a multiple of eight; a pool
+    that rounds up; and a size read from a tensor that a ReLU changed in place.
     """
 
     def __init__(self) -> None:
@@ -66,7 +68,7 @@ class Branches(nn.Module):
 
 
 class Grids(nn.Module):
-    """A spatial transformer, and coordinates beside the features, as CoordConv has them."""
+    """A spatial transformer, and coordinates concatenated to the features, as in CoordConv."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +88,7 @@ class Grids(nn.Module):
 
 
 class Heads(nn.Module):
-    """FCOS's head over two levels, of which the second has one value for images of 64x64."""
+    """FCOS's head over two levels; for images of 64x64, the second level has a single position."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +105,7 @@ class Heads(nn.Module):
 
 
 class Pyramid(nn.Module):
-    """Boxes of two levels, the coarser of which has a stride of 128: one row for up to 128."""
+    """Boxes of two levels; the coarser one has a stride of 128, hence one row for up to 128 pixels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +123,7 @@ class Pyramid(nn.Module):
 
 
 class Pools(nn.Module):
-    """Pools over everything, whose windows are sizes."""
+    """Global pools whose windows are computed from sizes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +131,7 @@ class Pools(nn.Module):
         self.words, self.head = nn.Conv1d(8, 8, 3, padding=1), nn.Linear(24, 16)
 
     def forward(self, x: Tensor) -> Any:
-        y = F.hardtanh(self.one(x), 0.0, 0.5)  # larger images have no larger values
+        y = F.hardtanh(self.one(x), 0.0, 0.5)  # keeps the values of larger images from growing
         y = y * self.gate(F.avg_pool2d(y, y.size()[2:]).flatten(1)).sigmoid()[:, :, None, None]
         words = self.words(y.flatten(2)).sigmoid()
         parts = [
@@ -141,7 +143,7 @@ class Pools(nn.Module):
 
 
 class Detector(nn.Module):
-    """A pyramid that is resized to its neighbour's size; boxes in pixels, from a grid."""
+    """A pyramid whose coarse level is resized to the fine one, and boxes in pixels computed from a grid."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +165,7 @@ class Detector(nn.Module):
 
 
 class ToMultiple(nn.Module):
-    """Pads images to a multiple of 16 and cuts the answer."""
+    """Pads images to a multiple of 16 and crops the output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +178,7 @@ class ToMultiple(nn.Module):
 
 
 class Vocoder(nn.Module):
-    """Mel frames to samples, 12 for each."""
+    """Converts mel frames to samples, 12 per frame."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +193,7 @@ class Vocoder(nn.Module):
 
 
 class RelativeAttention(nn.Module):
-    """Attention with the relative positions of Transformer-XL, and their shift."""
+    """Attention with the relative positions of Transformer-XL and their shift trick."""
 
     def __init__(self, width: int = 32, heads: int = 4) -> None:
         super().__init__()
@@ -240,7 +242,7 @@ class Conformer(nn.Module):
 
 
 class Streams(nn.Module):
-    """A GRU of several streams, each with its own state; sequences or batch first."""
+    """A GRU over several streams, each with its own state, with the time or the batch axis first."""
 
     def __init__(self, batch_first: bool) -> None:
         super().__init__()
@@ -253,7 +255,7 @@ class Streams(nn.Module):
 
 
 class Cached(nn.Module):
-    """A step of attention over keys and values of the steps before."""
+    """One attention step over the keys and values of all previous steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -268,7 +270,7 @@ class Cached(nn.Module):
 
 
 class Causal(nn.Module):
-    """Tokens that see those before them, up to 40."""
+    """Causal attention over up to 40 tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -306,7 +308,7 @@ class TimeMajor(nn.Module):
 
 
 class Folded(nn.Module):
-    """Patches that are put together to an image of the input's size, which needs opset 18 if that is free; logits."""
+    """Logits of patches folded to an image of the input's size, which needs opset 18 if it is dynamic."""
 
     def __init__(self, num_classes: int = 10) -> None:
         super().__init__()
@@ -335,7 +337,7 @@ class Sequencer(nn.Module):
 
 
 class Coordinates(nn.Module):
-    """Means along rows and along columns (coordinate attention), by a module and by a function."""
+    """Means along rows and along columns (coordinate attention), one by a module and one by a function."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -352,7 +354,7 @@ class Coordinates(nn.Module):
 
 
 class HalfRows(nn.Module):
-    """A pool to half as many rows as there are, which torch's exporter writes for one size."""
+    """A pool that halves the number of rows, which torch's exporter can only write for a fixed size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -363,7 +365,7 @@ class HalfRows(nn.Module):
 
 
 class Pair(nn.Module):
-    """Features of two images, computed as one batch and cut apart, and what they have in common."""
+    """Features of two images, computed as one batch and then split, and their product."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,6 @@
-"""Models of several inputs and outputs, small, and examples for them: what `tests/test_signatures.py` takes through
-the whole chain.
+"""Small models with several inputs and outputs, and examples for them.
+
+`tests/test_signatures.py` runs them through all steps.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from qatkit.graph.trace import trace
 
 
 class ImageAndVector(nn.Module):
-    """An image and what is known beside it; logits and features by name."""
+    """An image and a vector of further features as inputs; logits and features as named outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +42,7 @@ class ImageAndVector(nn.Module):
 
 
 class Tokens(nn.Module):
-    """One layer of attention over token ids with a mask; a class for each token, and one for the sequence."""
+    """One attention layer over token ids with a mask; outputs logits for each token and for the sequence."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +58,7 @@ class Tokens(nn.Module):
 
 
 class SequenceFirst(nn.Module):
-    """Steps before the batch, [T, N, C], and a float mask of the positions alone."""
+    """A time axis before the batch axis, [T, N, C], and a float mask without a batch axis."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +72,7 @@ class SequenceFirst(nn.Module):
 
 @dataclass
 class Maps:
-    """What `Pyramid` yields."""
+    """The outputs of `Pyramid`."""
 
     pooled: Tensor
     maps: dict[str, list[Tensor]]
@@ -80,7 +81,7 @@ class Maps:
 
 
 class Pyramid(nn.Module):
-    """A list of feature maps in a mapping in a dataclass, and the class as an integer."""
+    """A list of feature maps in a mapping in a dataclass, and the predicted class as an integer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +95,7 @@ class Pyramid(nn.Module):
 
 
 class Pair(nn.Module):
-    """Two images through the same convolution; whether they show the same."""
+    """Two images through the same convolution, classified as same or different."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +108,7 @@ class Pair(nn.Module):
 
 
 class Arg(nn.Module):
-    """The class alone, as an integer."""
+    """The predicted class, as an integer, as the only output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +120,7 @@ class Arg(nn.Module):
 
 
 class Classes(nn.Module):
-    """Token ids alone to logits."""
+    """Token ids as the only input, logits as the output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +132,7 @@ class Classes(nn.Module):
 
 
 class Signature(NamedTuple):
-    """A model, what makes a batch of it (of a size, from a seed), and the names that its file must have."""
+    """A model, a function from size and seed to a batch, and the names of the file's inputs and outputs."""
 
     model: type[nn.Module]
     batch: Callable[[int, int], Example]
@@ -185,7 +186,7 @@ SIGNATURES = {
 
 
 class _Flat(nn.Module):
-    """The model, called with the example's tensors one after the other, its outputs in a tuple."""
+    """A wrapper that calls the model with a flat list of the example's tensors and returns a flat tuple."""
 
     def __init__(self, model: nn.Module, example: Example) -> None:
         super().__init__()
@@ -209,7 +210,7 @@ class _FlatTwo(_Flat):
 
 
 def graph_of(model: nn.Module, example: Example) -> fx.GraphModule:
-    """The graph of a call."""
+    """Returns the graph that a call of the model records."""
     tensors = flatten(example)
     graph = trace((_FlatOne if len(tensors) == 1 else _FlatTwo)(model, example), tensors)
     graph.meta["inputs"] = input_names(model, example)

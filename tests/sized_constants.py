@@ -1,4 +1,4 @@
-"""Models with tensors that follow from the size of the input and from parameters alone."""
+"""Models with tensors that depend only on the size of the input and on parameters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 
 class Positions(nn.Module):
-    """A vision transformer's table of positions, resized with antialias to the grid of the picture's patches."""
+    """A vision transformer's position embedding, resized with antialiasing to the image's grid of patches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Positions(nn.Module):
 
 
 class PaddedToFrames(nn.Module):
-    """A causal convolution of a codec: it computes with tensors how much padding a last frame needs."""
+    """A causal convolution of a codec that computes, with tensors, the padding of the last frame."""
 
     def __init__(self) -> None:
         super().__init__()

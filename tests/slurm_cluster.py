@@ -1,5 +1,7 @@
-"""A Slurm of one node on the loopback, started in a folder of its own and ended with the test. No systemd, no root's
-files: munge's socket and key, slurmctld's and slurmd's states and logs are all in that folder.
+"""A one-node Slurm cluster on loopback that runs in its own folder and ends with the test.
+
+It needs neither systemd nor files of root: munge's socket and key, and the state and logs of slurmctld and
+slurmd are all in that folder.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ PartitionName=all Nodes={host} Default=YES MaxTime=INFINITE State=UP
 
 
 def missing() -> list[str]:
-    """The commands of Slurm and munge that are not here."""
+    """Returns the commands of Slurm and munge that are not installed."""
     return [name for name in NEEDED if _found(name) is None]
 
 
@@ -54,10 +56,10 @@ def _found(name: str) -> str | None:
 
 @contextlib.contextmanager
 def cluster(folder: Path) -> Iterator[dict[str, str]]:
-    """Within, Slurm runs; yields the environment in which its commands find it.
+    """Runs Slurm and yields the environment in which its commands find it.
 
     Raises:
-        RuntimeError: the node does not come up; with the end of the logs.
+        RuntimeError: if the node does not start; the message has the end of the logs.
     """
     host = socket.gethostname().split(".")[0]
     for name in ("state", "spool"):

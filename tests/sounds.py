@@ -12,7 +12,7 @@ Array = np.ndarray[Any, Any]
 
 
 def tone(count: int, pitch: float = 0.05) -> Array:
-    """Returns int16 samples of a sine, `pitch` periods a sample."""
+    """Returns int16 samples of a sine with `pitch` periods per sample."""
     exact: Array = 20000 * np.sin(2 * np.pi * pitch * np.arange(count))
     return exact.round().astype(np.int16)
 
@@ -26,12 +26,12 @@ def riff(
     length: int | None = None,
     extra: tuple[bytes, bytes] | None = None,
 ) -> bytes:
-    """Returns a WAV file.
+    """Returns the bytes of a WAV file.
 
     Args:
         kind: number of the format.
-        length: that the header claims, in bytes; None: the true one.
-        extra: a chunk before the samples.
+        length: number of bytes that the header claims; None for the true one.
+        extra: name and content of a chunk before the samples.
     """
     data, width = samples.tobytes(), samples.dtype.itemsize
     form = struct.pack("<HHIIHH", kind, channels, rate, rate * width, width * max(channels, 1), 8 * width)
@@ -44,7 +44,7 @@ def riff(
 
 
 def wav(path: Path, samples: Array, rate: int = 16000) -> Path:
-    """Writes a WAV file of 16 bits."""
+    """Writes a 16-bit WAV file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(riff(samples, rate))
     return path

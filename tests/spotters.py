@@ -1,4 +1,4 @@
-"""The files of a small bundle with one that takes a recording in chunks: a GRU, written node by node without torch."""
+"""The files of a small bundle with a streaming model: a GRU written node by node without torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HOW = json.dumps({"axis": 1, "states": {"state_0": "state_0_next"}})
 
 
 def spotter(path: Path, *, stream: bool = False, told: str | None = HOW, gain: float = 1.0) -> None:
-    """Writes x [N, T, bands] to a GRU to y [N, classes]; `gain` is a factor of the weights behind it."""
+    """Writes a GRU with x [N, T, bands] and y [N, classes]; `gain` scales the weights after it."""
     draw = np.random.default_rng(0)
     shapes = {"w": (1, 3 * SIZE, BANDS), "r": (1, 3 * SIZE, SIZE), "b": (1, 6 * SIZE), "c": (SIZE, CLASSES)}
     stored = {name: draw.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
@@ -50,7 +50,7 @@ def spotter(path: Path, *, stream: bool = False, told: str | None = HOW, gain: f
 
 
 def make(folder: Path) -> Path:
-    """Writes all files of a bundle but its manifest, and returns its folder."""
+    """Writes all files of a bundle except its manifest, and returns its folder."""
     folder.mkdir()
     spotter(folder / INT8_FILE)
     spotter(folder / STREAM, stream=True)

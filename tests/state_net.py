@@ -1,4 +1,4 @@
-"""A small GRU step as an ONNX file, and what it gives along a sequence, computed with NumPy."""
+"""A small GRU step as an ONNX file, and its outputs along a sequence, computed with NumPy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INPUTS, HIDDEN = 6, 8
 
 
 def gru_weights(seed: int = 3) -> dict[str, Array]:
-    """Weights by name: W and U of the two gates and of the candidate, and the head V."""
+    """Returns weights by name: W and U of the two gates and of the candidate, and the head V."""
     draw = np.random.default_rng(seed)
     shapes = {f"W{gate}": (INPUTS, HIDDEN) for gate in "zrc"} | {
         f"U{gate}": (HIDDEN, HIDDEN) for gate in "zrc"
@@ -31,11 +31,11 @@ def save_gru(
     state: tuple[Any, ...] = ("n", HIDDEN),
     kind: int = TensorProto.FLOAT,
 ) -> Path:
-    """Writes inputs x [n, 6] and h [n, 8] to a probability y [n, 1] and the next state hN [n, 8].
+    """Writes a file with inputs x [n, 6] and h [n, 8], a probability y [n, 1] and the next state hN [n, 8].
 
     Args:
         state: the declared shape of hN.
-        kind: its declared type.
+        kind: the declared type of hN.
     """
     node = helper.make_node
     nodes = []
@@ -70,7 +70,7 @@ def save_gru(
 
 
 def gru_run(weights: Mapping[str, Array], x: Array, h: Array | None = None) -> tuple[Array, Array]:
-    """Returns y [T, 1], and the state in front of each step [T + 1, 8], of a sequence x [T, 6]."""
+    """Returns y [T, 1] and the states before and after each step [T + 1, 8] for a sequence x [T, 6]."""
     w = {name: one.astype(np.float64) for name, one in weights.items()}
     state = np.zeros(HIDDEN) if h is None else h.reshape(-1).astype(np.float64)
     outputs, states = [], [state]
@@ -84,7 +84,7 @@ def gru_run(weights: Mapping[str, Array], x: Array, h: Array | None = None) -> t
 
 
 def sequence(steps: int, seed: int) -> Array:
-    """Inputs that change slowly, as frames of a recording do."""
+    """Returns inputs that change slowly, like the frames of a recording."""
     draw = np.random.default_rng(seed)
     return np.cumsum(draw.normal(0, 0.4, (steps, INPUTS)), 0).clip(-3, 3).astype(np.float32)
 

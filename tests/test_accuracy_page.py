@@ -1,4 +1,4 @@
-"""docs/accuracy.md has the recorded results of all recipes, and of models in each mode."""
+"""Checks that docs/accuracy.md has the recorded results of all recipes, and of models in each mode."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COLUMNS = ["float", "PTQ", "QAT", "dynamic int8", "float16", "weight-only int4"]
 
 
 def rows_of(text: str) -> list[list[str]]:
-    """The cells of all rows of tables, without their heads."""
+    """Returns the cells of all table rows without the headers."""
     lines = [line.strip("| ") for line in text.splitlines() if line.startswith("| ")]
     return [line.split(" | ") for line in lines if not line.startswith(("---", "recipe |", "model |"))]
 

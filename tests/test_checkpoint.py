@@ -1,4 +1,4 @@
-"""Checkpoints as training scripts write them: what is read, what is said of it, and what is refused."""
+"""Tests of checkpoints as training scripts write them: what is read, reported and refused."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def net(num_classes: int = 3) -> nn.Module:
 def trained(seed: int = 1) -> nn.Module:
     torch.manual_seed(seed)
     model = net()
-    model(torch.randn(4, 3, 4, 4))  # running statistics of its own
+    model(torch.randn(4, 3, 4, 4))  # updates the running statistics
     return model
 
 
 def taken(path: Path, **changes: Any) -> tuple[dict[str, Tensor], str]:
-    """The weights that a model has of a file, and what was said."""
+    """Returns the weights that a model loads from a file, and the warnings."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         model = build(ModelConfig(name=f"{__name__}.net", checkpoint=str(path), **changes), 3)
@@ -44,7 +44,7 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
 
 
 class Task(lightning.LightningModule):
-    """A user's own: the model beside a loss with weights and an average."""
+    """A user's module that contains the model, a moving average and a loss with weights."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Task(lightning.LightningModule):
 
 
 def files() -> dict[str, Any]:
-    """What usual scripts save, by name."""
+    """Returns what common training scripts save, by name."""
     model = trained()
     state, average = model.state_dict(), trained(2).state_dict()
     swa = torch.optim.swa_utils.AveragedModel(model)
@@ -111,7 +111,7 @@ def test_what_was_taken_of_several_is_said_and_can_be_chosen(tmp_path: Path) -> 
 def test_what_stands_beside_the_model_is_said(tmp_path: Path) -> None:
     torch.save(files()["Lightning"], tmp_path / "x.pt")
     said = taken(tmp_path / "x.pt")[1]
-    # 9 keys of the average and the weights of the loss.
+    # The average has 9 keys, the loss one.
     assert "keys outside of 'net.' were left out: average.0.weight and 9 more" in said
     torch.save(files()["plain"], tmp_path / "x.pt")
     assert taken(tmp_path / "x.pt")[1] == ""

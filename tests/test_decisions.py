@@ -1,4 +1,4 @@
-"""docs/decisions/ and docs/architecture.md: names, headings, the index, and files that are mentioned."""
+"""Tests of docs/decisions/ and docs/architecture.md: names, headings, the index, and mentioned files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "decisions"
 FILES = sorted(path for path in FOLDER.glob("*.md") if path.name != "README.md")
 SECTIONS = ["## Context", "## Decision", "## Consequences", "## Evidence"]
-# Text that may name a decision's file.
+# Suffixes of files that may mention a decision's file.
 READ = (".md", ".py", ".yaml", ".toml", ".mjs")
 
 

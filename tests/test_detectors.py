@@ -1,4 +1,4 @@
-"""Detectors: torchvision's own post-processing and losses, YOLOX's assignment, and what they refuse."""
+"""Tests of detectors against torchvision's post-processing and losses, YOLOX's assignment, and errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def made(name: str, **kwargs: Any) -> Any:
 
 
 def targets() -> Tensor:
-    """Boxes of two pictures, one of them ignored."""
+    """Returns the boxes of two images, one of them ignored."""
     found = torch.full((2, 3, 6), -1.0)
     found[0, 0] = torch.tensor([1, 20, 30, 90, 100, 0])
     found[0, 1] = torch.tensor([2, 60, 20, 150, 120, 0])
@@ -48,13 +48,13 @@ def test_boxes_are_those_of_torchvisions_postprocessing(name: str, spread: float
     model = made(name)
     (original,) = model._model
     generator = torch.Generator().manual_seed(1)
-    for parameter in original.head.parameters():  # boxes and scores far apart
+    for parameter in original.head.parameters():  # spreads boxes and scores
         parameter.data += spread * torch.randn(parameter.shape, generator=generator)
     images = torch.randn(2, 3, HEIGHT, WIDTH, generator=generator)
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.momentum = None
-    model.train()(images)  # else a random backbone's features have no end
+    model.train()(images)  # otherwise the features of a random backbone grow without bound
     model.eval()
     original.nms_thresh, original.topk_candidates, original.detections_per_img = 0.5, 400, 60
     with torch.no_grad():

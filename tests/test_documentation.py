@@ -1,4 +1,4 @@
-"""README.md and the pages of docs/: their size, their links, and the configuration behind each command.
+"""Tests of README.md and the pages of docs/: size, links, and the configuration of each command.
 
 `test_documented_commands.py` runs the commands.
 """
@@ -16,8 +16,8 @@ from qatkit.cli.train_command import train_run
 from qatkit.config.compose import compose_config
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-GENERATED = {"docs/models/odd.md"}
-# Keys whose value only the reader has; files of a page are called my_NAME.
+GENERATED = {"docs/models.md"}
+# Keys whose value only the reader can provide, except the files that a page shows (my_NAME).
 BROUGHT = re.compile(r"(data\.root|model\.checkpoint|model\.name)=(?!my_)|launcher=|://")
 
 
@@ -47,20 +47,20 @@ COMMANDS = list(all_commands())
 
 
 def test_a_command_with_data_of_the_reader_says_so() -> None:
-    """In one form, at the end of its comment: `# needs ImageNet`."""
+    """The form is always the same, at the end of the comment: `# needs ImageNet`."""
     assert len(COMMANDS) > 60
     silent = [one.text for one in COMMANDS if one.needs is None and BROUGHT.search(one.text)]
     assert not silent
 
 
 def _composed() -> list[tuple[Command, list[str]]]:
-    """Returns each step of train.py and export.py with its command."""
+    """Returns each train.py and export.py step with its command."""
     programs = (["train.py"], ["export.py"])
     return [(one, step) for one in COMMANDS for step in one.steps if step[:1] in programs]
 
 
 def test_scripts_of_the_site_are_files_of_its_own() -> None:
-    """Search from the disk needs a script that the plugin would load from another host."""
+    """Offline search needs a script that the plugin would otherwise load from another host."""
     listed = re.findall(r"^  polyfills: \[(.*?)\]", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     assert listed == ["javascripts/iframe-worker/shim.js"]
     assert (DOCS / listed[0]).is_file()
@@ -83,9 +83,9 @@ def test_the_configuration_of_a_command_composes(
     program, *arguments = step
     typed = [
         one for one in arguments if not one.startswith(("-", "hydra.", "launcher="))
-    ]  # a launcher is an extra
+    ]  # launchers need an extra
     if "-m" in arguments:
-        typed = [re.sub(r"^([\w.]+=[^,\[{]*),.*", r"\1", one) for one in typed]  # its first run
+        typed = [re.sub(r"^([\w.]+=[^,\[{]*),.*", r"\1", one) for one in typed]  # the first run of a sweep
     typed = [one.replace("recipe=NAME", "recipe=quickstart") for one in typed]
     if "OUTPUT_FOLDER" in command.text or "--config-dir" in arguments:
         pytest.skip("its configuration is that of a finished run, or of a folder of the reader's")

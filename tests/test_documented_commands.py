@@ -1,8 +1,8 @@
-"""Every command of the pages runs, but for those that are marked as needing something.
+"""Runs every command of the pages, except those that are marked as needing something.
 
-The commands of a page run in their order in one folder, so that later ones find the files of earlier ones. They are
-typed as the page has them, with overrides that make them short (`_SHORT`); placeholders get a value (`_VALUES`).
-The files that a page shows are there, too.
+The commands of a page run in order in one folder, so that later ones find the files of earlier ones. They are
+used as the page shows them, with overrides that shorten them (`_SHORT`) and values for placeholders
+(`_VALUES`). The folder also contains the files that the page shows.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _FEW = (*_RUN, "calibration.images=64", "data.test_images=64")
 _CALIBRATED = (*_FEW, "schedule=calibrate_only")
 _TINY = ("model.name=tiny_run.Net", "data.image_size=8")
 _TRAINING = (*_FEW, "data.train_images=256", "schedule.float_epochs=1", "schedule.epochs=1")
-# What makes a command short, by a text that it has; the first that is found.
+# Overrides that shorten a command that contains the key; the first match applies.
 _SHORT = {
     "--help": (),
-    "qatkit-verify": ("--min-speedup=0",),  # a tiny network gains nothing
+    "qatkit-verify": ("--min-speedup=0",),  # a tiny network gets no faster
     "search=": (*_TRAINING, *_TINY, "search.trials=2"),
     "recipe=onnx_ptq": (*_RUN, "calibration.images=16", "data.test_images=16"),
     "data=tones": (*_FEW, "data.train_images=256", "schedule.float_epochs=1", "calibration=minmax"),
@@ -54,7 +54,7 @@ _RUNNABLE = [page for page in PAGES if any(one.steps and not one.needs for one i
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The output folder of a short quickstart."""
+    """Returns the output folder of a short quickstart."""
     folder = tmp_path_factory.mktemp("finished")
     done = run_script("train.py", *_TRAINING, *_TINY, "output_dir=run", cwd=folder, timeout=1000)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -71,7 +71,7 @@ def test_the_commands_of_a_page_run(page: Path, finished: Path, tmp_path: Path) 
 
 
 def _run(command: Command, step: list[str], finished: Path, folder: Path) -> None:
-    """Runs one program of a command as a reader would, and expects that it succeeds."""
+    """Runs one program of a command as a reader would, and checks that it succeeds."""
     program, *arguments = [_filled(word, finished, folder) for word in step]
     arguments += next((more for text, more in _SHORT.items() if text in command.text), ())
     environment = _environment(folder)
@@ -84,7 +84,7 @@ def _run(command: Command, step: list[str], finished: Path, folder: Path) -> Non
 
 
 def _filled(word: str, finished: Path, folder: Path) -> str:
-    """Returns a word of a command with values in place of placeholders."""
+    """Returns a word of a command with its placeholder replaced."""
     if word == "bundle.zip":
         return str(folder / "release" / "bundle.zip")
     if word == "FILE":
@@ -94,8 +94,8 @@ def _filled(word: str, finished: Path, folder: Path) -> str:
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """Returns an environment with this interpreter's `python` and commands, in which files of `folder` are modules."""
-    modules = f"{folder}{os.pathsep}{Path(__file__).parent}"  # the latter has `_TINY`
+    """Returns an environment with this interpreter's commands and with `folder` on the module path."""
+    modules = f"{folder}{os.pathsep}{Path(__file__).parent}"  # the latter has the model of `_TINY`
     paths = {"PATH": Path(sys.executable).parent, "PYTHONPATH": modules}
     return os.environ | {
         name: f"{first}{os.pathsep}{os.environ.get(name, '')}" for name, first in paths.items()
@@ -103,7 +103,7 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 def _bring(page: Path, finished: Path, folder: Path) -> None:
-    """Writes the files that a page shows, or that its commands take as given."""
+    """Writes the files that a page shows or that its commands expect."""
     for name, text in files(page).items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
@@ -125,7 +125,7 @@ def _bring_a_recipe(folder: Path) -> None:
 
 
 def _bring_onnx_files(finished: Path, folder: Path) -> None:
-    """Writes a convolution of any size, a table of words with a mask, and the INT8 file of the finished run."""
+    """Writes a convolutional network, an embedding table with a mask, and the finished run's INT8 file."""
     shutil.copy(finished / "model.int8.onnx", folder)
     draw = np.random.default_rng(0)
     pictures = """<ir_version: 8, opset_import: ["": 17]>

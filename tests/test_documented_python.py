@@ -1,4 +1,4 @@
-"""Every Python block of the pages runs, in order, with a model and data in place of the reader's."""
+"""Runs every Python block of the pages, in order, with a model and data in place of the reader's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WITH_BLOCKS = [page for page in PAGES if python_blocks(page)]
 
 
 class Classifier(nn.Sequential):
-    """Pictures [N, 3, 16, 16] to logits [N, 4]."""
+    """A classifier of images: [N, 3, 16, 16] to logits [N, 4]."""
 
     def __init__(self) -> None:
         conv, norm, head = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.Linear(16, 4)
@@ -32,7 +32,7 @@ class Classifier(nn.Sequential):
 
 
 class Words(nn.Module):
-    """Ids and a mask [N, words] to logits [N, 4] and states [N, words, 16]."""
+    """A text model: ids and a mask [N, words] to logits [N, 4] and states [N, words, 16]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def test_the_python_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pyte
 
 
 def _pictures() -> dict[str, Any]:
-    """Returns a network of pictures, and what trains it."""
+    """Returns an image classifier and everything that trains it."""
     batches = [noise(16, 3, 16, 16, seed=seed) for seed in range(8)]
     quiet = Trainer(
         accelerator="cpu", max_steps=2, logger=False, enable_checkpointing=False, enable_progress_bar=False
@@ -71,14 +71,14 @@ def _pictures() -> dict[str, Any]:
 
 
 def _words() -> dict[str, Any]:
-    """Returns a network with two inputs by name."""
+    """Returns a network with two named inputs."""
     draws = [torch.randint(0, 50, (4, 8)) for _ in range(4)]
     batches = [{"ids": ids, "mask": (ids > 5).float()} for ids in draws]
     return {"model": Words().eval(), **batches[0], "batches": batches}
 
 
 def _detector() -> dict[str, Any]:
-    """Returns a detector with the parts that the page names."""
+    """Returns a detector with the names that the page uses."""
     detector = fasterrcnn_mobilenet_v3_large_320_fpn(weights=None, weights_backbone=None, num_classes=3)
     images = [torch.rand(3, 96, 96) for _ in range(2)]
     return {"detector": detector.eval(), "image": images[0], "batches": [[one] for one in images]}

@@ -1,4 +1,7 @@
-"""The cause in what ONNX Runtime and onnx_ir raise: without numbers, temporary paths and places in their source."""
+"""Tests of the cause in errors of ONNX Runtime and onnx_ir.
+
+It is printed without error codes, temporary paths and positions in their source.
+"""
 
 from __future__ import annotations
 

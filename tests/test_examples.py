@@ -1,4 +1,4 @@
-"""The examples of the documentation, run as their readers would."""
+"""Tests that run the examples of the documentation as a reader would."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One small model of every family of torchvision through the whole chain, against ONNX Runtime."""
+"""Tests of one small model of every torchvision family, through all steps, compared with ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def small_swin3d() -> nn.Module:
 
 
 def small_s3d() -> nn.Module:
-    """Stem, one block and the head of S3D."""
+    """Returns the stem, one block and the head of S3D."""
     norm = partial(nn.BatchNorm3d, eps=0.001)
     return nn.Sequential(
         TemporalSeparableConv(3, 16, 7, 2, 3, norm), nn.MaxPool3d((1, 3, 3), (1, 2, 2), (0, 1, 1)),
@@ -56,8 +56,8 @@ def short_convnext() -> nn.Module:
     return cast(nn.Module, model)
 
 
-# A model, the pixels of its input, the share of multiply-accumulates that must run in int8, and whether every
-# quantized value must be equal (a float residual stream rounds differently here and there).
+# A model, the image size, the minimum share of multiply-accumulates in int8, and whether every quantized
+# value must be equal (with a float residual stream, a few values round differently).
 FAMILIES: dict[str, tuple[Callable[[], nn.Module], int, float, bool]] = {
     "alexnet": (named("alexnet"), 64, 1.0, True),
     "squeezenet": (named("squeezenet1_1"), 64, 1.0, True),
@@ -71,7 +71,7 @@ FAMILIES: dict[str, tuple[Callable[[], nn.Module], int, float, bool]] = {
     "swin_v2": (lambda: swin(2), 64, 0.9, False),
     "maxvit": (maxvit, 64, 0.9, False),
 }
-# The same for clips [3, frames, rows, columns].
+# The same for clips [3, frames, height, width].
 CLIPS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float, bool]] = {
     "s3d": (small_s3d, (3, 4, 28, 28), 1.0, True),
     "mvit_v1": (lambda: small_mvit(1), (3, 4, 32, 32), 0.9, False),
@@ -81,17 +81,17 @@ CLIPS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float, bool]] =
 
 
 def check(model: nn.Module, shape: tuple[int, ...], share: float, exact: bool, name: str) -> None:
-    """Ships `model` and holds ONNX Runtime, off and on, against the converted module."""
+    """Exports `model` and compares ONNX Runtime, optimized and not, with the converted module."""
     case = ship(model, noise(8, *shape), f"family_{name}")
-    found = audit(case.path, allow_float=["*.relative"])  # MViT's products with tables of positions
+    found = audit(case.path, allow_float=["*.relative"])  # MViT's products with position embeddings
     assert found.ok, found.problems
     assert found.int8_share >= share
     images = noise(16, *shape, seed=3)
     expected = run_torch(case.converted, images)
     span, floating = np.ptp(expected), run_torch(model, images)
     assert span > 0
-    # A float residual stream carries every difference of rounding on: one output step on average. The random
-    # weights of the whole Swin V2 make it grow beyond that, but not to what quantization itself changes.
+    # A float residual stream propagates every rounding difference: one output step on average. The random
+    # weights of the full Swin V2 amplify it beyond that, but not beyond the quantization error itself.
     limit = np.abs(expected - floating).mean() if name == "swin_v2_t" else span / 255
     for optimize in (False, True):
         got = run_ort(case.path, images, optimize=optimize)
@@ -100,7 +100,7 @@ def check(model: nn.Module, shape: tuple[int, ...], share: float, exact: bool, n
     assert np.abs(run_torch(case.simulated, images) - floating).max() < 0.5 * span
 
 
-# They take longer than the others together, or have a newer relative among these.
+# Models that take longer than all others together, or that have a newer relative in the list.
 _LONG = (
     *("regnet_y", "googlenet", "maxvit", "mnasnet", "swin", "swin_v2", "squeezenet", "alexnet", "shufflenet"),
     *("mvit_v1", "mvit_v2"),

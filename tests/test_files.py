@@ -1,4 +1,4 @@
-"""A file is there whole, or is what it was before."""
+"""Tests that a file is either written completely or left as it was."""
 
 from __future__ import annotations
 

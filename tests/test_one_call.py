@@ -1,4 +1,4 @@
-"""`qatkit.quantize`: a script's model and batches through the whole chain."""
+"""Tests of `qatkit.quantize`, which takes a script's model and batches through all steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from qatkit_verify.errors import ConfigError
 
 
 class Two(nn.Module):
-    """An image and a vector to five numbers."""
+    """A model with an image and a vector as inputs and five logits as the output."""
 
     def __init__(self) -> None:
         super().__init__()

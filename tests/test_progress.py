@@ -1,4 +1,4 @@
-"""The bar over batches, where nobody sees it move."""
+"""Tests of the progress bar over batches when the output is not a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""docs/quark.md: the rows whose keys change a file's operators, run once each, by what the written file holds."""
+"""Tests of the rows of docs/quark.md whose keys change a file's operators.
+
+Each row is run once and checked against the written file.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ def test_operators_are_written_otherwise(quark: Quark, tmp_path: Path) -> None:
     found = Counter(kinds(model))
     norms = ("LayerNormalization", "InstanceNormalization", "LpNormalization", "Gelu", "Relu")
     assert [found[kind] for kind in norms] == [1] * 5
-    # The BatchNormalization alone is a depthwise convolution, that of the Concat went into the two before it.
+    # The single BatchNormalization became a depthwise convolution; the Concat's is folded into both Convs.
     assert (found["Conv"], found["BatchNormalization"], found["Slice"], found["Split"]) == (3, 0, 2, 0)
     assert (found["ReduceMean"], found["AveragePool"], found["GlobalAveragePool"]) == (0, 2, 2)
     x = drawn(2, 6, 36, 30, seed=20)
@@ -115,7 +118,8 @@ def test_approximations_replace_operators(
     (leaky,) = [node for node in model.graph.node if node.op_type == "LeakyRelu"]
     assert leaky.attribute[0].f == 26 / 256
     held = {round(value.item(), 6) for value in initializers(model).values() if value.size == 1}
-    assert {round(2731 / 16384 * 6, 6), round(7 / 64 * 9, 6)} <= held  # of the HardSigmoids and the pool
+    # Constants of the HardSigmoids and the pool.
+    assert {round(2731 / 16384 * 6, 6), round(7 / 64 * 9, 6)} <= held
     error = json.loads((quark.file.parent / "clean.json").read_text())["approximation_db"]
     assert 5 < min(error.values() if isinstance(error, dict) else [error]) < 60
     assert "dB" in capsys.readouterr().out

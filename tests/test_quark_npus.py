@@ -1,4 +1,4 @@
-"""docs/quark.md: the rows of NPUs, algorithms and choices, run once each."""
+"""Tests of the rows of docs/quark.md about NPUs, algorithms and choices; each row is run once."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _power(scale: np.ndarray) -> float:
 
 
 def _result(model: onnx.ModelProto, node: onnx.NodeProto) -> float | None:
-    """Returns the exponent of the scale to which a node's result is rounded, behind its activation."""
+    """Returns the exponent of the scale to which a node's result is rounded, after its activation."""
     held = {one.name: onnx.numpy_helper.to_array(one) for one in model.graph.initializer}
     name = node.output[0]
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""docs/quark.md: each key of its second column is one of the configuration, with a value that it takes.
+"""Tests that each key in the second column of docs/quark.md exists and accepts the value shown.
 
 `test_quark_cleaned.py`, `test_quark_quantized.py` and `test_quark_npus.py` run the rows.
 """
@@ -31,7 +31,7 @@ _MOST_MISSING = 5
 
 ROWS = list(page_rows())
 KEYS = sorted({code for row in ROWS for code in _CODE.findall(row[1])})
-# Of the last column those that look like keys of ours.
+# Code in the last column that looks like a configuration key.
 MENTIONED = sorted(
     {
         code
@@ -42,13 +42,13 @@ MENTIONED = sorted(
 
 
 def _group(name: str) -> type | None:
-    """The dataclass of a group of settings."""
+    """Returns the dataclass of a group of settings."""
     made = getattr(Config(), name, None)
     return type(made) if dataclasses.is_dataclass(made) else None
 
 
 def _owner(key: str) -> tuple[type, str]:
-    """The dataclass that has a key, and its name there."""
+    """Returns the dataclass that has a key, and the name of its field."""
     first, *rest = key.split(".")
     if not rest:
         return Config, first

@@ -1,4 +1,8 @@
-"""docs/quark.md: the rows whose keys quantize a file, run once each, by types, scales and pairs of the written file."""
+"""Tests of the rows of docs/quark.md whose keys quantize a file.
+
+Each row is run once and checked against the types, scales and QuantizeLinear/DequantizeLinear pairs of the
+file.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +40,7 @@ def test_types_and_names_choose_what_is_quantized(quark: Quark, tmp_path: Path) 
 
 
 def before_node(model: onnx.ModelProto, name: str) -> bool:
-    """Returns whether a node reads pairs."""
+    """Returns whether the first input of a node is dequantized."""
     made = {output: node.op_type for node in model.graph.node for output in node.output}
     (found,) = [node for node in model.graph.node if node.name == name]
     return made.get(found.input[0]) == "DequantizeLinear"
@@ -57,7 +61,8 @@ def test_every_operator_is_quantized(quark: Quark, tmp_path: Path) -> None:
 def test_products_of_activations_stay_float(quark: Quark, tmp_path: Path) -> None:
     model = quark.static(attention(tmp_path))
     held = {before(model, "MatMul", place) == _PAIR for place in (0, 1)}
-    assert held == {False} and kinds(model).count(_QUANTIZE) == 2  # the input, and the last product's
+    # Only the model's input and that of the last product are quantized.
+    assert held == {False} and kinds(model).count(_QUANTIZE) == 2
     every = quark.static(attention(tmp_path), "backend.every_operator=true")
     assert before(every, "MatMul", 0) == before(every, "MatMul", 1) == _PAIR
 
@@ -76,7 +81,7 @@ def test_overrides_set_types_axes_and_scales(quark: Quark, tmp_path: Path) -> No
     (gemm,) = nodes(model, "Gemm")
     assert [pair_of(model, node, 0)[2].dtype for node in (first, gemm)] == [np.uint16, np.uint8]
     weight, scale, _ = pair_of(model, second, 1)
-    assert scale.shape == (8,) and np.abs(weight).max() <= 64  # one bit less
+    assert scale.shape == (8,) and np.abs(weight).max() <= 64  # one bit fewer
     assert pair_of(model, first, 1)[1].size == 1
     assert pair_of(model, second, 0)[1:] == (np.float32(0.05), 0)
 
@@ -95,7 +100,7 @@ def test_pairs_of_a_file_take_another_form(quark: Quark, tmp_path: Path) -> None
     assert all(read.count(node.output[0]) == 1 for node in nodes(model, "DequantizeLinear"))
     assert (
         kinds(model).count("Relu") == kinds(before_it).count("Relu") - 1
-    )  # the other is read by a float pool
+    )  # a float pool reads the other Relu
     x = drawn(4, 3, 12, 12)
     np.testing.assert_array_equal(run(quark.file, {"x": x})[0], run(file, {"x": x})[0])
 
@@ -152,7 +157,8 @@ def test_calibrations_differ_in_their_scales(quark: Quark, tmp_path: Path) -> No
         source, "backend.activation_symmetric=true", "backend.activation_dtype=uint8", report
     )
     first, second = nodes(model, "Conv")
-    assert [int(pair_of(model, conv, 0)[2]) for conv in (first, second)] == [128, 0]  # behind a ReLU
+    # The second Conv follows a ReLU.
+    assert [int(pair_of(model, conv, 0)[2]) for conv in (first, second)] == [128, 0]
 
 
 @runs("UseRandomData", "RandomDataReaderInputDataRange", "CalibDataSize",
@@ -199,7 +205,7 @@ def test_least_squares_and_powers_of_two(quark: Quark, tmp_path: Path) -> None:
     plain_max = quark.static(source, "calibration.weights=max")
     clipped = quark.static(source, "calibration.weights=mse")
     first, second = (pair_of(one, nodes(one, "Gemm")[0], 1)[1] for one in (plain_max, clipped))
-    assert (second <= first).all()  # at 8 bits most are the largest value
+    assert (second <= first).all()  # at 8 bits, most scales equal those of the maximum
 
 
 @runs("QuantizeBias", "Int32Bias", "Int16Bias", "AdjustWeightScaleForInt32Bias", "AdjustBiasScale", "Int16Scale",
@@ -247,7 +253,7 @@ def test_formats_round_inputs_and_weights(quark: Quark, tmp_path: Path) -> None:
 
 
 def made_by(model: onnx.ModelProto, node: onnx.NodeProto) -> str:
-    """Returns the type of the node that makes a node's first input."""
+    """Returns the type of the node that produces a node's first input."""
     types: dict[str, str] = {name: one.op_type for one in model.graph.node for name in one.output}
     return types[node.input[0]]
 
@@ -259,7 +265,7 @@ def test_weights_alone_are_quantized(quark: Quark, tmp_path: Path) -> None:
     params = ("weights.bits=4", "weights.block=16", "weights.symmetric=true")
     four = quark.quantized(attention(tmp_path), "mode=weight_only", *params)
     (first, *rest) = nodes(four, "MatMulNBits")
-    assert len(rest) == 2 and len(first.input) == 3  # symmetric: no zero points
+    assert len(rest) == 2 and len(first.input) == 3  # symmetric: no zero_point
     held = {one.name: one.i for one in first.attribute}
     assert (held["bits"], held["K"], held["N"]) == (4, 16, 16)
 

@@ -1,4 +1,4 @@
-"""Models of recordings: DS-CNN as published, a conformer's block by hand, and features in the graph."""
+"""Tests of models for recordings: DS-CNN and a conformer against their papers, features in the graph."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_small_ds_cnn_has_the_published_cost() -> None:
 
 
 def by_hand(block: ConformerBlock, x: Tensor, heads: int) -> Tensor:
-    """Returns section 2 of the paper, from the weights of a block in evaluation."""
+    """Returns the output of a conformer block, computed from its weights by section 2 of the paper."""
     weights = dict(block.named_parameters()) | dict(block.named_buffers())
 
     def norm(y: Tensor, name: str) -> Tensor:
@@ -107,7 +107,7 @@ def test_a_model_gets_features_where_the_graph_has_them() -> None:
     wrapped = with_features(config, model)
     assert wrapped(torch.zeros(2, 8000)).shape == (2, 4) and not wrapped.training
     assert overrides_of(config)["features.*"].float and not overrides_of(Config())
-    of_file = replace(config, model=ModelConfig("onnx/model.onnx"))  # which takes samples itself
+    of_file = replace(config, model=ModelConfig("onnx/model.onnx"))  # this model accepts samples itself
     assert with_features(of_file, model) is model and not overrides_of(of_file)
 
 

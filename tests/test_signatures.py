@@ -1,4 +1,4 @@
-"""Models of several inputs and outputs through the whole chain, to a file that ONNX Runtime runs by their names."""
+"""Tests of models with several inputs and outputs, from the module to an ONNX file with their names."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_signature_from_module_to_file(name: str, tmp_path: Path) -> None:
         assert got.shape == tuple(exact.shape) and got.dtype == exact.numpy().dtype
         scale = max(1.0, float(np.ptp(reference.numpy())))
         np.testing.assert_allclose(got, reference.numpy(), rtol=0, atol=1e-5 * scale)
-        if exact.is_floating_point():  # int8, but the same function
+        if exact.is_floating_point():  # equal up to the quantization error
             assert np.abs(got - exact.numpy()).mean() < 0.03 * np.ptp(exact.numpy())
     measured = parity(converted, path, [other, (other, torch.zeros(5))], threads=1)
     assert measured.images == 10 and measured.agreement == 1 and measured.optimized.max_steps < 0.1
@@ -92,7 +92,7 @@ def test_a_module_is_called_as_the_model_is() -> None:
     ):
         torch.testing.assert_close(found, expected)
     with pytest.raises(ConfigError, match="labels"):
-        module(swapped | {"labels": torch.zeros(3)})  # or a mask that the graph knows nothing of
+        module(swapped | {"labels": torch.zeros(3)})  # the tensor could be a mask that the graph lacks
     pair = calibrated("nested inputs")[1].eval()
     sides: Any = arguments_of(SIGNATURES["nested inputs"].batch(3, 4))[0][0]
     turned = {side: sides[side] for side in ("right", "left")}
@@ -117,7 +117,7 @@ def test_corrections_run_on_batches_of_any_form() -> None:
     module.eval()
 
     def mean_error() -> float:
-        """Of the logits over the 14 images, which the correction of the last operator makes none."""
+        """Returns the mean error of 14 images' logits; correcting the last operator reduces it to zero."""
         with torch.no_grad():
             errors = [module(batch)[0] - float_outputs(model, batch)[0] for batch in batches]
         return float(torch.cat(errors)[:14].mean(0).abs().max())
@@ -143,7 +143,7 @@ def test_a_training_step_takes_what_the_model_takes() -> None:
 
 
 class OneSize(nn.Module):
-    """Takes batches of three alone."""
+    """A model that only accepts batches of three."""
 
     def __init__(self) -> None:
         super().__init__()

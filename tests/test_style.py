@@ -1,4 +1,4 @@
-"""What docs/style.md asks of the names of tests."""
+"""Tests of the rules of docs/style.md for names of tests."""
 
 from __future__ import annotations
 

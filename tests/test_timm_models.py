@@ -1,4 +1,4 @@
-"""Models of timm: named, built, prepared as timm does, and through the whole chain. Skipped where timm is absent."""
+"""Tests of timm models: names, construction, preprocessing, export; skipped without timm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faster R-CNN as one graph, against torchvision's own inference and losses."""
+"""Tests of Faster R-CNN as one graph against torchvision's own inference and losses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from qatkit_verify.errors import ConfigError
 
 
 def settled(spread: float) -> Any:
-    """Returns torchvision's model, whose BatchNorms know the statistics of random images."""
+    """Returns torchvision's model with BatchNorm statistics from random images."""
     torch.manual_seed(0)
     model = faster_rcnn(spread=spread)
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""Files of others: what is harmless is read as it is, what multiplies, nests or blocks is refused."""
+"""Tests of others' files: harmless ones are read; those that expand, nest too deeply or block are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Waiting for a core, as the kernel counts it."""
+"""Tests of the time spent waiting for a core, as the kernel counts it."""
 
 from __future__ import annotations
 
@@ -30,4 +30,4 @@ finally:
 
 def test_two_busy_processes_on_one_core_wait_as_long_as_they_run() -> None:
     done = subprocess.run([sys.executable, "-c", _SHARED], capture_output=True, text=True, check=True)
-    assert float(done.stdout) > 0.3  # 1 by the fair share of two
+    assert float(done.stdout) > 0.3  # 1 if both get a fair share

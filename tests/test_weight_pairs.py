@@ -1,4 +1,4 @@
-"""Weights whose products cannot saturate where two of them are added in 16 bits."""
+"""Tests that the products of guarded weights cannot saturate when pairs of them are added in 16 bits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ SPEC = QuantSpec("int8", symmetric=True, granularity=PerChannel(0), pairs=True)
 
 
 def by_hand(weight: NDArray[np.float64], *, across: bool) -> list[float]:
-    """The sums of one row's pairs [channels, positions]: the kernel's positions, and innermost the channels."""
+    """Returns the pair sums of a row [channels, positions] in channels-last order.
+
+    `across` lets pairs span two positions.
+    """
     channels, positions = weight.shape
     rows = [[weight[c, p] for c in range(channels)] for p in range(positions)]
     runs = [list(itertools.chain(*rows))] if across else rows
@@ -43,7 +46,7 @@ def by_hand(weight: NDArray[np.float64], *, across: bool) -> list[float]:
 
 
 def saturates(integers: Tensor) -> bool:
-    """Whether any activations take a pair beyond 16 bits, in either order; by the ends of their bytes."""
+    """Returns whether some activations make a pair overflow 16 bits; it suffices to try the extremes."""
     for row in integers.reshape(len(integers), integers.shape[1], -1).double().numpy():
         for across in (False, True):
             flat = row.T.reshape(1, -1) if across else row.T
@@ -71,7 +74,7 @@ def test_the_least_scale_is_of_the_largest_sum_of_neighbours(shape: tuple[int, .
 @pytest.mark.parametrize("granularity", ["per_channel", "per_tensor"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_no_rounding_of_a_guarded_weight_saturates(shape: tuple[int, ...], granularity: str) -> None:
-    """To the nearest, up or down as an algorithm says, of a fixed scale, clipped, and after it has moved."""
+    """Covers rounding to nearest and by an algorithm, a fixed scale, clipping, and a weight changed later."""
     weight = drawn(shape)
     spec = QuantSpec("int8", symmetric=True, granularity=granularity_of(granularity), pairs=True)
     scale = numerics.weight_scale(weight, spec)
@@ -99,7 +102,7 @@ def test_no_rounding_of_a_guarded_weight_saturates(shape: tuple[int, ...], granu
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_fitted_pairs_are_the_nearest(shape: tuple[int, ...]) -> None:
-    """Compared with every pair at the limit; weights whose pairs fit are unchanged."""
+    """Compares with every pair at the limit; weights whose pairs fit are unchanged."""
     steps = 90 * drawn(shape).clamp(-1.4, 1.4)
     whole = torch.round(steps).clamp(-127, 127)
     found = fitted(whole, steps)
@@ -120,7 +123,7 @@ def test_fitted_pairs_are_the_nearest(shape: tuple[int, ...]) -> None:
 
 
 def test_every_pair_overflows_and_none_does_guarded() -> None:
-    """At plain 8 bits weights of one size are all 127: each pair saturates; guarded they are 64."""
+    """Equal weights all become 127 in plain 8 bits, so that each pair saturates; guarded, they become 64."""
     weight = torch.ones(4, 6, 3, 3)
     plain = WeightFakeQuantize(QuantSpec("int8", symmetric=True, granularity=PerChannel(0)), weight.shape)
     assert saturates(plain.whole(weight))

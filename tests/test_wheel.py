@@ -1,4 +1,4 @@
-"""The wheel: everything that a run needs travels in it, and its commands work far from a checkout."""
+"""Tests that the wheel contains all that a run needs, and that its commands work outside a checkout."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RUN = (
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from the checkout."""
+    """Builds the wheel from the checkout."""
     folder = tmp_path_factory.mktemp("dist")
     _run(["uv", "build", "--wheel", "--out-dir", str(folder), str(ROOT)], ROOT)
     (built,) = folder.glob("*.whl")
@@ -32,7 +32,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def commands(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the commands in a fresh environment, which shares the libraries of this one, and not qatkit."""
+    """Returns the folder of commands of a new environment that shares this one's libraries, except qatkit."""
     folder = tmp_path_factory.mktemp("environment")
     _run(["uv", "venv", "--python", sys.executable, str(folder)], folder)
     _run(

@@ -1,4 +1,4 @@
-"""Small files as strangers bring them: what operators, names, types and graphs may look like around uint8 x int8."""
+"""Small files as other tools could write them: variants of uint8 x int8 operators and their graphs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BYTES = np.array([255, 254, 250, 128, 130, 0, 7], np.uint8)
 
 
 class File(NamedTuple):
-    """A model, several batches of its inputs, and the names of what is not emulated."""
+    """A model, several batches of its inputs, and the names of operators that are not emulated."""
 
     model: onnx.ModelProto
     batches: list[dict[str, Array]]
@@ -25,17 +25,17 @@ class File(NamedTuple):
 
 
 def large(*shape: int, seed: int = 3) -> Array:
-    """Weights that overflow in pairs."""
+    """Returns weights whose pair sums overflow."""
     return np.random.default_rng(seed).choice(_LARGE, shape)
 
 
 def bytes_of(*shape: int, seed: int = 4) -> Array:
-    """Activations, most of them large."""
+    """Returns activations, most of them large."""
     return np.random.default_rng(seed).choice(_BYTES, shape)
 
 
 def floats(*shape: int, seed: int = 5) -> Array:
-    """Most values are near the upper end, so that their bytes are large."""
+    """Returns values that are mostly near the upper limit, so that their bytes are large."""
     draw = np.random.default_rng(seed)
     return np.asarray(draw.choice([4.0, 3.9, 3.7, 0.1, -0.5], shape), np.float32)
 
@@ -49,7 +49,7 @@ def file_of(
     others: tuple[str, ...] = (),
     opset: int = 17,
 ) -> File:
-    """A file whose inputs are those of the batches, of any shape."""
+    """Returns a file with the inputs of the batches, whose shapes are all dynamic."""
     inputs = [
         helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(one.dtype), [None] * one.ndim)
         for name, one in batches[0].items()
@@ -65,7 +65,7 @@ def file_of(
 
 
 def numbers(zero: int = 3, weight_zero: Array | int = 0) -> dict[str, Any]:
-    """Scales and zero points; outputs of a few hundred thousand fill the bytes."""
+    """Returns scales and zero_points that map outputs of a few hundred thousand to a byte's range."""
     return {
         "xs": np.float32(0.02), "xz": np.uint8(zero), "ws": np.float32(0.002),
         "wz": np.asarray(weight_zero, np.int8), "ys": np.float32(0.07), "yz": np.uint8(100),
@@ -103,7 +103,7 @@ def integers(x: Array, weight: Array, **zeros: Any) -> File:
 def dynamic(
     x: Array, *weights: Array, per_column: bool = False, bias: bool = False, zero: int | None = 0
 ) -> File:
-    """Floats through products whose input is quantized as it comes; several share it."""
+    """Returns a file of float products that share a dynamically quantized input."""
     nodes = [helper.make_node("DynamicQuantizeLinear", ["x"], ["xq", "xs", "xz"], "quantize")]
     stored: dict[str, Any] = {}
     for i, weight in enumerate(weights):
@@ -128,7 +128,7 @@ def dynamic(
 
 
 def to_float(x: Array, weight: Array, zero: int = 0) -> File:
-    """Floats through a product with the scale and the zero point of its input beside it."""
+    """Returns a file of a float product that reads the scale and zero_point of its quantized input."""
     nodes = [
         helper.make_node("DynamicQuantizeLinear", ["x"], ["xq", "xs", "xz"]),
         helper.make_node(

@@ -1,4 +1,4 @@
-"""What may stand around the operators of a stranger's file: names, outputs, types, subgraphs, computed weights."""
+"""Graphs around the operators of other tools' files: names, outputs, types, subgraphs, computed weights."""
 
 from __future__ import annotations
 

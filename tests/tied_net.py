@@ -1,4 +1,4 @@
-"""A network with a table of words that is the weight of its last layer, too."""
+"""A network whose embedding table is also the weight of its last layer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class Tied(nn.Module):
-    """Words [N, T] to logits [N, T, 50], as most small language models do it."""
+    """Maps token ids [N, T] to logits [N, T, 50], as most small language models do."""
 
     def __init__(self) -> None:
         super().__init__()

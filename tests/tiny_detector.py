@@ -1,4 +1,4 @@
-"""A detector of one level that trains in seconds, and the configuration of its run."""
+"""A detector with one level that trains in seconds, and the configuration of its run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from qatkit.models.detectors.yolox_loss import YoloxLoss
 
 
 class TinyDetector(Detector):
-    """Cells of 8 pixels, each with a box, as YOLOX has them at one level."""
+    """Predicts one box per cell of 8 pixels, like one level of YOLOX."""
 
     def __init__(self, num_classes: int = 2) -> None:
         super().__init__()

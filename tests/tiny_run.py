@@ -1,4 +1,4 @@
-"""A run of seconds over the whole chain, and its files read again with numpy, onnx and scikit-learn alone."""
+"""A complete run of seconds, and readers of its files that use only NumPy, ONNX Runtime and scikit-learn."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SEED = 0
 
 
 class Net(nn.Module):
-    """Three convolutions, a residual, a classifier: 2,000 parameters."""
+    """Three convolutions with a residual add, and a classifier: 2,000 parameters."""
 
     def __init__(self, num_classes: int = 10) -> None:
         super().__init__()
@@ -57,7 +57,10 @@ class Net(nn.Module):
 
 
 class Uneven(nn.Module):
-    """Channels of the first convolution are 16 times apart, undone behind: bad for per-tensor scales."""
+    """A network that per-tensor scales suit badly: channels of the first convolution differ 16-fold in range.
+
+    The second convolution cancels the differences.
+    """
 
     def __init__(self, num_classes: int = 10) -> None:
         super().__init__()
@@ -76,7 +79,7 @@ class Uneven(nn.Module):
 
 
 def tiny(folder: Path, **changes: Any) -> Config:
-    """A run of seconds: digits at their own 8 x 8 pixels, one float epoch, one QAT epoch."""
+    """Returns the configuration of a run of seconds: 8 x 8 digits, four float epochs, one QAT epoch."""
     config = Config(
         name="tiny",
         seed=SEED,
@@ -92,14 +95,14 @@ def tiny(folder: Path, **changes: Any) -> Config:
 
 
 def calibrate_only(folder: Path) -> Config:
-    """No training at all: the weights are random, but the chain is the same."""
+    """Returns the configuration of the same run without training, so that the weights stay random."""
     config = tiny(folder, schedule=ScheduleConfig(epochs=0))
     config.verify.max_drop = None
     return config
 
 
 def digits_test() -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """The test images as the model sees them, [360, 3, 8, 8] in -1..1, and their labels."""
+    """Returns the test images as the model receives them, [360, 3, 8, 8] in -1..1, and their labels."""
     bunch = load_digits()
     test = train_test_split(
         np.arange(len(bunch.images)), test_size=0.2, stratify=bunch.target, random_state=SEED
@@ -115,7 +118,7 @@ def logits(path: Path, images: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def top(scores: NDArray[np.float32], labels: NDArray[np.int64], k: int) -> float:
-    """Percent of images whose label is among the `k` highest scores."""
+    """Returns the percentage of images whose label is among the `k` highest scores."""
     best = np.argsort(-scores, axis=1, kind="stable")[:, :k]
     return float(100 * (best == labels[:, None]).any(axis=1).mean())
 

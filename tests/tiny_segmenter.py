@@ -13,7 +13,7 @@ from qatkit.config.schema import Config
 
 
 class TinySegmenter(nn.Module):
-    """Features at half the size, a head that enlarges its logits, and one for training beside it."""
+    """A segmenter that upsamples its logits from half the size, with an auxiliary head for training."""
 
     def __init__(self, num_classes: int = 3) -> None:
         super().__init__()

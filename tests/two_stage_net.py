@@ -1,4 +1,4 @@
-"""A small Faster R-CNN of torchvision's own classes, with two or three levels and weights that find boxes."""
+"""A small Faster R-CNN made of torchvision's classes, with three levels and weights that find boxes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HEIGHT, WIDTH, PROPOSALS = 128, 160, 24
 
 
 class Pyramid(nn.Module):
-    """Features of strides 4, 8 and 16."""
+    """Features with strides 4, 8 and 16."""
 
     out_channels = 16
 
@@ -39,7 +39,10 @@ class Pyramid(nn.Module):
 
 
 def faster_rcnn(classes: int = 3, spread: float = 0.02, size: int = HEIGHT) -> FasterRCNN:
-    """Returns torchvision's model, which takes images as they are; boxes of 10 to 100 pixels of an image of `size`."""
+    """Returns torchvision's model without input normalization.
+
+    Its anchors are 1/8 to 1/2 of `size`, the height of the images.
+    """
     shares = size / HEIGHT
     anchors = AnchorGenerator(
         tuple((int(16 * shares * 2**level),) for level in range(3)), ((0.5, 1.0, 2.0),) * 3
@@ -59,7 +62,7 @@ def faster_rcnn(classes: int = 3, spread: float = 0.02, size: int = HEIGHT) -> F
 
 
 class TinyTwoStages(TwoStageDetector):
-    """The detector of `task=detection`."""
+    """The two-stage detector for runs with `task=detection`."""
 
     def __init__(self, num_classes: int = 2) -> None:
         super().__init__(faster_rcnn(num_classes, 0.0, 64))

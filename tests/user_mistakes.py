@@ -1,7 +1,7 @@
-"""Modules of users with a mistake in each: (code, settings that name it, what the line says after "error: ").
+"""Users' modules with one mistake each: (code, settings that name it, text that the error line contains).
 
-`{}` is the module's name; the line that a `# here` ends is the one that the message has to name. What each imports
-from `helper` is in tests/test_foreign.py.
+`{}` stands for the module's name. The message has to name the line that ends with `# here`. The names that
+they import from `helper` are in tests/test_foreign.py.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ SOURCE, MODEL = "data.source={}.load", "model.name={}.Mine"
 
 
 def gives(what: str, **given: str) -> str:
-    """A source whose training set gives `what` of image `index`."""
+    """Returns a source whose training set returns `what` for image `index`."""
     arguments = "".join(f", {key}={value}" for key, value in given.items())
     return f"{LOAD}    return splits(Images(get=lambda index: {what}{arguments}))\n"
 
 
-# name: (code, settings, what the line says after "error: ")
+# name: (code, settings, text that the error line contains)
 MISTAKES: dict[str, tuple[str, list[str], str]] = {
-    # a module that can't be imported
+    # modules that cannot be imported
     "a library that is not there": (
         "import no_such_library  # here",
         [SOURCE],
@@ -43,7 +43,7 @@ MISTAKES: dict[str, tuple[str, list[str], str]] = {
         ["backend.target={}.MINE"],
         "backend.target={}.MINE: it raised (IndexError",
     ),
-    # a source
+    # data sources
     "a source that raises": (f"{LOAD}    open('/no/such/file')  # here", [SOURCE], "(FileNotFoundError: "),
     "deep in a library": (f"{LOAD}    torch.load('/no/file')  # here", [SOURCE], "(FileNotFoundError: "),
     "a source of no arguments": (
@@ -134,7 +134,7 @@ MISTAKES: dict[str, tuple[str, list[str], str]] = {
         [SOURCE],
         "data.source={}.load: it raised (KeyError: 'label'; ",
     ),
-    # its items
+    # items of a source
     "an item that raises": (
         f"def get(index):\n    return PIXELS[index + 40], 0  # here\n{gives('get(index)')}",
         [SOURCE],
@@ -207,7 +207,7 @@ MISTAKES: dict[str, tuple[str, list[str], str]] = {
         [SOURCE],
         "data.source={}.load: test[0] must be a pair (image, label)",
     ),
-    # a model
+    # models
     "a builder that raises": (
         "def Mine(num_classes):\n    raise OSError('no weights')  # here",
         [MODEL],
@@ -273,7 +273,7 @@ MISTAKES: dict[str, tuple[str, list[str], str]] = {
         [MODEL],
         "the computation depends on values of a tensor",
     ),
-    # what is called from within
+    # checks and algorithms
     "a check": (
         "from qatkit.verify.checks.base import Check\nclass Mine(Check):\n    name = 'mine'\n"
         "    def __init__(self):\n        self.x = {}['x']  # here\n    def measure(self, subject, results): ...",
@@ -295,7 +295,7 @@ MISTAKES: dict[str, tuple[str, list[str], str]] = {
     ),
 }
 
-# One of each kind, for every time; half a second each.
+# One mistake of each kind for the default suite; each takes half a second.
 QUICK = {
     "a syntax error",
     "a source that raises",

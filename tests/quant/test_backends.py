@@ -1,4 +1,4 @@
-"""The TensorRT backend: files of the form that TensorRT takes, and their numbers against the converted module."""
+"""Tests of the TensorRT backend: its files have TensorRT's form and the numbers of the converted module."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def shipped(name: str) -> Shipped:
 
 
 def maker(value: ir.Value | None) -> ir.Node:
-    """The node that computes `value`."""
+    """Returns the node that computes `value`."""
     node = value.producer() if value is not None else None
     assert node is not None
     return node
 
 
 def assert_symmetric(path: Path) -> ir.Graph:
-    """Every pair is int8 with zero point 0, activations per tensor; no bias is quantized."""
+    """Checks that all pairs are int8 with zero_point 0, activations are per-tensor, and biases stay float."""
     graph = read_model(path).graph
     for node in graph:
         if node.op_type not in ("QuantizeLinear", "DequantizeLinear"):
@@ -62,7 +62,7 @@ def assert_symmetric(path: Path) -> ir.Graph:
             scale = constant(pairs[1].inputs[1])
             assert scale is not None and scale.ndim == 1  # one scale per channel
             assert all(element_type(b) == ir.DataType.FLOAT for b in bias)
-        assert node.op_type != "Sum"  # no barrier
+        assert node.op_type != "Sum"  # no Sum as a barrier
     return graph
 
 
@@ -87,7 +87,7 @@ def test_tensorrt_gets_pairs_it_accepts_and_outputs_agree(name: str) -> None:
 
 
 def test_tensorrt_quantizes_one_branch_of_a_sum_and_keeps_relu() -> None:
-    """Conv + Add + ReLU fuse in TensorRT when the shortcut is int8 and nothing follows the Conv."""
+    """TensorRT fuses Conv, Add and ReLU if the shortcut is int8 and nothing else follows the Conv."""
     graph = assert_symmetric(shipped("residual").path)
     add = next(node for node in graph if node.op_type == "Add")
     assert sorted(maker(value).op_type for value in add.inputs) == ["Conv", "DequantizeLinear"]
@@ -106,7 +106,7 @@ def test_of_two_convolutions_the_shortcut_is_quantized() -> None:
 
 
 def test_a_relu_without_a_convolution_is_not_lost() -> None:
-    """Negative inputs of a symmetric range must come out as zero."""
+    """Negative inputs of a symmetric range must become zero."""
 
     class Clamped(nn.Module):
         def __init__(self) -> None:

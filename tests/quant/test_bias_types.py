@@ -1,4 +1,4 @@
-"""Integers and multipliers of biases of 8 and 16 bits, against NumPy."""
+"""Tests of the integers and multipliers of 8-bit and 16-bit biases against NumPy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def steps(per_channel: bool) -> torch.Tensor:
 @pytest.mark.parametrize("per_channel", [True, False])
 @pytest.mark.parametrize("dtype", LARGEST)
 def test_a_bias_is_within_half_a_step_of_the_type(dtype: str, per_channel: bool, scale_type: str) -> None:
-    """Half of the largest step by which the largest value fits; twice that between powers of two."""
+    """The step is the smallest with which the largest value fits; powers of two at most double it."""
     step = steps(per_channel)
     bias, spec = drawn(step), QuantSpec("int8", symmetric=True, bias_dtype=dtype, scale_type=scale_type)
     whole, multiplier = whole_bias(bias, step, spec)
@@ -43,7 +43,7 @@ def test_a_bias_is_within_half_a_step_of_the_type(dtype: str, per_channel: bool,
 
 
 def test_one_value_per_scale_is_nearly_kept() -> None:
-    """Rounding to 127 steps loses up to 1/254."""
+    """Rounding to 127 steps alone would lose up to 1/254."""
     step = steps(True)
     bias = drawn(step)
     spec = QuantSpec("int8", symmetric=True, bias_dtype="int8")

@@ -1,4 +1,4 @@
-"""FakeQuantize on an edge: plain when off, observing sets the range, absorbed activations stay what they were."""
+"""Tests of FakeQuantize: plain when disabled, ranges set by observing, absorbed activations unchanged."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ACTIVATIONS: dict[str, tuple[Bounds, Callable[[Tensor], Tensor]]] = {
 
 
 def quantizer(bounds: Bounds = (None, None), dtype: str = "uint8", x: Tensor = X) -> FakeQuantize:
-    """Calibrated on `x` and enabled."""
+    """Returns an enabled quantizer calibrated on `x`."""
     module = FakeQuantize(QuantSpec(dtype), MinMaxObserver(), bounds)
     module.observing = True
     module(x)
@@ -117,13 +117,13 @@ def test_weight_quantization_is_off_at_first_and_follows_weights() -> None:
     bias = torch.tensor([0.123456, -7.0])
     assert all(a is b for a, b in zip(module(w, bias), (w, bias), strict=True))
     module.enabled = True
-    assert module(w, bias)[1] is bias  # between unknown tensors it has no steps yet
+    assert module(w, bias)[1] is bias  # without known input and output quantizers, it has no step yet
     assert torch.allclose(module(w)[0], torch.tensor([[1.27, -0.50], [0.0, 12.7]]))
     assert torch.allclose(module.scale(w * 3), torch.tensor([0.03, 0.3]))
 
 
 def test_a_clipped_weight_and_its_gradient_match_numpy() -> None:
-    """7-bit, 100,000 normal weights a channel and one of 9: it pays to clip that one (and only that one)."""
+    """With 7 bits, clipping pays off only for the channel that has a 9 among 100,000 normal weights."""
     spec = QuantSpec("int8", symmetric=True, granularity=PerChannel(0), reduce_range=True)
     w = torch.randn(2, 100_000, generator=torch.Generator().manual_seed(0)).clamp_(-3, 3)
     w[0, 0] = 9.0
@@ -147,7 +147,7 @@ def test_a_clipped_weight_and_its_gradient_match_numpy() -> None:
 
 
 def test_given_integers_ship_and_move_with_the_weight() -> None:
-    """At any distance from weight / scale, clipped beyond the range; in training floor(w / s) moves them."""
+    """They may be far from weight / scale, are clipped, and move with floor(w / s) in training."""
     spec = QuantSpec("int8", symmetric=True, granularity=PerChannel(0))
     weight = torch.tensor([[0.26, -0.31, 0.5, -5.0], [1.0, 2.5, -0.1, 9.0]])
     scale, integers = torch.tensor([0.1, 0.5]), torch.tensor([[7, -3, -2, -127], [2, 4, 0, 30]])

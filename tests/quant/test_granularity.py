@@ -1,4 +1,4 @@
-"""Which scale serves which element, against NumPy loops over the indices."""
+"""Tests of which scale applies to which element, against NumPy loops over the indices."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ CASES: list[tuple[Granularity, tuple[int, ...], tuple[int, ...]]] = [
     (PerChannel(-1), (5, 3, 7), (7,)),
     (PerBlock(3), (4, 6), (4, 2)),
     (PerBlock(4), (5, 6), (5, 2)),  # the last block has two elements
-    (PerBlock(8), (4, 5, 2, 2), (4, 3)),  # of a Conv: input channels times kernel
+    (PerBlock(8), (4, 5, 2, 2), (4, 3)),  # a Conv weight in blocks of input channels times kernel
     (PerBlock(16), (6, 1, 3, 3), (6, 1)),
     (PerBlock(8), (3, 5), (3, 1)),
     (AlongAxis(4, 1), (5, 6), (5, 2)),
-    (AlongAxis(2, 1), (4, 5, 2, 3), (4, 3, 2, 3)),  # of a Conv: input channels
+    (AlongAxis(2, 1), (4, 5, 2, 3), (4, 3, 2, 3)),  # a Conv weight in blocks of input channels
     (AlongAxis(4, -1), (3, 2, 8), (3, 2, 2)),
 ]
 
@@ -48,7 +48,10 @@ CASES: list[tuple[Granularity, tuple[int, ...], tuple[int, ...]]] = [
 def index_of_scale(
     granularity: Granularity, place: tuple[int, ...], shape: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Follows the definition in the ONNX standard; blocks are those of the weight as a matrix [out, inputs]."""
+    """Returns the index of an element's scale as the ONNX standard defines it.
+
+    Blocks are those of the weight as a matrix [out, inputs].
+    """
     if isinstance(granularity, PerChannel):
         return (place[granularity.axis],)
     if isinstance(granularity, AlongAxis):
@@ -115,7 +118,7 @@ def test_a_weight_is_quantized_and_dequantized_as_numpy_does(
 
 
 def test_each_block_is_clipped_for_its_own_least_error() -> None:
-    """Of two blocks of 2-bit weights the one with an outlier is clipped, by the share that a search finds."""
+    """Of two 2-bit blocks, only the one with an outlier is clipped, by the share that a search finds."""
     spec = QuantSpec("int2", symmetric=True, granularity=PerBlock(50))
     weight = noise(1, 100).clamp(-1.5, 1.5)
     weight[0, :50] = weight[0, :50].sign()
@@ -131,7 +134,7 @@ def test_each_block_is_clipped_for_its_own_least_error() -> None:
 
 
 def test_what_a_scale_may_be_multiplied_by() -> None:
-    """A factor an output channel goes into scales none of which serves two of them."""
+    """A factor per output channel can be merged into scales if none applies to two output channels."""
     assert not PerTensor().separates(0)
     assert PerChannel(0).separates(0) and not PerChannel(1).separates(0)
     assert PerBlock(32).separates(0) and not PerBlock(32).separates(1)

@@ -1,4 +1,4 @@
-"""Scales as files hold them, against NumPy."""
+"""Tests of scales as files store them, against NumPy."""
 
 from __future__ import annotations
 

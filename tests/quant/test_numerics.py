@@ -1,4 +1,4 @@
-"""The arithmetic against ONNX's own reference implementation, and ranges against their definition."""
+"""Tests of the arithmetic against ONNX's reference implementation, and of ranges against their definition."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ SCALE, ZERO = 0.25, {"uint8": 120, "int8": -7}
 def onnx_run(
     op: str, x: NDArray[Any], scale: NDArray[Any], zero_point: NDArray[Any], axis: int
 ) -> NDArray[Any]:
-    """One QuantizeLinear (opset 13) or DequantizeLinear in onnx.reference.
+    """Returns the result of a QuantizeLinear (opset 13) or DequantizeLinear in onnx.reference.
 
-    Its oldest DequantizeLinear is that of opset 19, which says the same for 8-bit inputs and float32 scales.
+    Its oldest DequantizeLinear is that of opset 19, which is identical for 8-bit inputs and float32 scales.
     """
     elements = [helper.np_dtype_to_tensor_dtype(a.dtype) for a in (x, scale, zero_point)]
     infos = [
@@ -51,7 +51,7 @@ def onnx_run(
 
 
 def awkward(scale: float) -> Tensor:
-    """All ties around all levels, values far outside the range, signed zeros, and ordinary numbers."""
+    """Returns ties between all levels, values far outside the range, signed zeros, and ordinary numbers."""
     ties = (torch.arange(-400, 400) + 0.5) * scale
     rest = torch.randn(4000, generator=torch.Generator().manual_seed(0)) * 60 * scale
     return torch.cat([ties, rest, torch.tensor([0.0, -0.0, 1e7 * scale, -1e7 * scale, 1e-30])])
@@ -67,7 +67,7 @@ def test_quantize_is_onnx_quantize_linear(dtype: str, scale: float) -> None:
     assert got.dtype == torch_type
     assert np.array_equal(got.numpy(), expected)
     info = np.iinfo(np_type)
-    assert {info.min, info.max} <= set(expected.tolist())  # both ends saturate
+    assert {info.min, info.max} <= set(expected.tolist())  # saturates on both sides
 
 
 def test_halves_round_to_even() -> None:
@@ -150,7 +150,7 @@ def test_choose_qparams_covers_the_range_and_zero(ends: tuple[float, float], spe
     assert scale.dtype == torch.float32 and zero_point.dtype == torch.int32
     s, z = np.float64(scale.item()), int(zero_point)
     assert np.isfinite(s) and s >= 1e-12 * (1 - 1e-6)
-    assert spec.quant_min <= z <= spec.quant_max  # real zero is a level
+    assert spec.quant_min <= z <= spec.quant_max  # zero is exactly representable
     low, high = min(ends[0], 0.0), max(ends[1], 0.0)
     bottom, top = (spec.quant_min - z) * s, (spec.quant_max - z) * s
     half = s / 2 * (1 + 1e-4)
@@ -222,7 +222,7 @@ def test_gradient_of_a_range_from_zero_is_that_of_relu() -> None:
 
 @pytest.mark.parametrize(("dtype", "zero_point"), [("uint8", 0), ("uint8", 120), ("int8", -7)])
 def test_accelerators_round_and_differentiate_as_the_cpu(dtype: str, zero_point: int) -> None:
-    """Half a step outside of the range, too, where the fused kernel's own gradient is 1."""
+    """Includes half a step outside the range, where the gradient of the fused kernel itself is 1."""
     spec, scale, zero = QuantSpec(dtype), torch.tensor(SCALE), torch.tensor(zero_point, dtype=torch.int32)
     low, high = ((end - zero_point) * SCALE for end in spec.type_range)
     x = torch.linspace(low - 2 * SCALE, high + 2 * SCALE, 4001).requires_grad_()
@@ -253,22 +253,22 @@ def test_spec_names_the_field_and_what_is_allowed() -> None:
 
 
 def _at(x: Tensor, value: float) -> Tensor:
-    """`x` with one value changed."""
+    """Returns `x` with one value changed."""
     x = x.clone()
     x[3, 1, 2] = value
     return x
 
 
-# What a channel of a weight may hold, made of normal noise.
+# Kinds of weight channels, made from normal noise.
 CHANNELS: dict[str, Callable[[Tensor], Tensor]] = {
     "normal": lambda x: x,
     "empty": torch.zeros_like,
-    "outlier": lambda x: _at(x, 9.0),  # worth clipping where the steps are coarse
+    "outlier": lambda x: _at(x, 9.0),  # worth clipping if the steps are coarse
     "constant": lambda x: torch.full_like(x, -2.5),
     "two modes": lambda x: 0.05 * x + 4 * x.sign(),
     "negative": lambda x: -x.abs() - 0.5,
     "denormal": lambda x: x * 1e-41,
-    "huge": lambda x: x * 5e16,  # its squared errors are float32 still
+    "huge": lambda x: x * 5e16,  # its squared errors still fit float32
     "one": lambda x: _at(torch.zeros_like(x), 0.7),
 }
 
@@ -276,7 +276,7 @@ CHANNELS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("reduce_range", [False, True])
 def test_the_weight_scales_of_channels_against_a_loop(axis: int, reduce_range: bool) -> None:
-    """The largest value of each channel, and the share of it that leaves the least squared error."""
+    """The loop finds the largest value of each channel, and the share of it with the least squared error."""
     spec = QuantSpec("int8", symmetric=True, granularity=PerChannel(axis), reduce_range=reduce_range)
     noise = torch.randn(len(CHANNELS), 9, 40, 40, generator=torch.Generator().manual_seed(0))
     w = torch.stack([make(x) for make, x in zip(CHANNELS.values(), noise, strict=True)], axis)

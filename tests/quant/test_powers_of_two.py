@@ -1,4 +1,4 @@
-"""Scales of activations that are powers of two, against NumPy."""
+"""Tests of power-of-two scales of activations against NumPy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def error(x: np.ndarray, scale: float, zero: int) -> float:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_no_exponent_has_a_smaller_error_than_the_chosen(seed: int, symmetric: bool) -> None:
-    """Compares with NumPy over the values, all exponents and zero points; the histogram may be a bin off."""
+    """NumPy tries all exponents and zero_points on the exact values; the histogram may be off by a bin."""
     drawn = np.random.default_rng(seed)
     x = (drawn.standard_t(4, 40_000) * drawn.uniform(0.2, 5) + drawn.uniform(-1, 1)).astype(np.float32)
     for observer in (MSEObserver(), PercentileObserver()):
@@ -48,7 +48,7 @@ def test_a_range_without_a_histogram_clips_nothing(symmetric: bool) -> None:
         half = float(found.scale) / 2
         assert np.frexp(float(found.scale))[0] == 0.5 and int(found.zero_point) % 2 == 0
         assert float(record["low"]) <= float(x[0]) + half and float(record["high"]) >= float(x[1]) - half
-        assert float(x[1] - x[0]) > 254 * half or symmetric  # of the next smaller one it does
+        assert float(x[1] - x[0]) > 254 * half or symmetric  # the next smaller scale would clip
 
 
 def test_a_sigmoid_has_256_steps_between_0_and_1() -> None:

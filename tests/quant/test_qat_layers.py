@@ -1,4 +1,4 @@
-"""Conv and Linear with a live BatchNorm against the plain pair, values and gradients."""
+"""Tests of Conv and Linear with a live BatchNorm against the separate layers: values and gradients."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], type[nn.Module], tuple[int, ...]
 
 
 def pair(case: str, gamma_zero: bool = False) -> tuple[nn.Module, Any, Tensor]:
-    """The operator, a BatchNorm with statistics of its own, and an input."""
+    """Returns the operator, a BatchNorm with random statistics, and an input."""
     make, norm, shape = CASES[case]
     torch.manual_seed(0)
     op, bn = make(), cast(Any, norm(8))
@@ -87,14 +87,14 @@ def test_in_training_it_equals_the_pair_including_gradients(case: str, gamma_zer
         assert mine.grad is not None, name
         assert (mine.grad - grad).abs().max() <= 1e-4 * scale, name
     if op.bias is not None:
-        # BatchNorm takes the mean away: a bias before it has no gradient beyond rounding.
+        # BatchNorm subtracts the mean, so a bias before it only has the gradient of rounding errors.
         assert cast(Tensor, module.bias).grad is not None
         assert cast(Tensor, cast(Tensor, module.bias).grad).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("gamma_zero", [False, True])
 def test_the_weight_is_quantized_as_it_ships(gamma_zero: bool) -> None:
-    """Frozen: exactly the folded weight, rounded. Training: finite, and close to the unquantized pair."""
+    """In inference, the weight is the rounded folded one; in training, the output is near the float pair."""
     op, bn, x = pair("conv2d", gamma_zero)
     module = fused(op, bn)
     spec = QuantSpec("int8", symmetric=True, granularity=PerChannel(0))
@@ -112,7 +112,7 @@ def test_the_weight_is_quantized_as_it_ships(gamma_zero: bool) -> None:
 
 @pytest.mark.parametrize("case", ["conv2d with bias", "linear"])
 def test_bias_is_rounded_to_input_scale_times_weight_scale(case: str) -> None:
-    """Between two quantized tensors also the requantization is p/q with q odd (values by hand)."""
+    """Between two quantized tensors, the requantization factor is p/q with odd q (computed by hand)."""
     op, _, x = pair(case)
     module = QAT_TYPES[type(op)].from_float(copy.deepcopy(op))
     fake = WeightFakeQuantize(
@@ -165,11 +165,14 @@ def test_without_batch_norm_it_equals_and_shares_the_operator(case: str) -> None
     assert torch.equal(module(x), op(x))
     assert module.weight is op.weight and module.bias is op.bias
     assert list(module.state_dict()) == list(op.state_dict())
-    assert not hasattr(op, "bn")  # the original is as it was
+    assert not hasattr(op, "bn")  # the original is unchanged
 
 
 def test_a_compiled_backward_pass_uses_the_initial_statistics() -> None:
-    """A living BatchNorm's variance scales the weight, and moves in the same pass; the partitioner alone shows it."""
+    """A live BatchNorm's variance scales the weight and is updated in the same pass.
+
+    Only the partitioner of torch.compile reveals which of the two values the backward pass uses.
+    """
     torch.manual_seed(0)
     conv, bn = nn.Conv2d(3, 8, 3).double(), nn.BatchNorm2d(8).double()
     layer = QATConv2d.from_float(conv, bn)

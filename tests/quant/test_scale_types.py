@@ -1,4 +1,4 @@
-"""Scales of float16 and of 15-bit integers times powers of two, against NumPy."""
+"""Tests of float16 scales, and of scales that are 15-bit integers times powers of two, against NumPy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KINDS = ("float16", "int16")
 
 
 def is_of(kind: str, scale: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Whether scales are of a type, by NumPy's own float16, and by their 15 leading bits."""
+    """Returns whether scales are exact in a type, by NumPy's float16 or by their 15 leading bits."""
     if kind == "float16":
         return np.asarray(scale.astype(np.float16).astype(np.float64) == scale)
     whole = np.frexp(scale.astype(np.float64))[0] * 2**15

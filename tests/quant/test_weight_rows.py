@@ -1,4 +1,4 @@
-"""Parts of a weight are quantized one after the other, to the same values as the whole."""
+"""Tests that a weight quantized in parts has the same values as the whole."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GRANULARITIES = [PerTensor(), PerChannel(0), PerBlock(16)]
 def quantizer(
     weight: torch.Tensor, granularity: Granularity, *, fixed: bool, dtype: str = "int4"
 ) -> WeightFakeQuantize:
-    """Returns a quantizer that is on; `fixed` gives it a rounding other than the nearest."""
+    """Returns an enabled quantizer; `fixed` makes it round up instead of to the nearest."""
     fake = WeightFakeQuantize(QuantSpec(dtype, symmetric=True, granularity=granularity), weight.shape)
     if fixed:
         scale = fake.scale(weight)
@@ -47,19 +47,19 @@ def test_pieces_of_a_weight_give_what_the_whole_gives(
 
 @pytest.mark.parametrize(("dtype", "held"), [("int4", torch.int8), ("int8", torch.int16)])
 def test_a_rounding_takes_a_byte_where_it_fits(dtype: str, held: torch.dtype) -> None:
-    """The integers are the given ones, of the widest distances from the weight too."""
+    """The given integers are kept even at the largest possible distance from the weight."""
     weight = noise(4, 16)
     fake = quantizer(weight, PerChannel(0), fixed=False, dtype=dtype)
     scale = fake.scale(weight)
     low, high = fake.spec.quant_min, fake.spec.quant_max
-    ends = torch.where(weight > 0, low, high).float()  # as far away as they can be
+    ends = torch.where(weight > 0, low, high).float()  # as far from the weight as possible
     fake.fix(scale, weight, ends)
     assert fake.rounding is not None and fake.rounding.dtype == held
     np.testing.assert_array_equal(fake.whole(weight).numpy(), ends.numpy())
 
 
 def test_rows_that_are_looked_up_are_those_of_the_whole_table() -> None:
-    """Without gradients only these are quantized."""
+    """Without gradients, only the looked-up rows are quantized."""
     table = QATEmbedding(40, 32)
     table.weight_fake_quant = quantizer(table.weight.detach(), PerBlock(16), fixed=True)
     rows = torch.tensor([[3, 39, 3], [0, 7, 39]])

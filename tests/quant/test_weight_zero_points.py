@@ -1,4 +1,4 @@
-"""Weights with a zero point: against NumPy, ONNX's reference of DequantizeLinear, and what may not have one."""
+"""Tests of weights with a zero_point against NumPy and ONNX, and of where none is allowed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WIDE = QuantSpec("int8", granularity=PerChannel(0))
 
 
 def quantizer(spec: QuantSpec) -> WeightFakeQuantize:
-    """Enabled, for `WEIGHT`."""
+    """Returns an enabled quantizer for `WEIGHT`."""
     made = WeightFakeQuantize(spec, WEIGHT.shape)
     made.enabled = True
     return made
@@ -44,7 +44,7 @@ def quantizer(spec: QuantSpec) -> WeightFakeQuantize:
 def by_numpy(
     weight: NDArray[np.float32], ends: tuple[int, int], axes: tuple[int, ...], share: float = 1.0
 ) -> tuple[NDArray[np.float32], NDArray[np.float64], NDArray[np.float32]]:
-    """Scale, zero point and values, each group of `axes` by itself; `share` of the range is kept."""
+    """Returns scale, zero_point and values for each group of `axes`; `share` of the range is kept."""
     low, high = (
         np.minimum(weight.min(axes, keepdims=True), 0),
         np.maximum(weight.max(axes, keepdims=True), 0),
@@ -56,7 +56,7 @@ def by_numpy(
 
 
 def dequantized(found: Integers, granularity: Granularity) -> NDArray[np.float32]:
-    """The shipped weight by ONNX's DequantizeLinear."""
+    """Returns the exported weight, dequantized by ONNX's DequantizeLinear."""
     block = isinstance(granularity, PerBlock)
     settings: dict[str, Any] = {"axis": 1, "block_size": 8} if block else {"axis": 0}
     parts = {"q": found.weight, "scale": found.scale, "zero": found.zero_point}
@@ -131,7 +131,7 @@ def test_gradients_are_straight_through_within_the_range() -> None:
 
 
 def test_the_range_of_least_error_is_clipped_at_both_ends() -> None:
-    """Normal weights around 1, and one far above in the first channel."""
+    """The weights are normal around 1, with one far above in the first channel."""
     spec = replace(WIDE, dtype="int4")
     weight = torch.randn(2, 50_000, generator=torch.Generator().manual_seed(0)).clamp_(-2, 2) + 1
     weight[0, 0] = 12.0
@@ -150,7 +150,7 @@ def test_the_range_of_least_error_is_clipped_at_both_ends() -> None:
 
 
 def test_integers_that_were_given_ship_beside_their_zero_point() -> None:
-    """Counted from the zero point, which follows the weight or stands."""
+    """They are relative to the zero_point, which follows the weight or is fixed."""
     weight = torch.tensor([[0.26, -0.31, 0.5, -5.0], [1.0, 2.5, -0.1, 9.0]])
     scale, integers = torch.tensor([0.1, 0.5]), torch.tensor([[7, -3, -2, -120], [2, 4, 0, 30]])
     module = WeightFakeQuantize(WIDE, weight.shape)
@@ -185,7 +185,7 @@ def test_channels_that_are_turned_round_keep_their_integers(stands: bool) -> Non
 
 
 def test_frozen_integers_of_unsigned_weights_fit() -> None:
-    """They reach from -255 to 255, counted from the zero point."""
+    """Relative to the zero_point, they range from -255 to 255."""
     module, weight = quantizer(replace(WIDE, dtype="uint8")), WEIGHT + torch.tensor([-9.0, 9.0] * 3)[:, None]
     module.oscillation = Oscillation(weight, torch.int16)
     whole = module.whole(weight)
@@ -193,13 +193,13 @@ def test_frozen_integers_of_unsigned_weights_fit() -> None:
     module.oscillation.update(whole, None)
     module.oscillation.frozen.fill_(True)
     assert torch.equal(module.whole(weight), whole)
-    moved = -weight / 2 + 1  # the range lies elsewhere now
+    moved = -weight / 2 + 1  # moves the range
     found = module.integers(moved, None, torch.ones(()))
     np.testing.assert_allclose(dequantized(found, PerChannel(0)), module(moved)[0], rtol=1e-6, atol=1e-6)
 
 
 def backend(**changes: object) -> Backend:
-    """FBGEMM with asymmetric weights, that are not guarded."""
+    """Returns FBGEMM with asymmetric weights, without the guard against saturation."""
     return replace(FBGEMM, weight=replace(WIDE, **changes))  # type: ignore[arg-type]
 
 

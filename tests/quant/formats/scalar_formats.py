@@ -1,6 +1,6 @@
-"""The number formats one value at a time, from the tables of their specifications and in exact fractions.
+"""Number formats computed one value at a time with exact fractions, from the tables of their specifications.
 
-Every bit pattern of an element is decoded; the nearest one to a value is looked for among all of them.
+Every bit pattern of an element is decoded, and a value is rounded to the nearest of them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 
 class Bits(NamedTuple):
-    """An element as its specification's table has it; `kind` says what the highest exponent holds beside numbers."""
+    """The layout of an element by its specification; `kind` says what the highest exponent encodes."""
 
     exponent: int
     mantissa: int
@@ -24,7 +24,7 @@ class Bits(NamedTuple):
     least: float
 
 
-# OFP8 1.0, table 1; MX 1.0, tables 1 to 6; IEEE 754 for float16; bfloat16 has float32's exponent.
+# From OFP8 1.0, table 1; MX 1.0, tables 1 to 6; IEEE 754 for float16; bfloat16 has float32's exponent.
 ELEMENTS = {
     "float16": Bits(5, 10, 15, "ieee", 65504.0, 2.0**-24),
     "bfloat16": Bits(8, 7, 127, "ieee", 2.0**127 * 1.9921875, 2.0**-133),
@@ -34,7 +34,7 @@ ELEMENTS = {
     "float6_e3m2fn": Bits(3, 2, 3, "none", 28.0, 0.0625),
     "float4_e2m1fn": Bits(2, 1, 1, "none", 6.0, 0.5),
 }
-# Name: element, values that share a scale, and the exponent of the largest power of two (MX 1.0, table 7).
+# Element, block size, and exponent of the largest power of two (MX 1.0, table 7) by name of the format.
 BLOCKS = {
     "mxfp8_e4m3": ("float8_e4m3fn", 32, 8),
     "mxfp8_e5m2": ("float8_e5m2", 32, 15),
@@ -48,7 +48,7 @@ BLOCKS = {
 
 @cache
 def patterns(name: str) -> tuple[Fraction | None, ...]:
-    """Returns the values of all patterns with the sign 0, in the order of their bits; None: no number."""
+    """Returns the values of all bit patterns with sign 0, in bit order; None where it is no number."""
     exponent_bits, mantissa_bits, bias, kind, *_ = ELEMENTS[name]
     found: list[Fraction | None] = []
     for code in range(2 ** (exponent_bits + mantissa_bits)):
@@ -64,7 +64,7 @@ def patterns(name: str) -> tuple[Fraction | None, ...]:
 
 
 def nearest(x: float, name: str) -> float:
-    """Returns `x` as `name` holds it; beyond the largest value floats of 16 bits are infinite, others that value."""
+    """Returns `x` rounded to `name`; beyond its range, 16-bit floats become infinite and others saturate."""
     if math.isnan(x):
         return math.nan
     if name == "int8":
@@ -75,7 +75,7 @@ def nearest(x: float, name: str) -> float:
     if math.isinf(x):
         return math.copysign(beyond, x)
     size = Fraction(abs(x))
-    last = 2 * numbers[-1] - numbers[-2]  # the number that the next pattern would be
+    last = 2 * numbers[-1] - numbers[-2]  # the number that would follow the largest
     if size >= (numbers[-1] + last) / 2:
         return math.copysign(beyond, x)
     low, high = 0, len(numbers) - 1
@@ -88,7 +88,7 @@ def nearest(x: float, name: str) -> float:
 
 
 def block(values: list[float], name: str) -> list[float]:
-    """Returns the values of one block of an MX format, or of BFP16, as it holds them."""
+    """Returns the values of one block after rounding to an MX format or to BFP16."""
     element, _, emax = BLOCKS[name]
     if not all(map(math.isfinite, values)):
         return [math.nan] * len(values)
@@ -98,14 +98,14 @@ def block(values: list[float], name: str) -> list[float]:
     made = []
     for one in values:
         divided = Fraction(one) / scale
-        held = nearest(float(divided), element)  # exact: a power of two changes an exponent alone
+        held = nearest(float(divided), element)  # exact: a power of two only changes the exponent
         signed_zero = math.copysign(0.0, one) if element != "int8" else 0.0
         made.append(float(Fraction(held) * scale) if held else signed_zero)
     return made
 
 
 def nvfp4(values: list[float], tensor: np.float32) -> list[float]:
-    """Returns the values of one block of NVFP4 as float32 computes them; `tensor` is the scale of its tensor."""
+    """Returns the values of one block after rounding to NVFP4 in float32; `tensor` is the tensor's scale."""
     if not all(map(math.isfinite, values)):
         return [math.nan] * len(values)
     amax = np.float32(max(map(abs, values)))

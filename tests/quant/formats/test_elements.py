@@ -1,4 +1,4 @@
-"""Floats of few bits, against the tables of their specifications, ml_dtypes and PyTorch's own types."""
+"""Tests of low-bit floats against the tables of their specifications, ml_dtypes and PyTorch's own types."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def of(name: str) -> table.Element:
 
 
 def bits(values: NDArray[np.float32]) -> NDArray[np.uint32]:
-    """The bits of float32, all NaNs alike."""
+    """Returns the bits of float32 values, with all NaNs equal."""
     return np.where(np.isnan(values), np.float32(np.nan), values).astype(np.float32).view(np.uint32)
 
 
@@ -39,14 +39,14 @@ def same(found: torch.Tensor, expected: NDArray[np.float32]) -> None:
 
 
 def drawn(count: int, seed: int = 0) -> NDArray[np.float32]:
-    """Float32 of any bits: NaNs, infinities and denormals among them."""
+    """Returns float32 values with random bits, including NaNs, infinities and denormals."""
     draw = np.random.default_rng(seed)
     found: NDArray[np.float32] = draw.integers(0, 2**32, count, dtype=np.uint32).view(np.float32)
     return found
 
 
 def near(name: str, count: int) -> NDArray[np.float32]:
-    """Values of the element's own size, halves between neighbours among them."""
+    """Returns values in the element's range, including midpoints between neighbours."""
     row, draw = of(name), np.random.default_rng(1)
     sizes = np.exp2(draw.uniform(np.log2(row.least) - 2, np.log2(row.maximum), count // 2))
     steps = draw.integers(0, 512, count - count // 2) * (row.least / 2)
@@ -61,7 +61,8 @@ def test_rows_have_the_largest_and_smallest_numbers(name: str) -> None:
     row, spec = ROWS[name], ELEMENTS[name]
     numbers = [one for one in patterns(name) if one is not None]
     assert (row.maximum, row.least) == (spec.maximum, spec.least) == (float(numbers[-1]), float(numbers[1]))
-    assert row.limit == (numbers[-1] + 2 * numbers[-1] - numbers[-2]) / 2  # halfway to what would follow
+    # Halfway to the number that would follow.
+    assert row.limit == (numbers[-1] + 2 * numbers[-1] - numbers[-2]) / 2
     assert row.bits == 1 + spec.exponent + spec.mantissa
     assert 2.0**row.largest_exponent <= spec.maximum < 2.0 ** (row.largest_exponent + 1)
 
@@ -88,7 +89,7 @@ def test_all_patterns_of_16_bits_stay_themselves(name: str) -> None:
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
     held = every.view(getattr(torch, name)).float()
     same(rounded(held, ROWS[name]), held.numpy())
-    # Halfway to the next one, and a bit on either side of it.
+    # The midpoint to the next number, and its neighbours one bit away.
     half = held.view(torch.int32)[:, None] + 2 ** (22 - ROWS[name].mantissa_bits) + torch.tensor([-1, 0, 1])
     x = half.to(torch.int32).view(torch.float32)
     same(rounded(x, ROWS[name]), x.to(getattr(torch, name)).float().numpy())
@@ -110,7 +111,7 @@ def test_a_million_draws_equal_ml_dtypes(name: str) -> None:
         expected = within.astype(np.float16 if name == "float16" else getattr(ml_dtypes, name)).astype(
             np.float32
         )
-    expected = np.where(np.isnan(x), np.float32(np.nan), expected)  # of 6 and 4 bits there is none
+    expected = np.where(np.isnan(x), np.float32(np.nan), expected)  # formats of 6 and 4 bits have no NaN
     same(rounded(torch.from_numpy(x), row), expected)
 
 

@@ -1,4 +1,4 @@
-"""Blocks with a shared scale, against a scalar reference in exact fractions."""
+"""Tests of blocks with a shared scale against a scalar reference in exact fractions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def size_of(name: str) -> int:
 
 
 def reference(x: torch.Tensor, name: str, of_tensor: float = 1.0) -> NDArray[np.float32]:
-    """Rows [n, inputs] in blocks, one value at a time."""
+    """Returns the rounded rows [n, inputs], computed in blocks, one value at a time."""
     found = []
     for row in x.tolist():
         parts = [row[i : i + size_of(name)] for i in range(0, len(row), size_of(name))]
@@ -48,7 +48,7 @@ def reference(x: torch.Tensor, name: str, of_tensor: float = 1.0) -> NDArray[np.
 
 
 def same(found: torch.Tensor, expected: NDArray[np.float32]) -> None:
-    """Bit for bit; all NaNs alike."""
+    """Checks that both are equal bit for bit, with all NaNs equal."""
     given, wanted = (
         np.where(np.isnan(v), np.float32(np.nan), v).view(np.uint32) for v in (found.numpy(), expected)
     )
@@ -56,7 +56,7 @@ def same(found: torch.Tensor, expected: NDArray[np.float32]) -> None:
 
 
 def rows(count: int, length: int) -> torch.Tensor:
-    """Rows whose values differ in size, from one to the next and within."""
+    """Returns rows whose values differ widely in size, between rows and within each."""
     draw = torch.Generator().manual_seed(3)
     spread = torch.exp2(torch.randint(-12, 12, (count, 1), generator=draw).float())
     return (
@@ -140,11 +140,11 @@ def test_mxfp4_saturates_between_6_and_8_scales() -> None:
     x = torch.tensor([[7.9, 6.0, 5.1, -7.0, 6.9]])
     found, inside = quantized(x, FORMATS["mxfp4"], LAST, ONE)
     assert found.tolist() == [[6.0, 6.0, 6.0, -6.0, 6.0]]
-    assert inside.tolist() == [[False, True, True, False, True]]  # 8 would be the next number
+    assert inside.tolist() == [[False, True, True, False, True]]  # the next number would be 8
 
 
 def test_bfp16_is_that_of_quarks_operator() -> None:
-    # Its kernel's formulas: scale 2^(e - 6), the largest 2^(e + 1) - scale.
+    # The formulas of its kernel: scale 2^(e - 6), largest value 2^(e + 1) - scale.
     x = torch.tensor([[1.999, -1.0, 0.51, 0.0078125, 0.0234375, 1e-3, 3e-5, 0.0]])
     scale, largest = 2.0**-6, 2.0 - 2.0**-6
     expected = np.clip(np.round(x.numpy() / scale) * scale, -largest, largest)
@@ -174,7 +174,7 @@ def test_what_is_held_is_not_changed_again() -> None:
         of_tensor = tensor_scale(x.abs().amax(), form)
         once = quantized(x, form, LAST, of_tensor)[0]
         again = quantized(once, form, LAST, of_tensor)[0]
-        if form.scale is not Scale.E4M3:  # whose largest value moves the scale of its block
+        if form.scale is not Scale.E4M3:  # the rounded maximum changes an E4M3 block scale
             assert torch.equal(again, once), name
 
 

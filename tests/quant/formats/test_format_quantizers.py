@@ -1,4 +1,4 @@
-"""Quantizers of number formats: what passes, its gradient, and where their scales come from."""
+"""Tests of the quantizers of number formats: outputs, gradients, and where their scales come from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training through number formats: a step on each, and the gradients of the rounded network where nothing saturates."""
+"""Tests of training through number formats: steps, and gradients of the rounded network within its range."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from qatkit.graph.quantizers import quantized_operators
 from qatkit.quant.backends import SIMULATED
 from qatkit.quant.formats.table import FORMATS
 
-BEYOND = {  # sizes of a block's scale, or of the tensor's, from which a number saturates; others reach infinity
+# Smallest saturating values in units of the block's scale. Weights do not saturate in other formats.
+BEYOND = {
     "mxfp4": 7.0,
     "mxfp6_e2m3": 7.75,
     "mxfp6_e3m2": 30.0,
@@ -39,7 +40,7 @@ class Net(nn.Module):
 
 
 def saturated(weight: Tensor, name: str) -> Tensor:
-    """Whether each value is beyond the largest of its block, by the definition of the format's scale."""
+    """Returns whether each value exceeds the largest of its block, by the definition of its scale."""
     if name not in BEYOND:
         return torch.zeros_like(weight, dtype=torch.bool)
     size, emax = FORMATS[name].block or 1, FORMATS[name].element.largest_exponent
@@ -64,14 +65,14 @@ def test_a_step_trains_through_every_format(name: str) -> None:
     set_phase(graph, observe=False, quantize=True)
     operators = [operator for _, operator, _ in quantized_operators(graph)]
 
-    read: list[Tensor] = []  # by the Linear, rounded
+    read: list[Tensor] = []  # rounded inputs of the Linear
     operators[1].register_forward_pre_hook(lambda _, args: read.append(args[0].detach()))
     loss = F.cross_entropy(graph(x), labels)
     loss.backward()
     for operator in operators:
         assert operator.weight.grad is not None and operator.weight.grad.any()
         assert not operator.weight.grad[saturated(operator.weight.detach(), name)].any()
-    # The gradient of the rounded weight, as PyTorch has it for a float Linear.
+    # PyTorch's gradient of the rounded weight in a float Linear.
     head = operators[1]
     rounded = head.quantized(head.weight, None)[0].detach().requires_grad_()
     F.cross_entropy(F.linear(read[0], rounded, head.bias), labels).backward()

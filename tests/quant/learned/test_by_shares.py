@@ -1,5 +1,7 @@
-"""What quantizers learn moves as Adam moves its logarithm, and weights may move as Adam moves them in units of their
-channels; other weights move as they do without.
+"""Tests of optimizers that move learned quantizer parameters by shares of their size.
+
+Learned parameters move as if Adam moved their logarithms. Weights may move as if Adam moved them in units of
+their channels; all other weights move as with torch's optimizer.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ KINDS = [(SGDAndScales, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
 
 
 def _loss(weight: Tensor, scales: Sequence[Tensor]) -> Tensor:
-    """Gradients of very different size, of scales of very different size."""
+    """Returns a loss whose gradients differ widely in size, for scales that differ widely in size."""
     near = (weight - 1).square().sum()
     return near + 1e-9 * (scales[0] * weight.detach()).sum().square() + 1e3 * (scales[1] - 1e-4).square()
 
@@ -62,7 +64,7 @@ def test_it_is_adam_on_logarithms(kind: Any, plain: Any, settings: dict[str, Any
         of_weight.step()
     for found, wanted, start in zip(scales, logs, _start()[1], strict=True):
         torch.testing.assert_close(found.detach().double(), wanted.detach().exp(), rtol=1e-4, atol=0)
-        assert (found / start).log().abs().max() > 4 * RATE  # by its own share, however large it is
+        assert (found / start).log().abs().max() > 4 * RATE  # relative to its own size
     assert torch.equal(weight, other)
 
 
@@ -91,7 +93,7 @@ def test_without_learned_scales_the_optimizer_is_torchs(name: str) -> None:
 def test_a_resumed_step_is_taken_on_the_device_of_the_scales(
     kind: Any, _: Any, settings: dict[str, Any]
 ) -> None:
-    """What torch calls meta stands for another device: values without memory, which no kernel mixes with the CPU's."""
+    """The device meta, whose tensors no kernel combines with the CPU's, replaces a second real device."""
     weight, scales = _start()
     optimizer = kind(_groups(weight, scales), **settings)
     _step(optimizer, _loss(weight, scales))
@@ -126,7 +128,7 @@ def test_relative_steps_are_adams_in_units_of_the_channels() -> None:
         moved = (moment / (1 - 0.9**step)) / ((square / (1 - 0.999**step)).sqrt() + 1e-16)
         wanted = (1 - RATE * DECAY) * wanted - RATE * unit * moved
     torch.testing.assert_close(weight.detach().double(), wanted, rtol=1e-4, atol=0)
-    assert (weight[:3] / start[:3] - 1).abs().mean(1).min() > RATE  # whatever the size of the channel
+    assert (weight[:3] / start[:3] - 1).abs().mean(1).min() > RATE  # independent of the size of the channel
     assert not weight[3].any()
     assert ((bias - first) / first.square().mean().sqrt()).abs().max() < 2 * STEPS * RATE
 

@@ -1,4 +1,4 @@
-"""Gradients of learned quantizers against the papers' formulas in NumPy and float64, and against autograd."""
+"""Tests of learned quantizers' gradients against the papers' formulas in float64 NumPy and autograd."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ UINT8 = QuantSpec()
 
 
 def begun(kind: type[FakeQuantize], bounds: Bounds = (None, None), spec: QuantSpec = UINT8) -> FakeQuantize:
-    """Calibrated on less than `X` holds, so that values are clipped at both ends; learning."""
+    """Returns a learning quantizer calibrated on a narrower range than `X`, so that it clips on both sides."""
     quantizer = kind(spec, MinMaxObserver(), bounds)
     quantizer.features = 243
     quantizer.observe(X.clamp(-1.5, 2.5))
@@ -36,7 +36,7 @@ def begun(kind: type[FakeQuantize], bounds: Bounds = (None, None), spec: QuantSp
 
 
 def backward(quantizer: nn.Module, x: Tensor = X, g: Tensor = G) -> Tensor:
-    """Gradient of x; those of the parameters are in them."""
+    """Returns the gradient of x; those of the parameters are in their `grad`."""
     x = x.clone().requires_grad_()
     quantizer(x).backward(g)
     assert x.grad is not None
@@ -47,7 +47,7 @@ def backward(quantizer: nn.Module, x: Tensor = X, g: Tensor = G) -> Tensor:
 @pytest.mark.parametrize("bounds", [(0.0, None), (None, None)])
 @pytest.mark.parametrize("spec", [QuantSpec(), QuantSpec("int8", symmetric=True)], ids=["uint8", "int8"])
 def test_lsq_is_the_papers_formula(layout: torch.memory_format, bounds: Bounds, spec: QuantSpec) -> None:
-    """Esser et al. 2020, equations 1 to 3 and section 2.2, with the zero point taken off."""
+    """Esser et al. 2020, equations 1 to 3 and section 2.2, after subtracting the zero_point."""
     quantizer = begun(LSQFakeQuantize, bounds, spec)
     assert isinstance(quantizer, LSQFakeQuantize)
     to_x = backward(quantizer, X.to(memory_format=layout), G.to(memory_format=layout)).numpy()
@@ -63,7 +63,7 @@ def test_lsq_is_the_papers_formula(layout: torch.memory_format, bounds: Bounds, 
 
 
 def test_lsq_plus_is_the_papers_formula() -> None:
-    """Bhalgat et al. 2020, equations 3 to 6: a range that begins at β, which is a whole number of steps here."""
+    """Bhalgat et al. 2020, equations 3 to 6: a range that begins at β, here a whole number of steps."""
     quantizer = begun(LSQPlusFakeQuantize)
     assert isinstance(quantizer, LSQPlusFakeQuantize)
     to_x = backward(quantizer).numpy()
@@ -80,7 +80,7 @@ def test_lsq_plus_is_the_papers_formula() -> None:
 
 
 def test_pact_is_the_papers_formula() -> None:
-    """Choi et al. 2018, equation 3: the clipping value gets the gradient of what it clips."""
+    """Choi et al. 2018, equation 3: the clipping value receives the gradients of all values that it clips."""
     quantizer = begun(PACTFakeQuantize, (0.0, None))
     assert isinstance(quantizer, PACTFakeQuantize)
     backward(quantizer)
@@ -110,7 +110,7 @@ def test_pact_leaves_a_range_below_zero_to_its_observer() -> None:
 def test_a_weights_scales_have_the_gradients_that_autograd_finds(
     granularity: Callable[[int], Granularity], shape: tuple[int, ...], axis: int
 ) -> None:
-    """Of rows, of so many that they are gone through in parts, and of the columns of a transposed convolution."""
+    """Covers rows, weights that are processed in parts, and the columns of a transposed convolution."""
     spec = QuantSpec("int4", symmetric=True, granularity=granularity(axis))
     quantizer = LSQWeightFakeQuantize(spec, shape)
     weight, g = noise(*shape), noise(*shape, seed=2)

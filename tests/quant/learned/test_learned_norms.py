@@ -1,4 +1,4 @@
-"""Learned scales of weights beside BatchNorms that train: the running variance is that of the images alone."""
+"""Tests of learned weight scales before trained BatchNorms: only the images set the running variance."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from qatkit.quant.weight_fake_quantize import Quantizers
 from qatkit.train.learner import make_optimizer
 from qatkit.train.module import QATModule
 
-SHARE = 0.25  # of the deviation that the float model's images had
+SHARE = 0.25  # standard deviation of the images, relative to those of the float model
 
 
 class Net(nn.Module):
-    """[N, 3, 8, 8] to [N, 4]."""
+    """A network from [N, 3, 8, 8] to [N, 4]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,11 +38,11 @@ class Net(nn.Module):
 
 
 def _prepared(found: bool, **settings: float) -> QATModule:
-    """With scales of weights that are learned, or that an algorithm has found."""
+    """Returns a calibrated module with learned weight scales, or with scales that an algorithm `found`."""
     schedule = ScheduleConfig(
         lr=1e-3, batch_norm="train", freeze_batch_norm=1.0, freeze_observers=0.0, warmup=0.0, decay="constant"
     )
-    schedule = replace(schedule, **settings)  # type: ignore[arg-type]  # numbers, all of them
+    schedule = replace(schedule, **settings)  # type: ignore[arg-type]  # all are numbers
     torch.manual_seed(0)
     quantizers = Quantizers(activation=LSQFakeQuantize, weight=LSQWeightFakeQuantize)
     module = QATModule(
@@ -57,7 +57,7 @@ def _prepared(found: bool, **settings: float) -> QATModule:
 
 
 class _Half(lightning.Callback):
-    """Keeps a checkpoint of the fourth step."""
+    """Saves a checkpoint after the fourth step."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -94,7 +94,9 @@ def test_running_variance_is_that_of_the_convolved_images(
 
 
 def test_an_average_ships_the_integers_that_an_algorithm_found() -> None:
-    """Of weights that hardly move; a scale of the last σ beside the average's would move a tenth of them and more."""
+    """The weights hardly move. With a scale from the last σ instead of the averaged one, at least a tenth of
+    the integers would change.
+    """
     module = _prepared(True, lr=1e-7, ema=0.99)
     before = {
         path: fake.whole(inference_weight(op, fake)) for path, op, fake in quantized_weights(module.graph)

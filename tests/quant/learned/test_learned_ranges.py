@@ -1,4 +1,7 @@
-"""Where learned scales start, how far they reach: channels of zeros, weights quantized in two ways, signed integers."""
+"""Tests of initial values and limits of learned scales.
+
+They cover channels of zeros, weights that are quantized in two ways, and signed integers.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ class Small(nn.Module):
 
 
 class Tied(nn.Module):
-    """Two Linears of one weight: [N, 16] to [N, 16]."""
+    """Two Linears that share one weight: [N, 16] to [N, 16]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +61,7 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize("granularity", ["per_channel", "per_tensor"])
 def test_a_head_of_zeros_learns(granularity: str) -> None:
-    """As some models are built: from a scale of next to nothing everything would be clipped, without a gradient."""
+    """Some models start like this. A scale near zero would clip every weight and pass no gradient."""
     torch.manual_seed(0)
     model = settle(Small(), 3, 8, 8)
     with torch.no_grad():
@@ -79,7 +82,7 @@ def test_a_head_of_zeros_learns(granularity: str) -> None:
         optimizer.step()
     module.eval()
     module.ready_to_convert()
-    assert F.cross_entropy(module(images), labels) < 1.0  # log 4 = 1.39 is what zeros give
+    assert F.cross_entropy(module(images), labels) < 1.0  # zeros would give log 4 = 1.39
 
 
 def test_channels_that_begin_at_nothing_follow_their_weights() -> None:
@@ -97,7 +100,7 @@ def test_channels_that_begin_at_nothing_follow_their_weights() -> None:
     again = LSQWeightFakeQuantize(fake.spec, weight.shape)
     again.load_state_dict(fake.state_dict())
     np.testing.assert_array_equal(again.wanted_scale(trained), fake.wanted_scale(trained))
-    # The largest weight is at the range's end, where a learned scale lets no gradient through.
+    # The largest weight is at the limit of the range, where a learned scale passes no gradient.
     trained.requires_grad_()
     fake.set_phase(quantize=True, observe=False)
     fake(trained)[0].sum().backward()
@@ -106,7 +109,7 @@ def test_channels_that_begin_at_nothing_follow_their_weights() -> None:
 
 
 class Residual(nn.Module):
-    """A branch whose last BatchNorm begins at 0, as `zero_init_residual` has it."""
+    """A residual branch whose last BatchNorm starts at 0, as with `zero_init_residual`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +130,7 @@ class Residual(nn.Module):
 def test_a_branch_that_begins_at_zero_trains(
     observer: Callable[[], Observer], quantizers: Quantizers, batch_norm: str, dead: int
 ) -> None:
-    """Also behind an observer whose ranges stay as calibrated."""
+    """Also holds with an observer whose ranges stay as calibrated."""
     quantizers = replace(quantizers, observer=observer)
     torch.manual_seed(0)
     model = settle(Residual(), 3, 8, 8)
@@ -155,7 +158,7 @@ def test_a_branch_that_begins_at_zero_trains(
     assert (ships[:dead] > 1e-4).all(), ships
     scale = float(module.graph.get_submodule("conv_quant").get_buffer("scale"))
     assert 1e-3 < scale < 1, scale
-    again = QATModule(model, noise(2, 3, 8, 8), wanted, quantizers=quantizers)  # as a resumed run has it
+    again = QATModule(model, noise(2, 3, 8, 8), wanted, quantizers=quantizers)  # as in a resumed run
     again.load_state_dict(module.state_dict())
     again.eval()
     again.ready_to_convert()
@@ -181,7 +184,7 @@ def test_a_weight_quantized_in_two_ways_has_two_learned_scales(path: str, overri
 
 
 def test_a_quantizer_that_finds_nothing_to_learn_says_so() -> None:
-    """TensorRT's activations are symmetric, and PACT learns where a range begins at zero."""
+    """TensorRT's activations are symmetric, but PACT only learns ranges that begin at zero."""
     images = noise(8, 3, 8, 8)
 
     def told(kind: type[FakeQuantize], backend: Backend) -> str:

@@ -1,4 +1,4 @@
-"""Fine-tuning with learned quantizers: aligned before every step, resumed bit for bit, frozen weights that stand."""
+"""Tests of fine-tuning with learned quantizers: scales aligned at every step, resume, frozen weights."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_scales_are_learned_and_what_ships_is_what_was_trained(kind: str, tmp_pa
 
 
 def test_the_scale_of_the_images_stays_as_calibrated(tmp_path: Path) -> None:
-    """Whatever training shows it; and the first operator's input needs no gradient."""
+    """Holds whatever images training uses; the input of the first operator needs no gradient."""
     module = module_of("lsq", freeze_observers=1.0)
     images, *others = fake_quantizers(module.graph).values()
     before = float(images.scale)
@@ -72,7 +72,7 @@ def test_the_scale_of_the_images_stays_as_calibrated(tmp_path: Path) -> None:
 
 
 def test_scales_are_aligned_at_every_step(tmp_path: Path) -> None:
-    """Whatever the optimizer makes of them: as `align` puts the wanted scales into place."""
+    """After each optimizer step, the scales are those that `align` would set."""
     module, seen = module_of("lsq"), []
 
     class Watch(lightning.Callback):
@@ -95,7 +95,7 @@ def test_scales_are_aligned_at_every_step(tmp_path: Path) -> None:
 def test_scales_are_aligned_on_the_device_they_have_moved_to() -> None:
     module = module_of("lsq")
     module.begin()
-    module.to("meta")  # which has tensors, and computes with no others
+    module.to("meta")  # a device whose tensors cannot be combined with others
     module.set_phase(0.0)
     assert {q.scale.device.type for q in fake_quantizers(module.graph).values()} == {"meta"}
 
@@ -104,7 +104,7 @@ def test_scales_are_aligned_on_the_device_they_have_moved_to() -> None:
     ("kind", "oscillation", "enable"),
     [
         ("lsq_plus", "freeze", 0.0),
-        ("lsq_plus", "ignore", 0.6),  # stopped before anything is quantized
+        ("lsq_plus", "ignore", 0.6),  # interrupted before quantization begins
         pytest.param("lsq", "ignore", 0.0, marks=SLOW),
         pytest.param("pact", "dampen", 0.0, marks=SLOW),
     ],
@@ -133,7 +133,7 @@ def test_a_resumed_training_ends_bit_for_bit_the_same(
     model = settle(Residual(), 3, 12, 12)
     resumed = QATModule(
         model, noise(2, 3, 12, 12), half.schedule, quantizers=KINDS[kind], overrides=INT4
-    )  # not calibrated: all is in the checkpoint
+    )  # not calibrated: the checkpoint has everything
     fit(resumed, STEPS, tmp_path, path)
     expected, got = whole.state_dict(), resumed.state_dict()
     assert expected.keys() == got.keys() and any(name.endswith(".step") for name in expected)
@@ -176,7 +176,7 @@ def test_calls_that_share_a_weight_share_its_learned_scale() -> None:
 
 
 def test_calls_with_separate_norms_learn_separate_scales() -> None:
-    """Of one weight, which each norm multiplies by its γ/σ: what fine-tuning begins with is what was calibrated."""
+    """Each norm multiplies the shared weight by its own γ/σ; training starts from the calibrated model."""
 
     class Tied(nn.Module):
         def __init__(self) -> None:
@@ -203,7 +203,7 @@ def test_calls_with_separate_norms_learn_separate_scales() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_learned_scales_start_from_those_when_quantizing_begins(kind: str) -> None:
-    """Behind steps in float, in which weights and ranges have moved: from the scales that follow them."""
+    """After float steps that changed weights and ranges, learning starts from scales that followed them."""
     images, labels = 3 * noise(24, 3, 12, 12, seed=5) + 1, torch.arange(24) % 4
     plain, module = (module_of(one, enable_fake_quant=0.5, freeze_observers=0.9) for one in ("plain", kind))
     begun: dict[str, Tensor] = {}
@@ -238,13 +238,13 @@ def test_learned_scales_start_from_those_when_quantizing_begins(kind: str) -> No
     kept = weights["fc"].get_parameter("step").clone() if weights["fc"].learns else None
     with torch.no_grad():
         module.graph.get_submodule("fc").get_parameter("weight").mul_(2)
-    module.set_phase(0.6)  # from then on they are the optimizer's
+    module.set_phase(0.6)  # from now on, only the optimizer changes them
     if weights["fc"].learns:
         torch.testing.assert_close(weights["fc"].get_parameter("step"), kept)
 
 
 class Text(nn.Module):
-    """[N, 7] words to [N, 4]."""
+    """A text model from token ids [N, 7] to [N, 4]."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Weights that jump between two integers: counted, frozen in training and in the file, dampened."""
+"""Tests of weights that oscillate between two integers, which are counted, frozen or dampened."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from qatkit.train.module import QATModule
 
 
 def test_oscillation_counts_turns_and_freezes_at_the_average() -> None:
-    """One weight turns at every step from the third on, one climbs, one rests; by hand."""
+    """One weight reverses at every step from the third on, one climbs, one stays; computed by hand."""
     follower = Oscillation(torch.zeros(3))
     rows = [[0.0, 0.0, 4.0], [1.0, 1.0, 4.0], [0.0, 2.0, 4.0], [1.0, 3.0, 4.0], [0.0, 4.0, 4.0]]
     frequency, average = 0.0, 0.0
@@ -74,7 +74,7 @@ def test_a_frozen_integer_stands_in_training_and_in_the_file(weight: type[Weight
 
 @pytest.mark.parametrize("weight", [WeightFakeQuantize, LSQWeightFakeQuantize])
 def test_with_learned_scales_nothing_freezes_before_its_norm(weight: type[WeightFakeQuantize]) -> None:
-    """A frozen integer times a scale of its own does not follow the running variance, which then feeds on itself."""
+    """A frozen integer with its own scale ignores the running variance, which would then amplify itself."""
     torch.manual_seed(0)
     wanted = ScheduleConfig(lr=0.5, oscillation="freeze", batch_norm="train", freeze_batch_norm=0.5)
     chosen = Quantizers(weight=weight)
@@ -92,14 +92,14 @@ def test_with_learned_scales_nothing_freezes_before_its_norm(weight: type[Weight
     for _, _, fake in quantized_weights(module.graph):
         assert fake.oscillation is not None
         fake.oscillation.frequency.fill_(0.5)
-    module.set_phase(0.4)  # the norms take their batches' statistics
+    module.set_phase(0.4)  # the norms use the statistics of their batches
     update_oscillation(module.graph, 0.1)
     alive = {
         "stem": True,
         "depthwise": True,
         "project": False,
         "fc": False,
-    }  # whether a norm is folded into it
+    }  # whether a BatchNorm is folded into the operator
     follows = weight is WeightFakeQuantize
     assert frozen() == {path: follows or not norm for path, norm in alive.items()}
     module.set_phase(0.6)

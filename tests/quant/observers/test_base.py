@@ -1,4 +1,4 @@
-"""Observers against NumPy on the same stream."""
+"""Tests of observers against NumPy on the same batches."""
 
 from __future__ import annotations
 

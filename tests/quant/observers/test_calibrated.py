@@ -1,4 +1,4 @@
-"""Observers that keep a histogram: final when calibration ends, the same in any order, out of training's way."""
+"""Tests of observers with a histogram: fixed after calibration, independent of order, idle in training."""
 
 from __future__ import annotations
 

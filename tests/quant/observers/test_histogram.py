@@ -1,4 +1,4 @@
-"""The histogram of a stream against np.histogram of the whole, and what must not change it: order, grouping."""
+"""Tests of a histogram over batches, in any order and grouping, against np.histogram of all values."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_it_is_the_histogram_of_the_whole_stream(name: str) -> None:
     assert (made.low.item(), made.high.item()) == (whole.min(), whole.max())
     assert math.log2(made.width).is_integer()
     first = math.floor(whole.min() / made.width)
-    edges = (first + np.arange(257)) * made.width  # [a, b), and nothing beyond the last
+    edges = (first + np.arange(257)) * made.width  # bins are [a, b), with no value above the last edge
     assert np.array_equal(made.counts.numpy(), np.histogram(whole, edges)[0])
     assert made.total == len(whole)
 
@@ -131,7 +131,7 @@ def test_a_large_tensor_is_sampled_at_all_positions(shape: tuple[int, ...]) -> N
     assert count / step >= min(count, 2**17)
     assert step <= 16
     index = np.unravel_index(np.arange(0, count, step), shape)
-    for axis, size in enumerate(shape):  # every row, column and channel equally often
+    for axis, size in enumerate(shape):  # each row, column and channel is sampled equally often
         met = np.bincount(index[axis], minlength=size)
         assert met.max() - met.min() <= max(2, 0.01 * met.mean())
 

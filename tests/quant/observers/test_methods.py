@@ -1,4 +1,7 @@
-"""Ranges from a histogram against NumPy on all values: sorted values, loops over thresholds, a grid of ranges."""
+"""Tests of ranges from a histogram against NumPy on all values.
+
+The references sort the values, loop over thresholds, or search a grid of ranges.
+"""
 
 from __future__ import annotations
 
@@ -109,7 +112,7 @@ def test_distribution_is_mean_and_deviation(name: str, deviations: float) -> Non
 
 
 def quantization_error(x: Values, low: float, high: float, spec: QuantSpec) -> float:
-    """Mean squared, every value quantized."""
+    """Returns the mean squared error of quantizing every value."""
     low, high = min(low, 0.0), max(high, 0.0)
     if spec.symmetric:
         scale, zero, ends = max(-low, high) / 127, 0, (-128, 127)
@@ -122,7 +125,7 @@ def quantization_error(x: Values, low: float, high: float, spec: QuantSpec) -> f
 
 
 def least_error(x: Values, spec: QuantSpec) -> float:
-    """The best of a plain grid of ranges."""
+    """Returns the smallest error over a plain grid of ranges."""
     factors = np.concatenate([np.linspace(0.02, 1, 50), 1 / np.array([64, 100, 160])])
     one_sided = spec.symmetric or x.min() >= 0 or x.max() <= 0
     pairs = [(f, f) for f in factors] if one_sided else [(a, b) for a in factors[::3] for b in factors]
@@ -135,12 +138,12 @@ def test_mse_is_as_good_as_a_grid_of_all_ranges(name: str, spec: QuantSpec) -> N
     x = TENSORS[name].double().numpy()[:20_000] if "outlier" not in name else TENSORS[name].double().numpy()
     made = histogram(torch.from_numpy(x).float())
     found = quantization_error(x, *MSE().range_of(made, spec), spec)
-    # Middles stand for values: off by a bin at most, and by chance where a bin is as wide as an error.
+    # The method sees bin centres instead of values, hence the tolerance of one bin.
     assert math.sqrt(found) <= 1.02 * math.sqrt(least_error(x, spec)) + made.width
 
 
 def reference_entropy(x: Values, width: float, levels: int) -> tuple[float, Values]:
-    """Migacz's search, bin by bin and level by level: every threshold and its divergence."""
+    """Returns the threshold of Migacz's search and all divergences, computed bin by bin and level by level."""
     counts = np.histogram(np.abs(x), np.arange(math.floor(np.abs(x).max() / width) + 2) * width)[0].astype(
         float
     )
@@ -176,7 +179,7 @@ def test_entropy_is_the_search_spelled_out(name: str) -> None:
     low, high = Entropy().range_of(made, UINT8)
     reach = max(-low, high)
     at = divergences[min(round(reach / width), len(divergences) - 1)]
-    # The same threshold, or one that is as good to rounding errors (the last one is cut to the extreme).
+    # The same threshold, or one that is equal up to rounding errors (the last one is clipped to the extreme).
     if reach < np.abs(x).max():
         assert at <= np.nanmin(divergences) + 1e-12
     assert reach == pytest.approx(min(expected, np.abs(x).max()), abs=width)
@@ -195,17 +198,17 @@ def test_percentile_100_clips_nothing_of_a_huge_tensor() -> None:
     "values", [[-0.4242, 2.8215], [0.0, 0.25, 0.5, 0.75, 1.0], [-1.0, 0.0, 1.0], [0.0, 3.0]], ids=str
 )
 def test_entropy_of_a_few_values_keeps_them_all(values: list[float]) -> None:
-    """Any threshold beyond the first spike loses nothing by KL's count but rounding: the largest is meant."""
+    """Beyond the first spike, all thresholds have the same KL divergence up to rounding: the largest wins."""
     made = histogram(torch.tensor(values).repeat_interleave(1000))
     assert Entropy().range_of(made, UINT8) == pytest.approx((min(values), max(values)), abs=made.width)
 
 
 def test_what_the_methods_are_for() -> None:
-    """Known answers: a uniform tensor is not clipped, a lone outlier is where steps would be too wide."""
+    """Known answers: a uniform tensor is not clipped; a single outlier that would make steps too large is."""
     uniform, normal = histogram(TENSORS["uniform"]), histogram(noise(100_000))
     assert Entropy().range_of(uniform, UINT8)[1] > 0.95
     assert MSE().range_of(uniform, UINT8)[1] > 0.98
-    # Banner et al., 2019, table 1: the best clipping of a normal distribution at 8 bits is 3.92 deviations.
+    # Banner et al., 2019, table 1: the best 8-bit clipping of a normal distribution is at 3.92 deviations.
     assert MSE().range_of(normal, INT8)[1] == pytest.approx(3.92, abs=0.25)
     outlier = histogram(torch.cat([noise(100_000), torch.tensor([60.0])]))
     assert Percentile(99.9).range_of(outlier, UINT8)[1] < 5
