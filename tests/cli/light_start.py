@@ -1,9 +1,9 @@
-"""Command lines in forks of a process that has loaded the command line and nothing else, as starting it does.
+"""Runs command lines in forks of a process that has only imported the command line, as a fresh start does.
 
     stdin, a line each:   {"script": "/.../train.py", "typed": ["--help"], "folder": "/..."}
-    stdout, a line each:  {"status": 0, "said": what stderr got, "imported": ["hydra", ...]}, top-level packages
+    stdout, a line each:  {"status": 0, "said": "the text of stderr", "imported": ["hydra", ...]}
 
-A process of its own for each would load Hydra again every time.
+"imported" lists top-level packages. Forks save importing Hydra again for each command line.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _file() -> IO[str]:
 
 
 def _become(asked: dict[str, Any], out: IO[str], said: IO[str], imported: IO[str]) -> None:
-    """The child: never returns."""
+    """Runs the command line in the child process, and never returns."""
     status: Any = 70
     try:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -1,4 +1,4 @@
-"""What is typed: jobs get their configuration, statuses come back, sweeps are many jobs."""
+"""Tests of the command line: the configuration of jobs, exit statuses, and sweeps over many jobs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_job_gets_its_configuration_and_its_folder(launch: Launch, tmp_path:
     assert re.fullmatch(r"outputs/mobilenet_v2_qat/[\d_-]+", config.output_dir)
     assert (
         os.listdir(tmp_path) == []
-    )  # the pipeline makes the folder, when the data and the model are known good
+    )  # the pipeline creates the folder once it has checked the data and the model
 
 
 @pytest.mark.parametrize("status", [0, 1])
@@ -134,7 +134,7 @@ sys.exit(status)
 
 
 def test_our_own_warnings_are_one_line(tmp_path: Path) -> None:
-    """In a process of its own, since how warnings look belongs to the process."""
+    """Runs in its own process, since the format of warnings is global."""
     code = f"ROOT = {str(ROOT)!r}\n{_WARNINGS}"
     found = python("-c", code, cwd=tmp_path)
     assert found.returncode == 0, found.stderr
@@ -209,7 +209,7 @@ def test_every_recipe_can_be_swept_over(launch: Launch) -> None:
 
 
 def test_other_ranks_of_a_job_repeat_this_job_alone(launch: Launch) -> None:
-    """Lightning starts ranks with `sys.argv`: composed again, it gives the same configuration."""
+    """Lightning starts the other ranks with `sys.argv`, which must compose to this job's configuration."""
     seen: list[tuple[Config, list[str]]] = []
 
     launch(lambda config: seen.append((config, sys.argv[1:])), "-m", "seed=1,2", "name='it\\'s'")

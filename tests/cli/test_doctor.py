@@ -1,4 +1,4 @@
-"""The command `qatkit`: its version, its subcommands, and what `qatkit doctor` finds."""
+"""Tests of the command `qatkit`, its subcommands and `qatkit doctor`."""
 
 from __future__ import annotations
 

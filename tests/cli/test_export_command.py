@@ -1,4 +1,4 @@
-"""What is typed for export.py beside a checkpoint."""
+"""Tests of the command line of export.py with a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qatkit.config.schema import Config
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A run's folder as training leaves it."""
+    """Returns the checkpoint in a run's folder, as training leaves it."""
     config = Config(name="mine", seed=7, output_dir="elsewhere", resume="gone.ckpt")
     config.schedule.lr = 0.25
     (tmp_path / "run").mkdir()

@@ -1,4 +1,4 @@
-"""Hydra's flags are read on Python 3.14, whose argparse checks each help when a flag is added."""
+"""Checks that Hydra's flags are parsed on Python 3.14, whose argparse checks the help of each added flag."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from qatkit.cli.train_command import train_run
 
 @pytest.fixture
 def checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gives argparse the check of Python 3.14, where an older version runs the tests."""
+    """Adds Python 3.14's check to argparse if an older version runs the tests."""
     if hasattr(argparse.ArgumentParser, "_check_help"):
         return
     container = argparse.ArgumentParser.__mro__[2]

@@ -1,4 +1,4 @@
-"""What is typed wrong: one line, status 2, before any job."""
+"""Checks that a mistake on the command line is reported in one line, with status 2, before any job starts."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ MISTAKES = [
         ["+backend.overrides={conv1:{float:maybe}}"],
         "backend.overrides.conv1.float=maybe: expected a value of type bool",
     ),
-    # value
+    # invalid value
     (["export.opset=12"], "export.opset=12: expected an integer from 13 to 23"),
     (["calibration.images=0"], "calibration.images=0: expected an integer of at least 1"),
     (["recipe=vit_qat"], "data.root=...: the key is required; set it to the folder with train/ and val/"),

@@ -1,4 +1,4 @@
-"""`--help` and docs/configuration.md tell every key: its type, its default, what it may be, what it is."""
+"""Checks that `--help` and docs/configuration.md have each key's type, default, limits and meaning."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from qatkit.config.schema import Config, OverrideConfig
 
 
 def _keys(values: Any, prefix: str = "") -> list[str]:
-    """The full keys of a structured configuration, as OmegaConf sees them."""
+    """Returns the full keys of a structured configuration, as OmegaConf sees them."""
     found = []
     for name, value in OmegaConf.structured(values).items() if prefix == "" else values.items():
         nested = isinstance(value, DictConfig) and len(value) > 0
@@ -67,7 +67,7 @@ def test_help_lists_the_options_of_a_folder_of_ones_own(
 
 
 def test_the_pages_are_what_the_schema_says() -> None:
-    """`uv run scripts/configuration.py` writes them."""
+    """If this fails, `uv run scripts/configuration.py` writes the pages."""
     docs = ROOT / "docs"
     wanted = pages(CONF)
     files = [docs / "configuration.md", *(docs / "configuration").glob("*.md")]

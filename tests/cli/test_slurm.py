@@ -1,4 +1,4 @@
-"""Runs on a Slurm cluster equal those of this machine, whatever it does to them, and tell how they ended."""
+"""Checks that runs on a Slurm cluster equal local ones, even if preempted, and report how they ended."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ RUN = ["trainer=cpu", "model.name=tiny_run.Net", "data.image_size=8", "data.batc
        "calibration.images=64", "schedule.epochs=12", "schedule.float_epochs=0", "trainer.progress=false",
        "trainer.checkpoint_every=20", "verify.latency_runs=2",
        "verify.max_drop=null", "data.test_images=64"]  # fmt: skip
-MINUTES = 25 * 60  # Slurm lets a job that it queues again wait for two
+MINUTES = 25 * 60  # a requeued job waits two minutes before Slurm starts it
 
 
 @pytest.fixture
 def environment() -> dict[str, str]:
-    """With the tests' own model on the path, and one thread, as sums depend on how many there are."""
+    """Returns the environment with the tests' model and one thread, since sums depend on their number."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
     return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
@@ -47,7 +47,7 @@ def slurm(tmp_path: Path, environment: dict[str, str]) -> Iterator[dict[str, str
 def test_runs_restarted_by_slurm_end_as_local_runs_do(
     slurm: dict[str, str], environment: dict[str, str], tmp_path: Path
 ) -> None:
-    """One is preempted, one gets the warning of its time limit, one is left alone, one is cancelled."""
+    """One run is preempted, one is warned of its time limit, one runs undisturbed and one is cancelled."""
     typed = ["-m", "launcher=slurm", *RUN, "seed=0,1,2,3"]
     with (tmp_path / "sweep.out").open("w") as out:
         sweep = subprocess.Popen(
@@ -69,7 +69,7 @@ def test_runs_restarted_by_slurm_end_as_local_runs_do(
             process.wait()
 
     said = (tmp_path / "sweep.out").read_text()
-    assert status == 1, said  # of the one that was cancelled
+    assert status == 1, said  # the cancelled run's status
     rows = _rows(said)
     assert all(" done " in rows[f"seed={seed}"] for seed in range(3)), said
     assert "failed: Slurm ended the job: cancelled" in rows["seed=3"]
@@ -95,15 +95,15 @@ def test_runs_restarted_by_slurm_end_as_local_runs_do(
         assert sha256(ours / "model.int8.onnx") == sha256(theirs / "model.int8.onnx")
         a, b = (torch.load(folder / "last.ckpt", weights_only=True) for folder in (ours, theirs))
         assert a.keys() == b.keys()
-        # Weights, optimizer, schedule, random state; Lightning's callbacks know their folder, and the record of the
-        # module has an empty list more where it was loaded.
+        # Weights, optimizer, schedule and random state are compared. Lightning's callbacks store their
+        # folder, and the record of a loaded module has an additional empty list.
         assert all(_same(a[part], b[part]) for part in a if part not in ("callbacks", "qatkit"))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(2 * MINUTES)
 def test_an_interrupted_sweep_lists_its_runs_and_rejoins_them(slurm: dict[str, str], tmp_path: Path) -> None:
-    """One is done, one trains, one is queued; the command is ended by Ctrl-C, then killed, then let be."""
+    """One run is done, one trains, one is queued. The command is interrupted, then killed, then completes."""
     typed = [
         "-m",
         "launcher=slurm",
@@ -151,7 +151,7 @@ def test_an_interrupted_sweep_lists_its_runs_and_rejoins_them(slurm: dict[str, s
 @pytest.mark.slow
 @pytest.mark.timeout(2 * MINUTES)
 def test_resuming_the_sweep_resumes_a_cancelled_run(slurm: dict[str, str], tmp_path: Path) -> None:
-    """What is finished is not submitted again; what Slurm ended goes on from its checkpoint, in its folder."""
+    """A finished run is not submitted again. A run that Slurm ended resumes from its checkpoint."""
     command = [
         sys.executable,
         str(ROOT / "train.py"),
@@ -184,7 +184,7 @@ def _rows(said: str) -> dict[str, str]:
 
 
 def _jobs(environment: dict[str, str]) -> set[str]:
-    """Every job that this cluster has ever had."""
+    """Returns the ids of all jobs that this cluster has ever had."""
     command = ["squeue", "-h", "-a", "-r", "-t", "all", "-o", "%i"]
     return set(
         subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()
@@ -192,7 +192,7 @@ def _jobs(environment: dict[str, str]) -> set[str]:
 
 
 def _same(ours: Any, theirs: Any) -> bool:
-    """Bit for bit."""
+    """Returns whether two values are equal, including every tensor in them."""
     if isinstance(ours, torch.Tensor):
         return torch.equal(ours, theirs)
     if isinstance(ours, dict):
@@ -216,7 +216,7 @@ def _log(place: Path, number: int) -> str:
 
 
 def _begun(place: Path, number: int) -> Path:
-    """The folder of a run, once it trains."""
+    """Waits until a run has written a checkpoint, and returns its folder."""
 
     def trains() -> Path | None:
         folder = _folder(place, number)
@@ -235,5 +235,5 @@ def _waited(found: Callable[[], Path | None]) -> Path:
 
 
 def _tell(environment: dict[str, str], *command: str) -> subprocess.Popen[bytes]:
-    """Not waited for: scancel tries for minutes to signal a job that is ending because of it."""
+    """Starts a command without waiting: scancel tries for minutes to signal a job that is already ending."""
     return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

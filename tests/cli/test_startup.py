@@ -1,4 +1,4 @@
-"""Help and errors of the command line do not import the libraries that take seconds."""
+"""Checks that help and errors of the command line do not import libraries that take seconds to load."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from onnx import TensorProto, helper
 
 TRAINING = {"torch", "torchvision", "lightning"}
 FILES = {"onnx", "onnx_ir", "onnxruntime"}
-# started(script, *typed, cwd=folder), a fixture
+# type of the fixture `started`: started(script, *typed, cwd=folder)
 Started = Callable[..., tuple[int, str, set[str]]]
 
 
 def refused(path: Path) -> None:
-    """A file that only ONNX Runtime finds fault with."""
+    """Writes a file in which only ONNX Runtime finds an error."""
     nodes = [
         helper.make_node("Conv", ["input", "w", "b"], ["y"]),
         helper.make_node("Mystery", ["y"], ["output"], domain="acme"),
@@ -45,7 +45,7 @@ def quantized(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def started() -> Iterator[Started]:
-    """Runs a script. Status, what it says on stderr, and the top-level packages that it imported."""
+    """Yields a function that runs a script and returns its status, stderr and imported packages."""
     command = [sys.executable, str(Path(__file__).with_name("light_start.py"))]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as forks:
         asked, answers = forks.stdin, forks.stdout
@@ -147,7 +147,7 @@ def test_what_the_command_line_says_needs_no_torch(
 def test_what_is_wrong_with_a_file_is_said_without_torch(
     write: Callable[[Path], object], says: str, unwanted: set[str], started: Started, tmp_path: Path
 ) -> None:
-    """By mode=static, which imports the file, where that refuses it too."""
+    """Runs mode=static, which imports the file, wherever it refuses the file too."""
     write(tmp_path / "file.onnx")
     mode = "dynamic" if write is with_branches else "static"
     status, said, imported = started(
@@ -213,10 +213,10 @@ for path, message in found.items():
 
 @pytest.mark.slow
 def test_a_component_of_ours_is_looked_up_as_importing_it_would() -> None:
-    """Every path in conf, and the same with a letter too many, in a process that has imported none of them."""
+    """Checks every path in conf, with and without a typo, in a process that has imported none of them."""
     texts = [path.read_text() for path in CONF.glob("*/*.yaml")]
     named = {path for text in texts for path in re.findall(r"\bqatkit(?:_verify)?(?:\.\w+)+", text)}
-    paths = sorted(path for path in named if not path.startswith("qatkit.algorithms."))  # which are imported
+    paths = sorted(path for path in named if not path.startswith("qatkit.algorithms."))  # these are imported
     assert len(paths) > 20
     mistyped = [f"{path}s" for path in paths]
     done = subprocess.run(

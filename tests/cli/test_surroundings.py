@@ -1,4 +1,4 @@
-"""What a command is started in: full disks, pipes that close, no terminal, other encodings."""
+"""Tests of commands in adverse surroundings: full disks, closed pipes and terminals, other encodings."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ open({str(tmp_path / "end")!r}, "w").close()"""
 
 
 def test_a_terminal_that_is_closed_ends_nothing(tmp_path: Path) -> None:
-    """As when somebody logs out."""
+    """The terminal closes when its user logs out."""
     code = f"""
 import time
 print("begins", flush=True)
@@ -120,7 +120,7 @@ open({str(tmp_path / "end")!r}, "w").close()"""
 
 
 def test_closed_streams_stay_closed_to_what_is_opened(tmp_path: Path) -> None:
-    """A file that got the number of standard output would be written into by whoever prints."""
+    """A file that got the descriptor of standard output would receive everything that is printed."""
     file = tmp_path / "file"
     code = f"""
 import os

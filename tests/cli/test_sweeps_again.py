@@ -1,4 +1,4 @@
-"""A sweep that was stopped and is typed again: what is finished is not made twice."""
+"""Tests of repeating the command of a stopped sweep: finished runs are not repeated."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MINUTES = 25 * 60
 
 
 class Job:
-    """Writes what a run leaves; ends as if by Ctrl-C where a test says so."""
+    """Writes the files of a run, and stops as if by Ctrl-C at the seed `stop_at`."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, str]] = []
@@ -58,7 +58,7 @@ class Job:
 
 @pytest.fixture
 def stopped(launch: Launch, capsys: pytest.CaptureFixture[str]) -> Job:
-    """A sweep of three, stopped in its second run."""
+    """Returns the job of a sweep of three runs that was stopped in its second."""
     job = Job()
     job.stop_at = 1
     assert launch(job, *SWEEP) == 130
@@ -94,9 +94,9 @@ def test_resume_lists_finished_runs_and_makes_only_the_others(
 def test_a_finished_run_in_the_folder_is_reported_not_repeated(
     seed: int, launch: Launch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It may have been killed in its last moments; without resume=auto the folder is refused by the run itself."""
+    """It may have been killed just before its end. Without resume=auto, the run itself refuses the folder."""
     job, typed = Job(), (f"seed={seed}", "output_dir=mine")
-    assert launch(job, *typed) == seed // 2  # one falls short
+    assert launch(job, *typed) == seed // 2  # seed 2 falls short
     assert launch(job, *typed, "resume=auto") == seed // 2
     told = ["this run is already finished; its results are in mine"]
     if seed == 2:
@@ -152,7 +152,7 @@ def test_a_sweep_stopped_twice_remembers_all_of_it(launch: Launch, stopped: Job)
     stopped.stop_at = None
     assert launch(stopped, *SWEEP, "resume=auto") == 1
     assert stopped.seeds == [0, 1, 1, 2, 2]
-    # All of it is finished and reported: the same again is a new sweep.
+    # All runs are finished and reported, so the same command starts a new sweep.
     assert launch(stopped, *SWEEP, "resume=auto") == 1
     assert stopped.seeds[5:] == [0, 1, 2]
     assert len({folder for _, folder in stopped.seen}) == 6

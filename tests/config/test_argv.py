@@ -1,4 +1,4 @@
-"""A command line that is given back: quoted for a shell, with keys replaced and none of another run's own."""
+"""Tests of commands that are printed for the user to type: quoted, and without the keys of this run."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_keys_are_replaced_and_those_of_a_run_are_left_out() -> None:
 def test_each_program_is_given_back_with_its_flags() -> None:
     given = ["onnx=a b.onnx", "mode=static", "output_dir=x"]
     with typing(given, EXPORT, ["--config-dir", "my conf"]):
-        assert command_with("rescue=ladder") == ""  # of train.py
+        assert command_with("rescue=ladder") == ""  # the typed command was export.py, not train.py
         said = again("mode=dynamic")
     words = ["onnx=a b.onnx", "mode=dynamic", "--config-dir", "my conf"]
     assert shlex.split(said) == ["uv", "run", "export.py", *words]

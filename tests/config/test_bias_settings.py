@@ -1,4 +1,4 @@
-"""Types of biases and scales that a backend, or another setting, does not go with."""
+"""Checks that types of biases and scales that the backend or another setting cannot have are refused."""
 
 from __future__ import annotations
 

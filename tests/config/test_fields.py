@@ -1,4 +1,4 @@
-"""What a setting says of itself, and that every place that takes the value asks it."""
+"""Tests of the documentation and limits of settings, which every place that takes a value must enforce."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ from qatkit_verify.errors import ConfigError, as_typed
 
 @dataclass
 class Inner:
-    """A group."""
+    """A group of settings."""
 
     share: float = setting(0.5, "of all", Range(0, 1))
 
 
 @dataclass
 class Outer:
-    """Every kind of field."""
+    """Settings of every kind."""
 
     count: int | None = setting(None, "of things", Range(1))
     word: str = setting("a", "one", Choices(("a", "b")))
@@ -149,7 +149,7 @@ def test_groups_are_checked_to_the_bottom() -> None:
 
 @dataclass(frozen=True)
 class OfAUser:
-    """An algorithm's: with what is no field, and a name that only its author's type checker knows."""
+    """A user's algorithm with a class variable and an annotation that cannot be evaluated."""
 
     stage: ClassVar[str] = "calibrated"
     share: float | None = setting(None, "of things", Range(0, 1))
@@ -198,7 +198,7 @@ def test_every_setting_of_the_schema_says_what_it_is() -> None:
 
 
 def test_the_schema_takes_the_words_of_the_library() -> None:
-    """Number types and granularities stand in `qatkit.quant.spec`; modes are functions of `qatkit.export.ort_modes`."""
+    """The schema repeats the library's number types, granularities and export modes, so both must agree."""
     assert ACTIVATIONS == ("uint8", "int8", "uint4", "int16", "uint16")
     for owner in (OverrideConfig, BackendConfig):
         assert limit_of(owner, "activation_dtype") == Choices((*ACTIVATIONS, *FORMATS))

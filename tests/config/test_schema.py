@@ -1,4 +1,4 @@
-"""The schema, the groups and recipes, the limits of values, and the files a configuration goes through."""
+"""Tests of the schema, its groups and recipes, the limits of values, saved configurations and run folders."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 CONF = ROOT / "conf"
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
 BACKENDS = sorted(path.stem for path in (CONF / "backend").glob("*.yaml"))
-# Each recipe with one of the backends in turn; the others with the slow tests.
+# Each recipe runs with one backend, taken in turn. The other pairs are slow tests.
 PAIRS = [
     pytest.param(recipe, backend, marks=[] if (i + k) % len(BACKENDS) == 0 else [pytest.mark.slow])
     for i, recipe in enumerate(RECIPES)
@@ -43,10 +43,10 @@ PAIRS = [
 GROUPS = sorted(
     f"{path.parent.name}={path.stem}"
     for path in CONF.glob("*/*.yaml")
-    if path.parent.name not in ("recipe", "launcher")  # launchers set what is Hydra's: test_sweep.py
+    if path.parent.name not in ("recipe", "launcher")  # launchers set Hydra's own keys; see test_sweep.py
 )
 SPACE = "search.space={schedule.lr:{low:1e-4,high:1e-2}}"
-GIVEN = ("data.root=somewhere", "model.checkpoint=float.pt")  # what some recipes ask for
+GIVEN = ("data.root=somewhere", "model.checkpoint=float.pt")  # keys that some recipes require
 
 
 @pytest.mark.parametrize(("recipe", "backend"), PAIRS)
@@ -54,7 +54,7 @@ def test_every_recipe_composes_with_every_backend(recipe: str, backend: str) -> 
     config = compose_config(CONF, [f"recipe={recipe}", f"backend={backend}", *GIVEN])
 
     assert config.name == recipe
-    of_16_bits = {"w8a16": "fbgemm", "w4a16": "fbgemm"}  # the same rules, with other number types
+    of_16_bits = {"w8a16": "fbgemm", "w4a16": "fbgemm"}  # FBGEMM with other number types
     assert config.backend.target == f"qatkit.quant.backends.{of_16_bits.get(backend, backend).upper()}"
 
 
@@ -73,7 +73,7 @@ def composed(recipe: str) -> Config:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_names_what_exists(recipe: str) -> None:
-    """Dotted paths import, and the weights are a member of torchvision's enum for that model, or its package's."""
+    """Dotted paths can be imported, and the weights exist in torchvision or in the model's own package."""
     config = composed(recipe)
 
     for key in DOTTED:
@@ -81,7 +81,7 @@ def test_a_recipe_names_what_exists(recipe: str) -> None:
         path = getattr(getattr(config, group), field)
         if "." in path:
             assert callable(resolve(path, key)) or key == "backend.target"
-    if config.model.name.startswith(("onnx/", "hf/")):  # of the file or the folder that is typed
+    if config.model.name.startswith(("onnx/", "hf/")):  # the user names the model's file or folder
         return
     if config.model.name.startswith("lite/"):
         pytest.importorskip("efficientnet_lite_pytorch")
@@ -97,7 +97,7 @@ def test_a_recipe_names_what_exists(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_says_its_command(recipe: str) -> None:
     assert composed(recipe).name == recipe
-    # The header points to figures exactly where there are some.
+    # The header names the file of results if and only if there is one.
     measured = (ROOT / "recipes" / "results" / f"{recipe}.json").is_file()
     assert (f"recipes/results/{recipe}.json" in header(recipe)) == measured
     assert ("not run yet" in header(recipe)) == (not measured)
@@ -106,7 +106,7 @@ def test_a_recipe_says_its_command(recipe: str) -> None:
 @pytest.mark.parametrize("option", GROUPS)
 def test_every_option_of_every_group_composes(option: str) -> None:
     group = option.split("=")[0]
-    # What an option sets is what arrives: no typo can hide behind a default of the schema.
+    # Every value of the file must arrive, so that no typo hides behind a default of the schema.
     config = compose_config(
         CONF, ["~recipe", option, *GIVEN, *([SPACE] if option == "search=optuna" else [])]
     )
@@ -114,11 +114,11 @@ def test_every_option_of_every_group_composes(option: str) -> None:
     values = OmegaConf.to_container(OmegaConf.load(CONF / f"{option.replace('=', '/')}.yaml"))
     assert isinstance(values, dict)
     for part in values.pop("defaults", []):
-        if part != "_self_":  # what the file itself says wins
+        if part != "_self_":  # the file's own values win
             taken = OmegaConf.to_container(OmegaConf.load(CONF / group / f"{part}.yaml"))
             values = cast(dict[str, Any], taken) | values
     if (CONF / f"{option.replace('=', '/')}.yaml").read_text().startswith("# @package _global_"):
-        own = values.pop(group)  # beside its group it sets others
+        own = values.pop(group)  # the file also sets keys outside its group
         for key, value in values.items():
             assert getattr(config, str(key)) == value
         values = own
@@ -328,7 +328,7 @@ def test_output_dir_is_dated_under_the_name(tmp_path: Path, monkeypatch: pytest.
     assert re.fullmatch(r"outputs/mine/\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d", str(output_dir(Config(name="mine"))))
     assert str(output_dir(Config(name="mine"), job=3)).endswith("_3")
     assert output_dir(Config(output_dir="here")) == Path("here")
-    assert os.listdir(tmp_path) == []  # asking leaves nothing behind
+    assert os.listdir(tmp_path) == []  # output_dir creates nothing
 
 
 def test_an_output_dir_inside_a_file_is_refused(tmp_path: Path) -> None:
@@ -341,7 +341,7 @@ def test_an_output_dir_inside_a_file_is_refused(tmp_path: Path) -> None:
 
 
 def _run_folder(name: str, config: Config, *, age: int, done: bool = False, saved: bool = True) -> Path:
-    """A run's folder whose checkpoint is `age` seconds old."""
+    """Creates a run's folder, whose checkpoint is `age` seconds older than a fixed time, and returns it."""
     folder = Path("outputs", config.name, name)
     folder.mkdir(parents=True)
     checkpoint = folder / "last.ckpt"
@@ -374,7 +374,7 @@ def test_resume_auto_finds_the_newest_equal_unfinished_run(
 def test_a_run_whose_bundle_is_missing_is_not_finished(
     made: str, shortfalls: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was killed behind its report; one that falls short has no bundle."""
+    """Such a run was killed after it wrote its report. A run that falls short makes no bundle."""
     monkeypatch.chdir(tmp_path)
     config = Config(name="mine", export=ExportConfig(bundle=True))
     folder = _run_folder("run", config, age=5)

@@ -1,4 +1,4 @@
-"""What a search space, its figures and its bounds may be, and that what is proposed is what would be typed."""
+"""Tests of search spaces, metrics and constraints, and of proposed values, which compose like typed ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qatkit.config.search_space import Numbers, Options, axes, differences, flat
 from qatkit.records.objectives import check_objectives, constraints, figures, of_test_images
 from qatkit_verify.errors import ConfigError
 
-# Of the test images, and of those held out, by which is chosen.
+# Metrics on the test images and, under "validation", on the held-out images that decide between trials.
 REPORT = {
     "accuracy": {"int8": {"top1": 91.0}, "float": {"top1": 99.0}},
     "latency": {"int8": {"median_ms": 0.5, "ratio": 2.0}},
@@ -38,7 +38,7 @@ def test_axes_are_read_in_the_order_of_their_keys() -> None:
 
 
 def test_a_key_may_be_typed_with_its_dots() -> None:
-    """By Hydra that is a mapping within a mapping; a part that is typed changes what the YAML file has of the key."""
+    """Hydra reads dots as nested mappings. A typed part overrides only that part of the YAML file's entry."""
 
     def space(*typed: str) -> dict[str, Any]:
         return compose_config(CONF, ["recipe=quickstart", *typed]).search.space
@@ -92,7 +92,7 @@ def test_an_algorithms_settings_say_it_too() -> None:
         ({"schedule.lr": []}, "search.space.schedule.lr"),
         ({"schedule.lr": [1, 1]}, "search.space.schedule.lr"),
         *(
-            ({"mine": twice}, "search.space.mine")  # each as it is typed
+            ({"mine": twice}, "search.space.mine")  # both values mean the same once they are typed
             for twice in (
                 [1, 1.0],
                 ["a", "b", "a"],
@@ -120,7 +120,7 @@ def test_an_algorithms_settings_say_it_too() -> None:
         ({"output_dir": ["a", "b"]}, "search.space.output_dir"),
         ({"+a": [1, 2]}, "search.space.+a"),
         *(
-            ({key: [1, 2]}, f"search.space.{key}")  # trials are compared by these very images
+            ({key: [1, 2]}, f"search.space.{key}")  # these keys select the images that trials are compared on
             for key in ("seed", "verify.held_out", "verify.validation", "data.train_images")
         ),
     ],

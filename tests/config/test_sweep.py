@@ -1,4 +1,4 @@
-"""What a sweep tells at its end, what a launcher needs, and where a run that is started again goes on."""
+"""Tests of a sweep's final table, the requirements of launchers, and the resuming of restarted runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from qatkit_verify.errors import ConfigError
 
 
 def test_a_sweep_ends_with_a_table_of_its_runs(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each by what is its own, with its status; the exit status is the highest."""
+    """A row has the run's status and the keys that differ. The exit status is the highest of all runs."""
 
     def job(config: Config) -> int:
         if config.seed == 2:
@@ -33,11 +33,11 @@ def test_a_sweep_ends_with_a_table_of_its_runs(launch: Launch, capsys: pytest.Ca
     said = capsys.readouterr().out.splitlines()
     assert "sweep of 3 runs" in said
     rows = [re.split(r"  +", line.strip()) for line in said if line.startswith("seed=")]
-    assert [row[0] for row in rows] == ["seed=0", "seed=1", "seed=2"]  # not what they share
+    assert [row[0] for row in rows] == ["seed=0", "seed=1", "seed=2"]  # without the keys that all runs share
     assert [row[4] for row in rows] == ["done", "falls short", "failed: seed=2: expected another"]
     folders = [row[-1] for row in rows]
     assert all(folder.startswith("outputs/quickstart/") for folder in folders[:2]) and len(set(folders)) == 3
-    assert folders[2] == "-"  # refused before it had one
+    assert folders[2] == "-"  # refused before it got a folder
 
 
 def test_a_defect_in_one_run_keeps_the_table(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,9 +56,9 @@ def test_a_defect_in_one_run_keeps_the_table(launch: Launch, capsys: pytest.Capt
 def test_sweeps_begun_in_one_second_have_a_folder_each(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where another one that has not said anything yet has the name, and for what a node of a cluster composes."""
+    """This also holds if a sweep that has written nothing yet has the name, and on the nodes of a cluster."""
     clock = SimpleNamespace(now=lambda: SimpleNamespace(strftime=lambda pattern: "now"))
-    monkeypatch.setattr("hydra.core.utils.datetime", clock)  # of its resolver `now`
+    monkeypatch.setattr("hydra.core.utils.datetime", clock)  # used by Hydra's resolver `now`
     Path("multirun/now_2").mkdir(parents=True)
     swept, nodes = set[str](), list[bytes]()
 

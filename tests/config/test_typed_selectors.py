@@ -1,4 +1,4 @@
-"""Selectors as they are typed, or written in a file: names with colons, dots, slashes, spaces, brackets and JSON."""
+"""Tests of selectors on the command line and in files: names with colons, dots, slashes, brackets or JSON."""
 
 from __future__ import annotations
 

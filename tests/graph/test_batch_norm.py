@@ -1,4 +1,4 @@
-"""Re-estimated statistics, against torch's own `update_bn` on the float model, and by what they are for."""
+"""Tests of re-estimated BatchNorm statistics, against torch's `update_bn` and by their effect."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from qatkit.train.module import QATModule
 
 
 class Net(nn.Module):
-    """Two convolutions, a depthwise one between them, a Linear, each with a BatchNorm; [N, 3, 8, 8] to [N, 4]."""
+    """A convolution, a depthwise one and a Linear, each with a BatchNorm: [N, 3, 8, 8] to [N, 4]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,8 +85,8 @@ def test_batches_count_by_their_images() -> None:
 
 
 def test_with_quantization_what_ships_is_normalised_again() -> None:
-    """Statistics that are wrong by far: after re-estimation the converted model's logits are those of the norm again,
-    mean β and deviation γ.
+    """Re-estimation corrects very wrong statistics: the converted model's logits have the mean β and the
+    standard deviation γ of the last norm again.
     """
     _, module = _prepared("train")
     for norm in _norms(module):
@@ -107,8 +107,8 @@ def test_with_quantization_what_ships_is_normalised_again() -> None:
 @pytest.mark.parametrize("batch_norm", ["freeze", "train"])
 @pytest.mark.parametrize("oscillation", ["ignore", "freeze"])
 def test_learned_scales_keep_integers_when_the_deviation_moves(batch_norm: str, oscillation: str) -> None:
-    """Variances that are 0.2 to 9 times what the images have: the converted integers are those of before, so that the
-    network is the same one, normalised.
+    """The variances start at 0.2 to 9 times their values. Re-estimation must keep the converted integers, so
+    that only the normalization of the network changes.
     """
     quantizers = Quantizers(weight=LSQWeightFakeQuantize, activation=LSQFakeQuantize)
     schedule = ScheduleConfig(batch_norm=batch_norm, oscillation=oscillation)
@@ -131,14 +131,14 @@ def test_learned_scales_keep_integers_when_the_deviation_moves(batch_norm: str, 
     after = _integers(module)
     assert before.keys() == after.keys() and len(before) == 3
     for name, integers in before.items():
-        moved = (integers - after[name]).abs()  # by the alignment of the new scales, a little up at most
+        moved = (integers - after[name]).abs()  # the alignment of the new scales raises them slightly
         assert moved.max() <= 1 and (moved > 0).float().mean() < 0.05, name
         assert integers.unique().numel() > 4
 
 
 @pytest.mark.parametrize("granularity", ["per_channel", "per_tensor"])
 def test_algorithm_integers_stay_when_the_deviation_moves(granularity: str) -> None:
-    """Scales and roundings that stand; of one scale for all channels nothing can follow per-channel deviations."""
+    """Scales and roundings are fixed. A per-tensor scale cannot follow deviations that differ per channel."""
     per_channel = granularity == "per_channel"
     overrides = {"*": OverrideConfig(weight_dtype="int4", weight_granularity=granularity)}
     module = QATModule(
@@ -150,7 +150,7 @@ def test_algorithm_integers_stay_when_the_deviation_moves(granularity: str) -> N
     for _, operator, fake in quantized_weights(module.graph):
         weight = inference_weight(operator, fake).detach()
         scale = fake.scale(weight)
-        steps = weight / along(scale, 0, weight.ndim)  # of the largest weights whole
+        steps = weight / along(scale, 0, weight.ndim)  # integers for the largest weights
         up = steps - steps.floor() > 0.5 + 0.3 * noise(*weight.shape).clamp(-1, 1)
         fake.fix(scale, weight, steps.floor() + up)
     module.eval()

@@ -1,4 +1,4 @@
-"""Hooks that hold the model: its copies write into storage of their own, and its graph has what the hooks made."""
+"""Tests of hooks that refer to their model: its copies use their own storage, its graph has their effects."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from qatkit.train.module import QATModule
 
 
 class Taps(nn.Module):
-    """A body whose hooks keep activations; the head reads what they kept.
+    """A body whose hooks store activations, and a head that reads them.
 
     Args:
-        hooks: registers the hooks, and returns what gives the kept activations.
+        hooks: registers the hooks, and returns a function that returns the stored activations.
     """
 
     def __init__(self, hooks: Callable[[Any], Callable[[], list[Tensor]]]) -> None:
@@ -85,7 +85,7 @@ def weak_reference(self: Any) -> Callable[[], list[Tensor]]:
 
 
 def extractor(self: Any) -> Callable[[], list[Tensor]]:
-    """A bound method of an object that holds the model."""
+    """Registers bound methods of an object that refers to the model."""
 
     class Extractor:
         def __init__(self, model: nn.Module) -> None:
@@ -101,7 +101,7 @@ def extractor(self: Any) -> Callable[[], list[Tensor]]:
 
 
 def counter(self: Any) -> Callable[[], list[Tensor]]:
-    """Two functions that share a variable."""
+    """Registers a hook that shares a variable with the returned function."""
     last = [noise_of(1, 6)]
     first: Tensor | None = None
 
@@ -116,7 +116,7 @@ def counter(self: Any) -> Callable[[], list[Tensor]]:
 
 
 def replaced_forward(self: Any) -> Callable[[], list[Tensor]]:
-    """A forward of one module's own, as adapters and profilers put it."""
+    """Replaces the forward of one module, as adapters and profilers do."""
     self.features = []
     inner = self.body[2].forward
 
@@ -143,7 +143,7 @@ HOOKS = [
 @pytest.mark.parametrize("hooks", HOOKS, ids=lambda one: str(one.__name__))
 def test_hooks_of_copies_keep_in_the_copy(hooks: Callable[..., Any]) -> None:
     model, x = Taps(hooks).eval(), noise_of(2, 4, 6)
-    before = model(x)[1]  # with gradients, as a training leaves them
+    before = model(x)[1]  # with gradients, as after training
     values = [one.detach().clone() for one in before]
 
     copied, y = copy_of(model), noise_of(3, 4, 6, seed=1)
@@ -157,7 +157,7 @@ def test_hooks_of_copies_keep_in_the_copy(hooks: Callable[..., Any]) -> None:
 
 
 class Hooks:
-    """As timm keeps features: by a partial of its own method, of each device in order."""
+    """Stores features as timm does: in partials of a method, in order for each device."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.found: dict[Any, dict[int, Tensor]] = defaultdict(OrderedDict)
@@ -189,7 +189,7 @@ class Features(nn.Module):
 
 def test_a_backbone_with_hooks_yields_its_features() -> None:
     model, x = Features().eval(), noise_of(2, 3, 8, 8)
-    model.body(x)  # what it keeps has gradients
+    model.body(x)  # the stored features have gradients
     kept = dict(model.hooks.found[x.device])
     module = QATModule(model, x).eval()
     assert module.graph.meta["outputs"] == ("output_0", "output_1")

@@ -1,4 +1,4 @@
-"""Encodings of a file that was exported from a PyTorch model, on a module of the same model."""
+"""Tests of applying the encodings of an exported file to a module of the same PyTorch model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from qatkit_verify.errors import ConfigError
 
 
 def test_an_exported_model_comes_back_bit_for_bit(tmp_path: Path) -> None:
-    """Calibrated on other images, with all scales fixed by the names of the file."""
+    """The module is calibrated on other images, and takes all scales from the file, by name."""
     torch.manual_seed(0)
     model = settle(Chain(), 3, 16, 16)
     shipped = ship(model, noise(8, 3, 16, 16), "encoded_chain")
@@ -47,7 +47,7 @@ def test_an_exported_model_comes_back_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_names_of_operators_and_weights_are_taken() -> None:
-    """As they are written by hand: sites of activations, paths of weights."""
+    """Encodings that are written by hand name activations by site and weights by path."""
     graph = prepared(settle(Chain(), 3, 16, 16), noise(2, 3, 16, 16)).eval()
     (place, *_), ((path, operator, fake), *_) = fake_quantizers(graph), quantized_weights(graph)
     scales = np.full(fake.clip.numel(), 0.25, np.float32)

@@ -1,4 +1,4 @@
-"""Fusing: every BatchNorm of real networks folds without changing the output; the others say why not."""
+"""Tests of fusing: all BatchNorms of real networks fold without changing outputs; others get a reason."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_every_batch_norm_of_a_real_network_fuses(name: str, batch_norm: str) ->
 
 
 def test_modes_in_training() -> None:
-    """Fold and freeze use the running statistics, train uses the batch's, and updates them."""
+    """Modes fold and freeze use the running statistics. Mode train uses the batch's, and updates them."""
     model, x = settle(Chain(), 3, 12, 12), noise(8, 3, 12, 12)
     frozen, live = model.eval()(x), copy.deepcopy(model).train()(x)
     for mode, expected in (("fold", frozen), ("freeze", frozen), ("train", live)):
@@ -59,7 +59,7 @@ def test_unknown_mode_is_refused() -> None:
 
 
 class NormFirst(nn.Module):
-    """BatchNorm, then conv."""
+    """A BatchNorm before a convolution."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class NormFirst(nn.Module):
 
 
 class TwoReaders(NormFirst):
-    """The conv's own output is read too."""
+    """A convolution whose output is not only read by the BatchNorm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class TwoReaders(NormFirst):
 
 
 class SharedConv(nn.Module):
-    """One conv at two places."""
+    """A convolution that is called twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class SharedConv(nn.Module):
 
 
 class NoStatistics(NormFirst):
-    """A BatchNorm that normalizes by the batch in inference too."""
+    """A BatchNorm that uses batch statistics in inference too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class NoStatistics(NormFirst):
 
 
 class OtherAxis(nn.Module):
-    """BatchNorm1d over the tokens of a Linear on [N, tokens, features]."""
+    """A BatchNorm1d over the tokens of a Linear on [N, tokens, features]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class OtherAxis(nn.Module):
 
 
 class SameWidthOtherAxis(OtherAxis):
-    """As above with as many tokens as features, so that the sizes give nothing away."""
+    """A variant with as many tokens as features, so that sizes do not tell the axes apart."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class SameWidthOtherAxis(OtherAxis):
 
 
 class SharedNorm(SharedConv):
-    """Two convs, one BatchNorm after each: folds twice."""
+    """A BatchNorm that is called after two convolutions, and folds into both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ def test_an_input_given_by_name_is_one_like_any_other() -> None:
 
 @pytest.mark.parametrize("batch_norm", ["fold", "freeze", "train"])
 def test_a_batch_norm_that_others_read_lives_on(batch_norm: str) -> None:
-    """As in DBB, whose padding has the values that a BatchNorm makes of zeros."""
+    """DBB has such a block: its padding is what the BatchNorm computes for zeros."""
 
     class Padded(nn.Module):
         def __init__(self) -> None:

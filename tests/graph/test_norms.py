@@ -1,4 +1,4 @@
-"""BatchNorms under other names are fused, and follow `schedule.batch_norm`, as torch's own do."""
+"""Checks that other implementations of BatchNorm are fused and follow `schedule.batch_norm`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class WithoutRank(_BatchNorm):
 
 
 class Checked(WithoutRank):
-    """A subclass of a subclass, with a name of its own."""
+    """A subclass of a subclass of BatchNorm."""
 
 
 class Frozen(nn.Module):
@@ -46,7 +46,7 @@ class Frozen(nn.Module):
 
 
 class Written(nn.Module):
-    """The arithmetic of BatchNorm, as it trains too."""
+    """A BatchNorm written as arithmetic, including its training."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Written(nn.Module):
 
 
 class Other(Frozen):
-    """BatchNorm's names, and another function."""
+    """A module with the tensors of a BatchNorm that computes something else."""
 
     def forward(self, x: Tensor) -> Tensor:
         tensors = cast(Any, self)
@@ -110,7 +110,7 @@ def test_it_is_fused_into_the_convolution(name: str, batch_norm: Any) -> None:
 
 @pytest.mark.parametrize("name", [name for name in NORMS if name not in FROZEN])
 def test_it_trains_as_torchs_own(name: str) -> None:
-    """batch_norm=train takes the batches' statistics: of the replaced one, those of a BatchNorm2d, bit for bit."""
+    """With batch_norm=train, it uses batch statistics and equals a BatchNorm2d bit for bit."""
     x, found = noise(16, 3, 9, 9), []
     for norm in (NORMS[name], nn.BatchNorm2d):
         model = net(norm)

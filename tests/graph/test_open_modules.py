@@ -1,4 +1,4 @@
-"""Bilinear and the cells of recurrent networks, written as the Linears that they hold."""
+"""Tests of Bilinear and recurrent cells, which are rewritten as Linears."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LEAVES: dict[str, Callable[[], nn.Module]] = {
 
 
 class Steps(nn.Module):
-    """A leaf along [N, 3, 8], the first time without a state."""
+    """A Bilinear on [N, 3, 8], or a recurrent cell over its steps without an initial state."""
 
     def __init__(self, make: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -70,4 +70,4 @@ def test_its_products_run_in_int8(name: str) -> None:
     exact = run_torch(done.model, done.images)
     assert np.square(wanted - exact).mean() < 2e-3 * np.square(exact).mean()
     found = audit(done.path)
-    assert found.problems == () and found.int8_share > 0.85  # Bilinear's second product is of two activations
+    assert found.problems == () and found.int8_share > 0.85  # Bilinear also multiplies two activations

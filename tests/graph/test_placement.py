@@ -1,4 +1,4 @@
-"""Where FakeQuantize modules stand: the whole list, written by hand, for small models."""
+"""Checks where small models have FakeQuantize modules, against complete lists written by hand."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from qatkit.quant.fake_quantize import Bounds
 
 
 class TwoConvs(nn.Module):
-    """What the models below have in common: on [N, 4, H, W]."""
+    """Base class of the models below, which take [N, 4, H, W]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class TwoConvs(nn.Module):
 
 
 class ReluReadTwice(TwoConvs):
-    """Both readers follow the ReLU, so it is absorbed."""
+    """A ReLU with two readers, which is absorbed, since nothing reads its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.relu(self.conv(x))
@@ -35,7 +35,7 @@ class ReluReadTwice(TwoConvs):
 
 
 class ReadBeforeRelu(TwoConvs):
-    """The conv's own output is needed too: the ReLU must not be absorbed."""
+    """A ReLU that must not be absorbed, since its input has another reader."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.conv(x)
@@ -43,14 +43,14 @@ class ReadBeforeRelu(TwoConvs):
 
 
 class TimesNumber(TwoConvs):
-    """A product with a Python number runs in float."""
+    """A product with a Python number, which runs in float."""
 
     def forward(self, x: Tensor) -> Tensor:
         return cast(Tensor, self.last(self.conv(x) * 0.5))
 
 
 class Square(TwoConvs):
-    """A product of a tensor with itself is a product of two 8-bit tensors."""
+    """A product of a tensor with itself, which is a product of two 8-bit tensors."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.conv(x)
@@ -58,14 +58,14 @@ class Square(TwoConvs):
 
 
 class Flipped(TwoConvs):
-    """A flip is unknown to the table: float, with a range of its own that the transposition after it keeps."""
+    """A flip, which the table does not know. It is float, and the transpose after it keeps its range."""
 
     def forward(self, x: Tensor) -> Tensor:
         return cast(Tensor, self.last(self.pool(self.conv(x)).flip(-1).transpose(2, 3)))
 
 
 class Cropped(TwoConvs):
-    """What the transposition drops must not be quantized first, so the range is that of what is left."""
+    """A crop, whose range is that of the remaining values: dropped ones must not be quantized."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.gelu(self.conv(x))
@@ -73,35 +73,35 @@ class Cropped(TwoConvs):
 
 
 class PoolShares(TwoConvs):
-    """A max pool and a transposition keep the range of the conv before them."""
+    """A max pool and a transpose, which keep the range of the convolution before them."""
 
     def forward(self, x: Tensor) -> Tensor:
         return cast(Tensor, self.last(self.pool(self.conv(x)).transpose(2, 3)))
 
 
 class PoolThenRelu(TwoConvs):
-    """A ReLU after a max pool has no conv to be absorbed by: it has a point of its own."""
+    """A ReLU after a max pool, which no convolution can absorb, so that it has its own quantizer."""
 
     def forward(self, x: Tensor) -> Tensor:
         return cast(Tensor, self.last(F.relu(self.pool(self.conv(x)))))
 
 
 class FloatAdd(TwoConvs):
-    """One operand went through a float operator."""
+    """A sum with one operand from a float operator."""
 
     def forward(self, x: Tensor) -> Tensor:
         return cast(Tensor, self.last(torch.sin(self.conv(x)) + self.conv(x)))
 
 
 class Gelu(TwoConvs):
-    """A float activation between two convs."""
+    """A float activation between two convolutions."""
 
     def forward(self, x: Tensor) -> Tensor:
         return cast(Tensor, self.last(F.gelu(self.conv(x))))
 
 
 class Relu6(TwoConvs):
-    """ReLU6 in the middle and at the end."""
+    """A ReLU6 after each convolution."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu6(self.last(F.relu6(self.conv(x))))
@@ -181,7 +181,7 @@ def test_the_two_backends_agree_on_places() -> None:
 
 def test_the_residual_stream_of_a_transformer_stays_float() -> None:
     names = list(fake_quantizers(prepared(small_vit(), noise(2, 3, 32, 32))))
-    # mlp.1 is the GELU; the Dropout after it passes bytes on.
+    # mlp.1 is the GELU; the Dropout after it keeps its 8-bit values.
     layer = "encoder.layers.encoder_layer_{}."
     inner = ["ln_1", "self_attention.matmul_1", "ln_2", "mlp.1"]
     assert names == [
@@ -193,7 +193,7 @@ def test_the_residual_stream_of_a_transformer_stays_float() -> None:
 
 
 def test_every_operator_of_a_transformer() -> None:
-    """Each output that arithmetic makes is quantized, the residual stream and the products of attention included."""
+    """All outputs of arithmetic are quantized, including the residual stream and attention's products."""
     graph = prepared(small_vit(), noise(2, 3, 32, 32), FBGEMM.everywhere())
     names = set(fake_quantizers(graph))
     layer = "encoder.layers.encoder_layer_{}."
@@ -209,7 +209,7 @@ def test_every_operator_of_a_transformer() -> None:
         "add_1",
     ]
     ends = {"input", "conv_proj", "cat", "encoder.add", "encoder.ln", "heads.head"}
-    # The product of queries with a number stays float, as it always does.
+    # The product of queries with a number always stays float.
     assert names == ends | {layer.format(i) + name for i in range(2) for name in inner}
 
 

@@ -1,4 +1,4 @@
-"""A settled graph gives what the prepared one gives in inference, from weights that were rounded once."""
+"""Checks that a settled graph computes what the prepared one does in inference, but rounds weights once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from qatkit.train.module import QATModule
 
 
 class Net(nn.Module):
-    """A stem, a depthwise convolution, a residual sum, one weight that is computed, one layer called twice."""
+    """A stem, a depthwise convolution, a residual sum, a computed weight and a layer that is called twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Net(nn.Module):
 
 
 class Tokens(nn.Module):
-    """An embedding, attention, an LSTM and a convolution along time."""
+    """An embedding, attention, an LSTM and a convolution over time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ def test_settled_weights_are_current_and_the_graph_is_unchanged() -> None:
     assert names == [name for name, _ in module.graph.named_modules()]
     assert all(torch.equal(value, before[name]) for name, value in module.graph.state_dict().items())
     with torch.no_grad():
-        for parameter in module.graph.get_submodule("stem").parameters():  # a float operator shares its own
+        for parameter in module.graph.get_submodule("stem").parameters():  # float operators share theirs
             parameter.mul_(1.5)
     assert torch.equal(given_by(settled, images()), given)
     assert not torch.equal(given_by(settled_graph(module.graph), images()), given)
@@ -123,7 +123,7 @@ def test_of_other_inputs_and_operators_too() -> None:
 
 
 class Recurrent(nn.Module):
-    """A recurrent layer with what it may have, behind a table."""
+    """An embedding and a recurrent layer with various options."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Prepare: dtypes by backend, weights per channel, phases, and gradients of one real training step."""
+"""Tests of preparing: dtypes by backend, per-channel weights, phases, and gradients of a training step."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_dtypes_and_per_channel_weights(backend: Backend, dtype: str, reduced: b
         assert quantizer is not None
         largest = module.weight.detach().abs().amax(dim=(1, 2, 3))
         excess = quantizer.scale(module.weight) / (largest / (63 if reduced else 127))
-        assert ((excess > 1 - 1e-6) & (excess < 1.01)).all()  # moved up by alignment
+        assert ((excess > 1 - 1e-6) & (excess < 1.01)).all()  # alignment raises scales
         quantizer.enabled = True
         levels = quantizer(module.weight)[0].detach() / quantizer.scale(module.weight).view(-1, 1, 1, 1)
         torch.testing.assert_close(levels, levels.round(), rtol=0, atol=1e-3)
@@ -49,7 +49,7 @@ def test_dtypes_and_per_channel_weights(backend: Backend, dtype: str, reduced: b
 
 
 def test_calibration_sees_the_float_activations() -> None:
-    """The ranges of every point against hooks on the float model."""
+    """Compares the ranges of all quantizers with hooks on the float model."""
     model, x = settle(Residual(), 3, 12, 12), noise(8, 3, 12, 12, seed=4)
     seen: dict[str, Tensor] = {"input": x}
     after = {"stem": "stem", "bn1": "conv1", "bn2": "conv2", "avgpool": "avgpool"}
@@ -82,7 +82,7 @@ def test_calibration_sees_the_float_activations() -> None:
     [("chain", 1e-3), ("residual", 1e-3), ("mlp", 1e-3), ("gate", 1e-3), ("resnet18", 0.05)],
 )
 def test_quantized_output_is_near_the_float_one(name: str, limit: float) -> None:
-    """Noise to signal: 8 bits give 1e-4 a tensor, and the 20 layers of a random ResNet add up."""
+    """Limits are noise-to-signal ratios: 1e-4 per 8-bit tensor, which adds up over 20 layers of a ResNet."""
     torch.manual_seed(0)
     if name == "resnet18":
         model, x = build(name, 32), noise(16, 3, 32, 32)
@@ -170,9 +170,9 @@ def test_one_step_reaches_every_parameter(name: str, batch_norm: str) -> None:
 
 
 def test_training_with_fake_quantization_learns_as_float_does() -> None:
-    """Ten steps on one batch, with the fake quantization on and off: the same descent.
+    """Ten steps on one batch reduce the loss as much with fake quantization as without it.
 
-    Guarded weights start with larger steps, so their first losses are others; they descend as far.
+    Guarded weights start with larger steps, so their first losses differ, but decrease as far.
     """
     x, curves = noise(8, 3, 32, 32), []
     for quantize, backend in ((False, FBGEMM), (True, FBGEMM.reduced(False)), (True, FBGEMM)):

@@ -1,4 +1,4 @@
-"""Products of two activations in number formats: each operand is rounded in blocks along the axis that is summed."""
+"""Tests of products of two activations in number formats: operands have blocks along the summed axis."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FORMAT = FORMATS["mxfp4"]
 
 
 class Attention(nn.Module):
-    """One head over 10 tokens of 40 channels, whose scores need no factor."""
+    """A single attention head over 10 tokens of 40 channels, with unscaled scores."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Attention(nn.Module):
 
 
 class Squares(nn.Module):
-    """The square of a matrix that a Linear made, which is both operands, and that matrix times a parameter."""
+    """A parameter times the square of a Linear's output, which is both operands of a product."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ def test_each_tensor_of_a_contraction_has_a_range_of_its_own() -> None:
         name: one.scale.item()
         for name, one in fake_quantizers(module_of(model, x, "float8_e4m3fn").graph).items()
     }
-    assert len(named) == 4 and len(set(named.values())) == 3  # the two roundings of y have one range
+    assert len(named) == 4 and len(set(named.values())) == 3  # the two roundings of y share a range
 
 
 @torch.no_grad()

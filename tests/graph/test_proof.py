@@ -1,4 +1,4 @@
-"""The proof tells a graph that computes something else from one that is rounded otherwise."""
+"""Checks that the proof distinguishes faulty graphs from those with other rounding errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from qatkit_verify.errors import ConfigError
 
 
 class Block(nn.Module):
-    """conv → norm → relu, and the way around."""
+    """A residual block of a convolution, a BatchNorm and a ReLU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Some blocks, an attention of two lines and a head."""
+    """A stem, residual blocks, a minimal attention and a head."""
 
     def __init__(self, depth: int = 3) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ def test_a_fault_behind_fuse_and_stub_is_found(fault: Callable[[fx.GraphModule],
 
 
 def settled(model: nn.Module) -> nn.Module:
-    """With statistics of BatchNorms that are not those of a new one."""
+    """Returns the model with random statistics and parameters in its BatchNorms."""
     for i, module in enumerate(model.modules()):
         if isinstance(module, nn.BatchNorm2d):
             generator = torch.Generator().manual_seed(i)
@@ -122,14 +122,14 @@ def settled(model: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("batch_norm", ["fold", "freeze", "train"])
 def test_rounding_of_a_deep_model_is_no_fault(batch_norm: str) -> None:
-    """Fifty blocks whose BatchNorms enlarge every difference."""
+    """The BatchNorms of fifty blocks amplify every difference."""
     model, x = settled(Net(50)), noise_of(2, 3, 8, 8)
     graph = stub(fuse(copy.deepcopy(model), x, batch_norm).graph, x).graph
     prove(model, graph, x)
 
 
 def test_rounding_of_a_chaotic_model_is_no_fault() -> None:
-    """Where float32 says nothing at all of the result."""
+    """This model amplifies rounding errors until float32 results are arbitrary."""
 
     def forward(self: Any, x: Any) -> Any:
         x = self.norm(self.conv(x))
@@ -147,7 +147,7 @@ def test_rounding_of_a_chaotic_model_is_no_fault() -> None:
 
 
 def chaotic(self: Any, x: Any) -> Any:
-    """Enlarges a difference about 1e10 times, so that float64 leaves no more than float32 elsewhere."""
+    """Amplifies differences about 1e10 times, so that float64 is only as accurate as float32 elsewhere."""
     x = self.norm(self.conv(x))
     for _ in range(30):
         x = torch.sin(3 * x)
@@ -166,7 +166,7 @@ def test_rounding_that_float64_enlarges_too_is_no_fault() -> None:
 
 
 def test_a_model_that_changes_between_calls_is_refused() -> None:
-    """Captured with one constant, proven with another."""
+    """It is captured with one constant, and proven with another."""
     import itertools
 
     def forward(self: Any, x: Any) -> Any:
@@ -179,7 +179,7 @@ def test_a_model_that_changes_between_calls_is_refused() -> None:
 
 
 def test_the_model_is_as_it_was() -> None:
-    """Also what it keeps in buffers and attributes."""
+    """This includes its buffers and attributes."""
 
     def forward(self: Any, x: Any) -> Any:
         self.calls += 1
@@ -200,7 +200,7 @@ def test_the_model_is_as_it_was() -> None:
 
 
 def test_outputs_of_other_kinds_are_compared() -> None:
-    """Whole numbers, booleans, infinities and NaNs are equal to themselves alone."""
+    """Integers, booleans, infinities and NaNs only equal themselves."""
 
     def forward(self: Any, x: Any) -> Any:
         y = self.fc(x)

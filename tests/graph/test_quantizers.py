@@ -1,4 +1,4 @@
-"""Scales and roundings that were learned, solved for or given reach the file: nobody computes them again."""
+"""Checks that learned, optimized and given scales and roundings reach the file without being recomputed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ IMAGES = noise(16, 3, 16, 16)
 
 
 class LearnedScale(FakeQuantize):
-    """LSQ in a dozen lines: the scale is a parameter, which starts at the range calibrated.
+    """A minimal LSQ: the scale is a parameter that starts at its calibrated value.
 
     Source: Esser et al., "Learned step size quantization", 2020.
     """
@@ -61,7 +61,7 @@ class LearnedScale(FakeQuantize):
 
 
 class LearnedWeightScale(WeightFakeQuantize):
-    """Per-channel scales that are a parameter; half of the largest value to start with, to differ from the default."""
+    """Per-channel scales as a parameter, which starts at 2⁻⁸ to differ from the default."""
 
     def __init__(self, spec: QuantSpec, shape: Sequence[int]) -> None:
         super().__init__(spec, shape)
@@ -74,7 +74,7 @@ class LearnedWeightScale(WeightFakeQuantize):
 def _graph(quantizers: Quantizers | None = None) -> fx.GraphModule:
     model = settle(Chain(), 3, 16, 16)
     graph = stub(fuse(model, IMAGES[:2], depthwise=True).graph, IMAGES[:2]).graph
-    # Not guarded: what is fixed here is in the file as it is.
+    # Weights are not guarded, so that fixed values reach the file unchanged.
     prepared = prepare_qat(
         graph, FBGEMM.reduced(False), IMAGES[:2], quantizers=quantizers or Quantizers()
     ).graph.eval()
@@ -91,7 +91,7 @@ def _operators(graph: fx.GraphModule) -> dict[str, QATOperator]:
 
 
 def _constants(path: Path) -> dict[str, NDArray[np.generic]]:
-    """The file's constants by name, as onnx reads them."""
+    """Returns the initializers of the file by name."""
     return {t.name: numpy_helper.to_array(t) for t in onnx.load(str(path)).graph.initializer}
 
 
@@ -110,8 +110,8 @@ def test_a_rounding_that_was_chosen_is_in_the_file(tmp_path: Path) -> None:
     for name, operator in _operators(graph).items():
         fake, weight = operator.weight_fake_quant, operator.weight.detach()
         assert fake is not None
-        scale = 2 * fake.scale(weight)  # within 64, which no CPU saturates at
-        up = noise(*weight.shape, seed=len(chosen)) > 0  # half of them against the nearest
+        scale = 2 * fake.scale(weight)  # integers stay within 64, which saturates no CPU
+        up = noise(*weight.shape, seed=len(chosen)) > 0  # half of them not to the nearest
         steps = weight / scale.view(-1, *[1] * (weight.ndim - 1))
         fake.fix(scale, weight, torch.floor(steps) + up)
         chosen[name] = (torch.floor(steps) + up).clamp(-64, 64).to(torch.int8)
@@ -219,7 +219,7 @@ def test_a_range_search_leaves_a_fixed_weight_unchanged() -> None:
     fake = _operators(_graph())["conv1"].weight_fake_quant
     assert fake is not None
     weight = noise(*_operators(_graph())["conv1"].weight.shape).requires_grad_()
-    fake.fix(torch.full_like(fake.clip, 0.001))  # ends at 0.127: most weights are clipped
+    fake.fix(torch.full_like(fake.clip, 0.001))  # up to 0.127, so most weights are clipped
     fake.clip_to_least_error(weight)
     fake.enabled = True
     fake(weight)[0].sum().backward()

@@ -1,4 +1,4 @@
-"""Memory of a float model is given back, and what was made of it stays whole."""
+"""Checks that a released float model frees its memory, and that modules made from it still work."""
 
 from __future__ import annotations
 

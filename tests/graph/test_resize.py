@@ -1,4 +1,4 @@
-"""A Resize that repeats values moves bytes; one that interpolates computes in float."""
+"""Checks that a Resize that repeats values runs in 8 bits, and one that interpolates in float."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from qatkit.quant.backends import FBGEMM, QNNPACK, Backend
 
 
 class Pyramid(nn.Module):
-    """A feature map made larger and joined with an earlier one."""
+    """A feature map that is upsampled and concatenated with an earlier one."""
 
     def __init__(self, mode: str) -> None:
         super().__init__()

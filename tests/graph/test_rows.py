@@ -1,4 +1,4 @@
-"""What ONNX Runtime runs between two Linears: no change of shape that nobody needs, and few exchanges of axes."""
+"""Checks that ONNX Runtime runs no unnecessary Reshape and few Transposes between two Linears."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from qatkit_verify.session import open_session
 
 
 def optimized(path: Path, folder: Path) -> onnx.GraphProto:
-    """The graph that ONNX Runtime makes of a file."""
+    """Returns a file's graph after the optimizations of ONNX Runtime."""
     open_session(path, threads=1, optimized_path=folder / "optimized.onnx")
     return onnx.load(folder / "optimized.onnx").graph
 
 
 def makers(graph: onnx.GraphProto, last: str) -> list[str]:
-    """Operators from the input to the node of this name, along first operands."""
+    """Returns the operators from the input to the node `last`, along first operands."""
     made = {output: node for node in graph.node for output in node.output}
     node: Any = next(n for n in graph.node if n.name == last)
     found: list[str] = []
@@ -37,7 +37,7 @@ def makers(graph: onnx.GraphProto, last: str) -> list[str]:
 
 
 def test_nothing_but_the_activation_stands_between_two_linears(tmp_path: Path) -> None:
-    """[N, 3, 4, 12]: one Reshape before the first and one behind the last."""
+    """On [N, 3, 4, 12], one Reshape remains before the first Linear and one after the last."""
 
     class Deep(nn.Module):
         def __init__(self) -> None:
@@ -72,7 +72,7 @@ def test_an_activation_that_others_read_keeps_its_shape() -> None:
 
 @pytest.mark.parametrize("size", [3, 6])
 def test_another_last_axis_makes_other_rows(size: int) -> None:
-    """[4, 6] read as [8, 3] is not its rows, as [2, 2, 6] it is."""
+    """A reshape of [4, 6] to [2, 2, 6] keeps the rows; one to [4, 2, 3] does not."""
     graph = fx.Graph()
     x = graph.placeholder("x")
     x.meta["value"] = noise(4, 6)
@@ -82,7 +82,7 @@ def test_another_last_axis_makes_other_rows(size: int) -> None:
 
 
 def test_attention_turns_its_axes_twice(tmp_path: Path) -> None:
-    """Queries, keys and values at once, then the result; the product takes over kᵀ and the scale."""
+    """One Transpose serves queries, keys and values, one the result. The product absorbs kᵀ and the scale."""
     graph = optimized(shipped("block").path, tmp_path)
     found = Counter(node.op_type for node in graph.node)
     assert (found["Transpose"], found["Split"], found["Mul"], found["FusedMatMul"]) == (2, 1, 0, 1)
@@ -93,7 +93,7 @@ def test_attention_turns_its_axes_twice(tmp_path: Path) -> None:
 
 def test_a_norm_behind_bytes_is_fused_and_copies_nothing(tmp_path: Path) -> None:
     class Normed(nn.Module):
-        """A LayerNorm of an int8 image's channels, as in ConvNeXt."""
+        """A LayerNorm over the channels of an int8 convolution, as in ConvNeXt."""
 
         def __init__(self) -> None:
             super().__init__()

@@ -1,4 +1,4 @@
-"""Selectors on a PyTorch model: what each chooses, scales that stand, and what is refused with the nearest names."""
+"""Tests of selectors on a PyTorch model: what they select, fixed scales, and errors with near names."""
 
 from __future__ import annotations
 

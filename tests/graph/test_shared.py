@@ -1,4 +1,4 @@
-"""A module called at several places whose input ranges are far apart: right at each, from training to the file."""
+"""Tests of modules that are called on inputs of very different ranges, from training to the file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OPERATORS: dict[str, Callable[[], nn.Module]] = {
 
 
 class Levels(nn.Module):
-    """A head of two operators over a tensor and over the same a hundred times as large: two outputs."""
+    """A head of two operators that is called on a tensor and on 100 times that tensor: two outputs."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def test_every_call_is_near_float_and_equals_the_file(kind: str) -> None:
     for i, from_file in enumerate(session.run(None, {"input": x.numpy()})):
         width = float(floats[i].max() - floats[i].min())
         assert (floats[i] - converted[i]).abs().max() < 0.04 * width
-        # A step is width / 255: not one value is a step off.
+        # A step is width / 255, so no value is off by a step.
         assert (simulated[i] - converted[i]).abs().max() < 1e-5 * width
         np.testing.assert_array_equal(from_file, converted[i].numpy())
 
@@ -82,7 +82,7 @@ def test_calls_share_their_parameters_in_training() -> None:
     model = Levels("linear")
     graph = calibrated(model.eval(), noise(32, 12)).train()
     assert len(list(graph.parameters())) == len(list(model.parameters()))
-    graph(noise(4, 12))[1].sum().backward()  # the far call alone
+    graph(noise(4, 12))[1].sum().backward()  # only the call on the larger input
     assert all(p.grad is not None for p in graph.parameters())
 
 

@@ -1,4 +1,4 @@
-"""A module whose weights nothing writes into has them in the float model's memory, and leaves them as they are."""
+"""Checks that unchanged weights share the float model's memory, and that the float model never changes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ X = noise(16, 256)
 
 
 class Wide(nn.Sequential):
-    """Two Linears, of which the first is large."""
+    """Three Linears, the first two of which are large."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -60,7 +60,7 @@ def test_other_weights_are_loaded_beside_the_float_model() -> None:
     module, other = prepared(model), prepared(model)
     state = module.state_dict()
     other.load_state_dict(state)
-    assert places(model) & places(other)  # the same ones
+    assert places(model) & places(other)  # equal weights stay shared
     state["graph.0.weight"] = state["graph.0.weight"] + 1
     before = _outputs(model, x)
     other.load_state_dict(state)
@@ -69,7 +69,7 @@ def test_other_weights_are_loaded_beside_the_float_model() -> None:
 
 
 def test_a_converted_module_outlives_the_weights() -> None:
-    """Weights of a Linear that stays float are shared, too."""
+    """This includes the shared weights of a Linear that stays float."""
     module = QATModule(Wide(), X[:2], overrides={"2": OverrideConfig(float=True)})
     module.calibrate([X])
     converted = module.convert().graph

@@ -1,4 +1,4 @@
-"""Models of half, bfloat16 and double: quantized as the float32 model that they are in all but their types."""
+"""Checks that float16, bfloat16 and float64 models are quantized like the same model in float32."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qatkit.train.module import QATModule
 
 
 class Casts(nn.Module):
-    """Names its type in every way that there is."""
+    """A model that names its dtype in all possible ways."""
 
     def __init__(self, dtype: torch.dtype, method: str, old: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The twins against the originals: attention, hardswish; names."""
+"""Tests of the replacements of attention and other modules: results, gradients and parameter names."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from qatkit.quant.backends import FBGEMM
 
 
 class Attend(nn.Module):
-    """Self-attention alone, called in one of several ways."""
+    """A Linear and an attention that is called in one of several ways."""
 
     def __init__(self, call: str = "plain", **kwargs: Any) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ CALLS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 
 def _of_the_original(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Under the names of MultiheadAttention, which holds its first Linear as two parameters."""
+    """Returns the state under the names of MultiheadAttention, whose first Linear is two parameters."""
     return {name.replace(".qkv.", ".in_proj_"): value for name, value in state.items()}
 
 
@@ -139,7 +139,7 @@ def test_a_checkpoint_of_the_original_loads_into_the_graph() -> None:
 
 
 class Function(nn.Module):
-    """One function, called as it is or by keyword."""
+    """A model that calls one function, by position or by keyword."""
 
     def __init__(self, function: Any, keyword: bool = False) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ def test_arithmetic_that_changes_the_type_stays() -> None:
 
 
 class TurnedNorm(nn.Module):
-    """A LayerNorm over some of the last axes, between exchanges of axes that cancel."""
+    """A LayerNorm over some of the last axes, between permutations that cancel."""
 
     def __init__(self, *normalized: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Tracing: what stays a module, what every node is called, what the message for an untraceable model says."""
+"""Tests of tracing: which modules stay, the names of nodes, and messages for untraceable models."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def sites(graph: fx.GraphModule) -> list[str]:
 
 @pytest.mark.parametrize("training", [False, True])
 def test_dropout_and_stochastic_depth_stay_modules(training: bool) -> None:
-    """Traced in either mode, the graph drops when training and only then."""
+    """Traced in either mode, the graph drops values in training only."""
     model = torchvision.models.efficientnet_b0(num_classes=5).train(training)
     graph = trace(model, noise(2, 3, 32, 32))
     assert graph.training is training
@@ -52,7 +52,7 @@ def test_dropout_and_stochastic_depth_stay_modules(training: bool) -> None:
 
 
 class Named(nn.Module):
-    """Functions, methods, a module called twice, parameters and buffers."""
+    """A model with functions, a method, a parameter and a module that is called twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Named(nn.Module):
 
 
 class Inner(nn.Module):
-    """Two adds in one module."""
+    """A module with two additions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def test_sites_are_module_paths_and_the_operators_in_them() -> None:
 
 
 class Shadow(nn.Module):
-    """A function whose name is also a module's path, and comes first."""
+    """A model whose first function has the name of a module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ def test_sites_are_unique(name: str) -> None:
 
 
 class Branching(nn.Module):
-    """A model with the module below inside."""
+    """A model that contains a `Branch`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class Branching(nn.Module):
 
 
 class Branch(nn.Module):
-    """Control flow that depends on data."""
+    """A module with control flow that depends on data."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.sum() > 0:  # the line to be named
@@ -162,7 +162,7 @@ def test_a_graph_is_taken_as_it_is_and_a_model_is_copied() -> None:
 
 
 class InPlace(nn.Module):
-    """Every in-place form that has a plain one."""
+    """A model with all in-place forms that have an out-of-place equivalent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,11 +192,11 @@ def test_no_in_place_operator_is_left_after_fuse() -> None:
         assert not (node.op == "call_method" and str(node.target).endswith("_"))
         assert not (node.op == "call_module" and getattr(modules[node.target], "inplace", False))
     torch.testing.assert_close(graph(x), expected)
-    assert model.relu.inplace  # the caller's model is as it was
+    assert model.relu.inplace  # the caller's model is unchanged
 
 
 class Overwrites(nn.Module):
-    """In-place calls whose result is not taken: what reads the tensor afterwards sees it changed."""
+    """A model with in-place calls whose results are unused: later readers see the changed tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -228,7 +228,7 @@ def test_propagate_leaves_shapes_but_no_data() -> None:
 
 
 class OwnNorm(nn.BatchNorm2d):
-    """A norm with a forward of its own, which ends with an activation."""
+    """A BatchNorm with its own forward, which ends with an activation."""
 
     def __init__(self, channels: int) -> None:
         super().__init__(channels)
@@ -251,7 +251,7 @@ def test_a_batch_norm_with_a_forward_of_its_own_is_fused(first: nn.Module) -> No
 
 
 class Flagged(nn.Module):
-    """Arguments with a default are no inputs of the file."""
+    """A model whose optional arguments are not inputs of the file."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None, double: bool = False) -> Tensor:
         if mask is not None:

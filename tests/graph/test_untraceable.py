@@ -1,4 +1,4 @@
-"""What torch.fx can't follow: its twin against the original, and leaf modules that stay float with a reason."""
+"""Tests of modules that torch.fx cannot trace: replacements equal originals; float leaves get a reason."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def layer(**options: Any) -> nn.TransformerEncoderLayer:
 
 
 class Derived(nn.TransformerEncoderLayer):
-    """A user's layer that adds nothing to the forward."""
+    """A user's layer that does not change the forward."""
 
 
 class Masked(nn.Module):
-    """A layer called with a mask."""
+    """An encoder that is called with a mask."""
 
     mask: Tensor
 
@@ -64,7 +64,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 def test_the_twin_equals_the_original(name: str) -> None:
     model, x = MODELS[name]().eval(), noise(3, 6, 16)
     graph = stub(trace(model, x), x).graph.eval()
-    # With gradients the original takes its plain way, without them its inference shortcut.
+    # The original takes its fast path only without gradients.
     torch.testing.assert_close(graph(x), model(x), rtol=0, atol=1e-5)
     with torch.no_grad():
         torch.testing.assert_close(graph(x), model(x), rtol=0, atol=1e-5)
@@ -90,7 +90,7 @@ def test_an_encoder_layer_runs_in_int8_in_the_file(norm_first: bool) -> None:
 
 
 class Leaf(nn.Module):
-    """linear, a leaf with weights, linear."""
+    """A leaf with weights between two Linears."""
 
     def __init__(self, leaf: nn.Module, call: Callable[[nn.Module, Tensor], Tensor], width: int) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Leaf(nn.Module):
         return cast(Tensor, self.last(self.call(self.leaf, self.first(x))))
 
 
-# How it is made and called, how wide its output is, and what is said of it; "" of what runs in int8.
+# How a leaf is made and called, the width of its output, and its reported reason ("" if it runs in int8).
 LEAVES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Tensor], Tensor], int, str]] = {
     "GRU": (lambda: nn.GRU(16, 8, batch_first=True), lambda m, x: m(x)[0], 8, "weight-only int8"),
     "LSTM": (lambda: nn.LSTM(16, 8, batch_first=True), lambda m, x: m(x)[0], 8, "weight-only int8"),

@@ -1,4 +1,4 @@
-"""Files with weights of few bits: ONNX Runtime against the simulation, and the packed bytes against NumPy."""
+"""Tests of files with low-bit weights: ONNX Runtime against the simulation, packed bytes against NumPy."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ KINDS: dict[str, tuple[Granularity, bool]] = {
     "tensor": (PerTensor(), True),
 }
 STORED = [*((one, "float32") for one in DTYPES), ("int4", "float16"), ("int4", "uint8")]
-# Each type of weights and scales with two of the kinds in turn; the others with the slow tests.
+# Each type of weights and scales runs with two of the kinds. The other combinations are slow tests.
 COMBINED = [
     pytest.param(dtype, scales, kind, marks=[] if (i + k) % 2 == 0 else [pytest.mark.slow])
     for i, (dtype, scales) in enumerate(STORED)
@@ -127,7 +127,7 @@ def test_any_opset_holds_them(opset: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["int4", "int3", "int2"])
 def test_matmulnbits_holds_the_weight_by_its_definition(dtype: str, tmp_path: Path) -> None:
-    """Dequantized in NumPy as onnxruntime's documentation of the operator says."""
+    """Dequantizes in NumPy as ONNX Runtime documents the operator."""
     torch.manual_seed(0)
     x, size = noise(5, 100), 32
     graph = simulated(nn.Sequential(nn.Linear(100, 24)), x, backend(dtype))
@@ -167,7 +167,7 @@ def test_four_bits_take_half_a_byte_and_their_scales(tmp_path: Path) -> None:
 
 
 class Words(nn.Module):
-    """A table of words that is the last Linear's weight too, and an LSTM."""
+    """An embedding that is tied to the last Linear, and an LSTM."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -231,7 +231,7 @@ def test_an_override_leaves_one_float_and_gives_another_its_bits(tmp_path: Path)
     }
     assert found == {
         ("int8", (20, 1, 27), False),
-        ("int4", (20, 1, 5), False),  # the nine inputs of a depthwise kernel, and no whole block
+        ("int4", (20, 1, 5), False),  # a depthwise kernel has nine inputs, less than a block
         ("int2", (72, 2, 16), True),
     }
     path = tmp_path / "file.onnx"
@@ -241,7 +241,7 @@ def test_an_override_leaves_one_float_and_gives_another_its_bits(tmp_path: Path)
 
 
 def test_weights_are_trained_through_their_rounding(tmp_path: Path) -> None:
-    """A gradient reaches every weight, and what is trained is what the file computes."""
+    """Gradients reach every weight, and the file computes what was trained."""
     torch.manual_seed(0)
     x = noise(4, 3, 10, 12)
     graph = simulated(Mixed(), x, backend("int3")).train()

@@ -1,4 +1,4 @@
-"""Products with a weight that no module of torch.nn holds: equal to the float module, trained, and int8 in the file."""
+"""Tests of products with weights outside torch.nn modules: results, training and int8 files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Function = Callable[[Any, Tensor], Tensor]
 
 
 class Weights(nn.Module):
-    """A function of the input and of some parameters."""
+    """A model that computes a function of the input and some parameters."""
 
     def __init__(self, function: Function, shapes: dict[str, tuple[int, ...]]) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Weights(nn.Module):
 
 
 class Case(NamedTuple):
-    """A function, the shapes of its parameters and of an image, and the int8 weight that the file has to hold."""
+    """A function, the shapes of its parameters and of an image, and the shape of the file's int8 weight."""
 
     function: Function
     shapes: dict[str, tuple[int, ...]]
@@ -44,7 +44,7 @@ class Case(NamedTuple):
 
 
 def standardized(m: Any) -> Tensor:
-    """As BiT and NFNet do it."""
+    """Returns the standardized weight, as in BiT and NFNet."""
     flat = F.batch_norm(m.w.reshape(1, 8, -1), None, None, m.g, None, True, 0.0, 1e-6)
     return flat.reshape(8, 3, 3, 3)
 
@@ -153,7 +153,7 @@ def test_gradients_reach_every_parameter_once(name: str) -> None:
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in graph.parameters())
 
 
-# An export takes seconds: one of each way to a file is in the default suite.
+# An export takes seconds, so the default suite has one case of each kind.
 SHIPPED = ("conv2d", "matmul", "per head", "weight_norm", "split biases")
 EXPORTS = [pytest.param(n, marks=[] if n in SHIPPED else pytest.mark.slow) for n in CASES]
 
@@ -174,7 +174,7 @@ def test_the_file_stores_the_weight_once_in_int8_and_agrees(name: str) -> None:
 
 
 def test_a_kernel_that_its_module_holds_alone() -> None:
-    """The operator takes the place of the module, and what was read of it goes."""
+    """The operator replaces the module, whose buffer is removed."""
 
     class Blur(nn.Module):
         def __init__(self) -> None:

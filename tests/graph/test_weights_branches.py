@@ -1,4 +1,4 @@
-"""Branches of one input are one quantized convolution, and all of them train."""
+"""Checks that parallel branches become one quantized convolution, and that all of them are trained."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BRANCHED = [name for name in BLOCKS if name != "computed kernel"]
 
 
 def quantized(model: nn.Module, images: Tensor, **schedule: Any) -> QATModule:
-    """A calibrated module that quantizes."""
+    """Returns a calibrated module with fake quantization enabled."""
     module = QATModule(model, images[:2], ScheduleConfig(**schedule))
     module.calibrate([images])
     set_phase(module.graph, observe=False, quantize=True)
@@ -69,7 +69,7 @@ def test_every_branch_trains_and_is_merged(name: str, batch_norm: str) -> None:
 
 
 def test_gradients_are_those_of_the_model() -> None:
-    """Of the path that it trains, with BatchNorms as in inference."""
+    """Compares with the model's training path, with BatchNorms in inference mode."""
     model = branched("frozen parameters")
     graph = fuse(model, IMAGES[:2], "freeze").graph.train()
     for module in model.modules():
@@ -131,7 +131,7 @@ def test_statistics_that_stay_are_noted() -> None:
 
 
 def sums(*names: str) -> Callable[..., Tensor]:
-    """The sum of what these modules give for one input; "" is the input."""
+    """Returns a forward that sums the outputs of these modules for one input; "" stands for the input."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         given: Tensor = self.first(x).relu()
@@ -151,7 +151,7 @@ def net(forward: Callable[..., Tensor], rank: int = 2, **modules: nn.Module) -> 
     return settle(Calls(forward, first=first, **modules), 3, *[10] * rank)
 
 
-# A convolution each: the sum has its window, its stride and its groups.
+# Sums that become one convolution: their rank, their modules, and the kernel size of the convolution.
 MERGING: dict[str, tuple[int, dict[str, nn.Module], tuple[int, ...]]] = {
     "rows and columns": (
         2,
@@ -214,7 +214,7 @@ def test_sums_of_convolutions_are_one(name: str, batch_norm: str) -> None:
     torch.testing.assert_close(graph(x), model(x), rtol=1e-5, atol=1e-5)
 
 
-# Left as they are: the model, and how many modules it still calls.
+# Sums that stay: the forward, its modules, and the number of modules that the graph still calls.
 APART: dict[str, tuple[Callable[..., Tensor], dict[str, nn.Module], int]] = {
     "a residual stream": (sums("conv", ""), {"conv": nn.Conv2d(4, 4, 3, padding=1)}, 2),
     "what a merged one costs": (
@@ -255,7 +255,7 @@ def test_other_sums_stay(name: str) -> None:
 
 
 def test_a_norm_behind_the_sum_allows_the_input_in_it() -> None:
-    """As in RepViT."""
+    """RepViT has such blocks."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         x = self.first(x).relu()
@@ -271,7 +271,7 @@ def test_a_norm_behind_the_sum_allows_the_input_in_it() -> None:
 
 
 class Sum(nn.Module):
-    """A module without parameters."""
+    """A sum in a module without parameters."""
 
     def forward(self, one: Tensor, other: Tensor) -> Tensor:
         return one + other
@@ -319,7 +319,7 @@ def test_a_block_that_serves_twice_keeps_one_weight() -> None:
 
 
 class Bordered(nn.Module):
-    """Pads with what its first bias makes of zeros, as ECBSR's blocks do: a merge that no rule here knows."""
+    """A block that pads with its first bias, as in ECBSR, so that no rule here can merge it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Modules whose weight a parametrization or a hook computes: the same function, trained, with the names it had."""
+"""Tests of weights from parametrizations, hooks or pruning: same function, training and parameter names."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Plain(nn.Module):
 
 
 class Doubled(nn.Module):
-    """A parametrization of one's own."""
+    """A user's parametrization."""
 
     def forward(self, weight: Tensor) -> Tensor:
         return weight * 2

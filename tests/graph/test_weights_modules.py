@@ -1,4 +1,4 @@
-"""Operators that took a functional weight's place: where they live, what they share, and the passes that meet them."""
+"""Tests of operators that replace functional weights: their paths, sharing, and treatment by other passes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from qatkit.verify.audit import audit
 
 
 class OwnLinear(nn.Linear):
-    """A Linear with a forward of its own, as timm's classifiers have it."""
+    """A Linear with its own forward, as in timm's classifiers."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
@@ -44,7 +44,7 @@ class StandardizedConv(nn.Conv2d):
 
 
 class MaskedConv(nn.Module):
-    """A weight, a scale that is trained, and a mask that is not."""
+    """A convolution whose weight has a trained scale and a constant mask."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class SplitBias(nn.Module):
 
 
 class Mixed(nn.Module):
-    """BatchNorms behind computed weights and behind a plain one, a split bias, a Linear of its own."""
+    """BatchNorms after computed weights and after a plain one, a split bias and an `OwnLinear`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ def test_an_override_leaves_one_in_float() -> None:
 
 
 class Tied(nn.Module):
-    """A matrix that two functions read: one as it is, one transposed."""
+    """A matrix that one function reads as it is, and another one transposed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ class Tied(nn.Module):
 
 
 class OnceAndAgain(Tied):
-    """The same arithmetic written twice, over parameters that are read again each time."""
+    """A weight that is computed twice, by the same arithmetic on the same parameter."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(F.linear(x, self.codes.t() @ self.codes))
@@ -193,7 +193,7 @@ class OnceAndAgain(Tied):
 
 
 class SameTwice(Tied):
-    """A matrix that is applied twice, from one computation of it."""
+    """A weight that is computed once and applied twice."""
 
     def forward(self, x: Tensor) -> Tensor:
         square = self.codes.t() @ self.codes
@@ -253,7 +253,7 @@ def test_a_weight_that_depends_on_no_parameter_is_not_trained() -> None:
 
 
 def test_parameters_have_one_order_in_every_build() -> None:
-    """A checkpoint keeps an optimizer's state by that order."""
+    """A checkpoint stores the optimizer's state in that order."""
 
     class Masked(nn.Module):
         def __init__(self) -> None:
@@ -266,7 +266,7 @@ def test_parameters_have_one_order_in_every_build() -> None:
 
     built = [
         fuse(Masked(), noise(2, 3, 8, 8)).graph for _ in range(8)
-    ]  # all alive at once, so each elsewhere in memory
+    ]  # all alive at once, so at different addresses
     assert len({tuple(name for name, _ in one.named_parameters()) for one in built}) == 1
 
 

@@ -1,4 +1,4 @@
-"""LSTM, GRU and RNN with int8 weights: against torch's own with weights that NumPy rounded, and in ONNX Runtime."""
+"""Tests of LSTM, GRU and RNN with int8 weights, against torch with weights rounded by NumPy, and in files."""
 
 from __future__ import annotations
 
@@ -35,8 +35,13 @@ KINDS: dict[str, tuple[type[nn.RNNBase], dict[str, Any]]] = {
 
 
 class Sequences(nn.Module):
-    """Recurrent layers on [N, steps, 6], with initial states made of the input if asked for, and a head on the
-    outputs and the last states.
+    """Recurrent layers on [N, steps, 6] and a head on their outputs, plus the mean of the last states.
+
+    Args:
+        kind: the class of the layers.
+        size: the size of their hidden state.
+        states: whether initial states are computed from the input.
+        settings: other arguments of the class.
     """
 
     def __init__(
@@ -59,7 +64,7 @@ class Sequences(nn.Module):
 
 
 def rounded(module: nn.RNNBase) -> nn.RNNBase:
-    """A plain copy whose weights are whole steps of a 127th of each row's largest value."""
+    """Returns a plain copy whose weights are rounded to multiples of 1/127 of each row's largest value."""
     settings = ("input_size", "hidden_size", "num_layers", "bias", "batch_first", "bidirectional")
     given = {name: getattr(module, name) for name in settings}
     if module.mode.startswith("RNN"):
@@ -118,7 +123,7 @@ def test_one_sequence_without_a_batch() -> None:
 
 @pytest.mark.parametrize("name", ["lstm", "gru_both"])
 def test_gradients_reach_weights_straight_through(name: str) -> None:
-    """They are those of the rounded weights, as if rounding were not there."""
+    """Gradients are those at the rounded weights, as if rounding were the identity."""
     kind, settings = KINDS[name]
     model, x = Sequences(kind, **{**settings, "dropout": 0.0}), noise(3, 5, 6)
     graph = prepared(model, x).train()
@@ -166,7 +171,7 @@ def test_training_moves_them_and_the_state_dict_is_complete() -> None:
 def test_the_file_holds_bytes_and_computes_what_the_module_does(name: str, states: bool) -> None:
     kind, settings = KINDS[name]
     done = ship(Sequences(kind, states=states, **settings).eval(), noise(8, 5, 6), f"{name}_{states}")
-    for images in (done.images, noise(3, 5, 6, seed=9)):  # another batch than any before
+    for images in (done.images, noise(3, 5, 6, seed=9)):  # a new batch size
         wanted = run_torch(done.converted, images)
         np.testing.assert_allclose(run_ort(done.path, images, optimize=False), wanted, atol=2e-6)
         np.testing.assert_allclose(run_ort(done.path, images), wanted, atol=2e-6)
@@ -178,7 +183,7 @@ def test_the_file_holds_bytes_and_computes_what_the_module_does(name: str, state
 
 
 def test_a_large_one_is_a_quarter_and_costs_nothing_at_run_time(tmp_path: Any) -> None:
-    """ONNX Runtime makes the floats once, when it loads the file; the audit has nothing to say against it."""
+    """ONNX Runtime dequantizes the weights once, when it loads the file, and the audit reports no problem."""
     done = ship(Sequences(nn.LSTM, 160, batch_first=True).eval(), noise(4, 3, 6), "large")
     count = sum(p.numel() for p in done.model.parameters())
     assert done.path.stat().st_size < 0.3 * 4 * count
@@ -236,7 +241,7 @@ def test_one_that_is_called_twice_is_in_the_file_once() -> None:
     np.testing.assert_allclose(run_ort(done.path, x, optimize=False), wanted, atol=2e-6)
     np.testing.assert_allclose(run_ort(done.path, x), wanted, atol=2e-6)
     held = [i for i in onnx.load(done.path).graph.initializer if list(i.dims) == [1, 24, 8]]
-    assert [i.data_type for i in held] == [INT8, INT8]  # of the inputs and of the hidden state
+    assert [i.data_type for i in held] == [INT8, INT8]  # for the inputs and for the hidden state
 
 
 def test_calibration_and_inference_leave_its_parameters_alone() -> None:

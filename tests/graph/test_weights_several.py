@@ -1,4 +1,4 @@
-"""An einsum of several operands with weights among them: a Linear or convolution, and the rest of the product."""
+"""Tests of einsums with weights among several operands: they become Linears and a remaining product."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INPUTS = {"x": (2, 6), "y": (2, 4), "z": (2, 5)}
 
 
 class Product(nn.Module):
-    """Inputs are x, y, z; weights w, v."""
+    """An einsum of some of the inputs x, y, z and weights w, v, followed by a Linear."""
 
     def __init__(self, equation: str, order: str, shapes: tuple[tuple[int, ...], ...]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Transposed convolutions as convolutions, and embeddings with an int8 table."""
+"""Tests of transposed convolutions, which become convolutions, and of embeddings with an int8 table."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_the_file_of_a_transposed_convolution_is_int8(name: str) -> None:
 
 
 class Words(nn.Module):
-    """A table of 200 rows, looked up by what the input rounds to, and read once more by a tied head."""
+    """An embedding of 200 rows, indexed by the truncated input, and a tied head."""
 
     def __init__(self, *, functional: bool = False) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Scaled dot-product attention, opened: against the function itself, in the file, and what stays closed."""
+"""Tests of decomposing scaled dot-product attention: it equals the function, or stays float with a reason."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Attend = Callable[["Attention", Tensor, Tensor, Tensor], Tensor]
 
 
 class Attention(nn.Module):
-    """Attention of a user's own on [N, 6, 16], with two heads of 8."""
+    """A user's attention on [N, 6, 16], with two heads of 8 channels."""
 
     mask: Tensor
 
@@ -74,7 +74,7 @@ def test_dropout_is_alive_in_training_only() -> None:
 
 
 def test_what_stays_closed_says_why() -> None:
-    """A scale that is computed."""
+    """Attention with a computed scale is not decomposed."""
     attend: Any = lambda m, q, k, v: F.scaled_dot_product_attention(q, k, v, scale=cast(Any, m.mask.sum()))  # noqa: E731
     result = stub(fx.symbolic_trace(Attention(attend).eval()), noise(4, 6, 16))
     assert [r for _, r in result.skipped] == ["attention stays float: its dropout or scale is computed"]

@@ -1,4 +1,4 @@
-"""MViT: positions, shortcuts and norms, against the original."""
+"""Tests of MViT's positional encodings and shortcuts against the original."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from qatkit.graph.trace import trace
 
 
 def drawn(version: int) -> nn.Module:
-    """Every parameter drawn, so that none of them can be lost unseen."""
+    """Returns a small MViT with random parameters, so that losing any of them changes the output."""
     model = small_mvit(version).eval()
     torch.manual_seed(1)
     for parameter in model.parameters():
@@ -26,7 +26,7 @@ def drawn(version: int) -> nn.Module:
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_what_is_written_in_place_is_in_the_graph(version: int) -> None:
-    """Its positional encoding and its shortcuts are calls whose results nobody reads."""
+    """The positional encodings and shortcuts are in-place calls whose results are unused."""
     model, x = drawn(version), noise(2, 3, 4, 32, 32)
     torch.testing.assert_close(trace(model, x)(x), model(x), rtol=1e-5, atol=1e-6)
     result = stub(model, x)
@@ -42,7 +42,7 @@ def test_what_is_written_in_place_is_in_the_graph(version: int) -> None:
 def test_the_twin_adds_the_relative_positions(
     queries: tuple[int, int, int], keys: tuple[int, int, int], length: int
 ) -> None:
-    """Queries coarser and finer than keys, and tables that have to be interpolated."""
+    """Covers queries coarser and finer than the keys, and tables that must be interpolated."""
 
     class Scores(nn.Module):
         def __init__(self) -> None:

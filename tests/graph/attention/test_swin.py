@@ -1,4 +1,4 @@
-"""Swin's windows, and what else `stub` rewrites, against the originals."""
+"""Tests of Swin's windows, and of other rewrites by `stub`, against the originals."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ATTENTION = {"v1": ShiftedWindowAttention, "v2": ShiftedWindowAttentionV2}
 
 
 def attention(version: str, shift: int = 2, **options: Any) -> nn.Module:
-    """Windows of 4 by 4, with every parameter drawn."""
+    """Returns an attention in windows of 4 x 4, with random parameters."""
     torch.manual_seed(0)
     module = ATTENTION[version](24, [4, 4], [shift, shift], 3, **options)
     for name, parameter in module.named_parameters():
@@ -55,7 +55,7 @@ def test_the_window_twin_is_the_attention(version: str, shift: int, size: tuple[
 
 @pytest.mark.parametrize("padding", [False, True], ids=["whole windows", "padded"])
 def test_what_a_window_reads_is_gathered_in_8_bits(padding: bool) -> None:
-    """The quantization stands before the Gather: a quarter of the bytes to move."""
+    """Quantization comes before the Gather, so that it moves a quarter of the bytes."""
     size = (7, 9) if padding else (8, 8)
     model = nn.Sequential(nn.GELU(), attention("v1")).eval()
     graph = calibrated(model, noise(2, *size, 24))
@@ -69,7 +69,7 @@ def test_what_a_window_reads_is_gathered_in_8_bits(padding: bool) -> None:
 @pytest.mark.parametrize("size", [(4, 8, 8), (3, 7, 5), (2, 4, 8), (1, 3, 2)], ids=str)
 @pytest.mark.parametrize("shift", [(0, 0, 0), (1, 2, 2)], ids=str)
 def test_the_window_twin_is_the_attention_on_clips(shift: tuple[int, ...], size: tuple[int, ...]) -> None:
-    """Whole and padded windows, and axes that one window covers."""
+    """Covers whole and padded windows, and axes that a single window spans."""
     torch.manual_seed(0)
     model = nn.Sequential(ShiftedWindowAttention3d(12, [2, 4, 4], list(shift), 3)).eval()
     for parameter in model.parameters():
@@ -83,7 +83,7 @@ def test_the_window_twin_is_the_attention_on_clips(shift: tuple[int, ...], size:
 
 
 def test_what_outgrows_its_parameters_is_not_folded() -> None:
-    """The bias and mask of 8 windows of 4·7·7 tokens take 5 MB, their table and regions 90 kB."""
+    """The bias and mask of 8 windows of 4·7·7 tokens take 5 MB, but their table and regions only 90 kB."""
     torch.manual_seed(0)
     model = nn.Sequential(ShiftedWindowAttention3d(12, [4, 7, 7], [2, 3, 3], 3)).eval()
     x = noise(2, 8, 14, 14, 12)
@@ -118,7 +118,7 @@ def test_every_linear_is_quantized_and_position_bias_folded(block: Any) -> None:
     result = convert(graph).graph
     kinds = {str(n.target) for n in result.graph.nodes if n.op == "call_function"}
     assert not any("position_bias" in kind for kind in kinds)
-    assert [n for n in result.graph.nodes if n.op == "get_attr"]  # what was folded
+    assert [n for n in result.graph.nodes if n.op == "get_attr"]  # the folded bias
     with torch.no_grad():
         expected, got = model(x), result(x)
     assert (got - expected).abs().max() < 0.1 * expected.abs().max()
@@ -136,7 +136,7 @@ def test_patch_merging_is_one_permute(kind: Any, size: tuple[int, ...]) -> None:
 
 
 class Calls(nn.Module):
-    """One function of one or two tensors."""
+    """A model that calls one function."""
 
     def __init__(self, function: Any) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ def test_other_forms_are_left_alone(name: str) -> None:
 
 
 class Auxiliary(nn.Module):
-    """Two heads, the second in training only, as torchvision's Inception has it."""
+    """Two heads, the second only in training, as in torchvision's Inception."""
 
     def __init__(self, aux_logits: bool = True) -> None:
         super().__init__()
@@ -214,7 +214,7 @@ def test_auxiliary_heads_are_trained_and_not_shipped() -> None:
 
 
 class Segments(nn.Module):
-    """A dictionary of outputs."""
+    """A model with a dictionary of outputs."""
 
     def __init__(self, *names: str) -> None:
         super().__init__()
@@ -225,12 +225,12 @@ class Segments(nn.Module):
 
 
 def test_a_dictionary_of_outputs() -> None:
-    """Heads for training alone, as torchvision names them, are left out; anything else is all shipped, in order."""
+    """Auxiliary heads, as named by torchvision, are left out. All other outputs are exported, in order."""
     x = noise(2, 3, 4, 4)
     model = Segments("out", "aux").eval()
     model.aux_classifier = model.heads["aux"]
     assert torch.equal(trace(model, x)(x), model(x)["out"])
-    features = Segments("out", "aux").eval()  # as of a backbone, which marks no output as auxiliary
+    features = Segments("out", "aux").eval()  # like a backbone, which marks no output as auxiliary
     assert trace(features, x).meta["outputs"] == ("out", "aux")
     marked = Segments("out", "edges", "aux").eval()
     marked.auxiliary_outputs = ("aux",)  # type: ignore[assignment]

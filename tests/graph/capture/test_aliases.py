@@ -1,4 +1,4 @@
-"""Views and changes in place: what a tensor holds is followed through every name it has."""
+"""Tests of views and in-place changes: a tensor's values are followed through all of its aliases."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CASES: dict[str, Function] = {}
 
 
 def case(function: Function) -> Function:
-    """Adds a case by the function's name."""
+    """Registers a case under the function's name, and returns the function."""
     CASES[function.__name__] = function
     return function
 

@@ -1,4 +1,4 @@
-"""`x[index] = value` for every kind of index and value."""
+"""Tests of `x[index] = value` for every kind of index and value."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def causal(x: Any) -> Any:
 
 
 def windows(x: Any) -> Any:
-    """Swin's mask of shifted windows."""
+    """Adds Swin's mask of shifted windows."""
     image, count = torch.zeros(1, 4, 6, 1), 0
     for h in (slice(0, -2), slice(-2, -1), slice(-1, None)):
         for w in (slice(0, -3), slice(-3, -1), slice(-1, None)):

@@ -1,4 +1,4 @@
-"""Numbers that follow the batch: one graph for any size of it, or a refusal."""
+"""Tests of values that depend on the batch size: one graph fits any size, or the model is refused."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def repeated(x: Any) -> Any:
 
 
 def offsets(x: Any) -> Any:
-    """PointNet and DGCNN: indices into the flattened batch."""
+    """Indexes the flattened batch, as PointNet and DGCNN do."""
     b, n = x.shape[0], 4
     index = x.sum((1, 3)).argsort(-1) + torch.arange(b)[:, None] * n
     return x + x.transpose(1, 2).reshape(b * n, -1)[index.view(-1)].view(b, n, 3, 6).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""Whole models: the form of the graph, types of numbers, copies, and what is left of the recorder."""
+"""Tests of capturing whole models: the form of the graph, dtypes, copies, and no traces of the recorder."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_outputs_of_any_form(kind: str) -> None:
 
 
 class Ids(nn.Module):
-    """Token ids, a mask by keyword, a flag."""
+    """A model of token ids with an optional mask and a flag."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def test_integer_inputs_and_keywords(named: dict[str, Any]) -> None:
 
 
 def build() -> Any:
-    """Modules of many kinds with parameters, buffers and modes of their own."""
+    """Returns a model of several kinds of modules, one of which is in inference mode."""
 
     def forward(self: Any, x: Any) -> Any:
         x = self.act(self.norm(self.conv(x)))
@@ -176,7 +176,7 @@ def test_gradients_reach_all_parameters() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_models_in_other_types_are_quantized_in_float32(dtype: torch.dtype) -> None:
-    """The graph is that of the model in float32, and takes float32."""
+    """The graph is that of the float32 model, and takes float32 inputs."""
     model, x = build().to(dtype), noise_of(2, 3, 8, 8).to(dtype)
     module = QATModule(model, x)
     assert next(model.parameters()).dtype is dtype
@@ -215,7 +215,7 @@ def test_capture_under_inference_mode_and_no_grad() -> None:
 
 
 def test_models_on_other_threads_are_not_disturbed() -> None:
-    """They are neither recorded nor slowed down by a mode."""
+    """Their calls are not recorded, and no function mode slows them down."""
     other, x, found = nn.Sequential(nn.Linear(6, 6), nn.ReLU()), noise_of(2, 6), []
     expected = other(x)
 
@@ -247,7 +247,7 @@ def test_torchscript_is_refused() -> None:
 
 
 def test_reserved_names_of_parameters() -> None:
-    """`graph`, `code` and `meta` are names of the GraphModule's own."""
+    """`graph`, `code` and `meta` are attributes of GraphModule itself."""
 
     def forward(self: Any, x: Any) -> Any:
         y: Tensor = self.graph(x) * self.code

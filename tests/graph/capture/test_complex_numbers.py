@@ -1,4 +1,4 @@
-"""Complex numbers in a model: pairs of real ones in its graph, for any batch, and in the file."""
+"""Tests of complex numbers in a model: they become pairs of real numbers in its graph and file."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def matrices(x: Any) -> Any:
 
 
 def broadcast(x: Any) -> Any:
-    """Adds a row of complex numbers to real ones, and takes real ones from it."""
+    """Adds a row of complex numbers to real ones, and subtracts real ones from another row."""
     return torch.view_as_real(x + TURNS[0, :1]).sum(-1) + (TURNS[1, :1] - x).imag
 
 
@@ -108,7 +108,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 def in_onnxruntime(
     graph: fx.GraphModule, model: nn.Module, shape: tuple[int, ...], path: Path, opset: int = 13
 ) -> None:
-    """Asserts that the graph's file gives what the model does, for batches of 1 and of 3."""
+    """Checks that the exported graph computes what the model does, for batches of 1 and 3."""
     export_onnx(graph, noise_of(2, *shape), path, opset=opset)
     session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
     for size in (1, 3):
@@ -135,7 +135,7 @@ def test_complex_numbers_are_pairs_for_any_batch(name: str, tmp_path: Path) -> N
 
 
 def test_a_fourier_transform_between_products_stays(tmp_path: Path) -> None:
-    """As in a global filter network: the filters are pairs, the transforms get and give complex numbers."""
+    """In this global filter network, the filters become pairs, and the transforms stay complex."""
 
     def filtered(self: Any, x: Tensor) -> Any:
         y = torch.fft.rfft2(self.before(x), dim=(1, 2), norm="ortho") * torch.view_as_complex(self.filters)
@@ -149,7 +149,7 @@ def test_a_fourier_transform_between_products_stays(tmp_path: Path) -> None:
 
 
 def test_angles_on_the_negative_axis(tmp_path: Path) -> None:
-    """The imaginary part is 0 wherever a ReLU gave it: the angle is π there, not -π."""
+    """Imaginary parts from a ReLU are often 0, where the angle of a negative number must be π, not -π."""
     x = torch.tensor([[0.0, -1], [0, 1], [0, 0], [1, 0], [-1, 0], [1, 1], [-1, -1], [1, -1], [-1, 1]])
 
     def angles(self: Any, x: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ def test_complex_ends_are_refused_in_one_line(where: str, tmp_path: Path) -> Non
 
 
 def test_pairs_are_trained() -> None:
-    """The two parts of a complex parameter, and of what is 0 in the beginning, get the gradients of its own."""
+    """The two parts of a complex parameter get its gradients, and the gradient of a modulus of 0 is 0."""
     model: Any = MODELS["state_space"][0]()
     x = noise_of(3, 5, 6)
     graph = trace(model, x)

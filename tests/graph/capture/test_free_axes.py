@@ -1,4 +1,4 @@
-"""Axes that a model leaves free: found, named, computed from in the graph, and compared with the model."""
+"""Tests of dynamic axes: they are found and named, and the graph equals the model at other sizes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def axes_of(graph: Any) -> dict[str, tuple[Any, int]]:
 
 
 def check_at(graph: Any, model: nn.Module, example: Example, sizes: dict[str, int], batch: int) -> None:
-    """The graph computes what the model does, for other sizes and values."""
+    """Checks that the graph computes what the model does for other sizes and values."""
     axes: tuple[FreeAxis, ...] = graph.meta["free_axes"]
     tensors = resized(flatten(example), batch, graph.meta["batch_axes"])
     tensors = with_sizes(tensors, {place: sizes[axis.name] for axis in axes for place in axis.places})
@@ -128,7 +128,7 @@ def test_the_batch_is_where_samples_are_independent(streams: int) -> None:
 
 
 class Odd(nn.Module):
-    """Another layer where the number of rows is no multiple of 8."""
+    """A model that runs another layer if the number of rows is not a multiple of 8."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class Odd(nn.Module):
 
 
 class Steps(nn.Module):
-    """A loop over time in Python."""
+    """A model with a Python loop over time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class Steps(nn.Module):
 
 
 class Chunks(nn.Module):
-    """A loop over chunks of two steps: the last of seven steps is a chunk as well."""
+    """A model with a loop over chunks of two steps, the last of which may have only one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class Chunks(nn.Module):
 
 
 class Pooled(nn.Module):
-    """An adaptive pool to 4x4."""
+    """A model with an adaptive pool to 4x4."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ class Pooled(nn.Module):
 
 
 class Fixed(nn.Module):
-    """Images of 64 columns alone."""
+    """A model that only accepts images of 64 columns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ class Fixed(nn.Module):
 
 
 class Numbers(nn.Module):
-    """A size that no tensor has: a float of it scales the answer."""
+    """A model whose output is scaled by a float computed from a size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ class Numbers(nn.Module):
 
 
 class Larger(nn.Module):
-    """Adds a parameter to images of more rows than the example's, before an adaptive pool."""
+    """A model that adds a parameter to images with more rows than the example, before an adaptive pool."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,11 +238,11 @@ def test_what_fixes_an_axis_is_named_with_its_line() -> None:
     assert list(axes_of(graph)) == ["height"] and "images have 64 columns" in about(graph)
     graph = captured(Numbers(), drawn(2, 9, 8))
     assert axes_of(graph) == {} and "(at test_free_axes.py:" in about(graph)
-    assert "axis 2" not in about(graph)  # a Linear has weights for so many features
+    assert "axis 2" not in about(graph)  # the Linear fixes the number of features anyway
 
 
 def test_an_inferred_size_that_is_fixed_is_a_number() -> None:
-    """The exporter infers another one behind an LSTM of two directions (timm's sequencer2d_s)."""
+    """The exporter infers another size after a bidirectional LSTM (timm's sequencer2d_s)."""
     graph = captured(resizable.Sequencer(), drawn(*IMAGE))
     assert list(axes_of(graph)) == ["height", "width"]
     shapes = [node.args[1:] for node in graph.graph.nodes if node.target == "reshape"]
@@ -276,7 +276,7 @@ def test_given_names_are_the_only_free_axes() -> None:
 
 
 class SizeFunctions(nn.Module):
-    """Sizes in every arithmetic that Python has for them."""
+    """A model that uses sizes in all of Python's arithmetic."""
 
     def __init__(self) -> None:
         super().__init__()

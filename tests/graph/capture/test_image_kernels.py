@@ -1,4 +1,4 @@
-"""Convolutions whose kernel is made for each image, the batch in their groups: a graph for any batch."""
+"""Tests of convolutions with a kernel per image and the batch in their groups: any batch size works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How modules are called: which are nodes, which are followed, and what hangs on them."""
+"""Tests of module calls: which modules become nodes, which are traced into, and their hooks and state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from qatkit.graph.trace import trace
 
 
 def called(graph: fx.GraphModule) -> list[str]:
-    """Paths of the modules that the graph calls."""
+    """Returns the paths of the modules that the graph calls."""
     return [str(node.target) for node in graph.graph.nodes if node.op == "call_module"]
 
 
@@ -82,7 +82,7 @@ def scripted(x: Tensor, scale: float) -> Tensor:
 
 
 class Swish(torch.autograd.Function):
-    """With a backward pass of its own."""
+    """A Swish with its own backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class Swish(torch.autograd.Function):
 
 
 class StraightThrough(torch.autograd.Function):
-    """Gives back what it is given."""
+    """An identity with its own backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -107,12 +107,12 @@ class StraightThrough(torch.autograd.Function):
 
 
 def apply(function: Any, x: Tensor) -> Any:
-    """A function with a backward pass of its own, called."""
+    """Returns the result of a function with its own backward pass."""
     return function.apply(x)
 
 
 def wrapped(x: Tensor, shifts: list[int]) -> Tensor:
-    """A leaf of torch.fx."""
+    """A function that is a leaf for torch.fx."""
     if shifts[0]:
         x = x + shifts[0]
     return x * 2
@@ -172,7 +172,7 @@ def test_calls_by_keyword_and_with_flags() -> None:
 
 
 class Same(nn.Conv2d):
-    """A convolution with a forward of its own."""
+    """A convolution with its own forward."""
 
     def forward(self, x: Tensor) -> Tensor:
         pad = self.kernel_size[0] - 1
@@ -180,7 +180,7 @@ class Same(nn.Conv2d):
 
 
 class Named(nn.Linear):
-    """A Linear with another constructor alone."""
+    """A Linear that only has another constructor."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width, width)
@@ -202,7 +202,7 @@ def test_hooks_are_part_of_the_function() -> None:
 
 
 class Half(nn.Module):
-    """A parametrization."""
+    """A parametrization that halves a weight."""
 
     def forward(self, weight: Tensor) -> Tensor:
         return weight * 0.5
@@ -262,7 +262,7 @@ def lstm_with_state(self: Any, x: Any) -> Any:
 
 
 def counted(self: Any, x: Any) -> Any:
-    """State in buffers, which says nothing of the output."""
+    """Updates buffers that do not affect the output."""
     self.steps += 1
     self.mean.mul_(0.9).add_(x.mean((0, 1)), alpha=0.1)
     y: Tensor = self.fc(x)
@@ -285,7 +285,7 @@ def test_loops_over_time_and_state(function: Any) -> None:
 
 
 def test_state_that_reaches_the_output_is_noted() -> None:
-    """The file computes the first call, again and again."""
+    """The file computes the first call every time."""
 
     def forward(self: Any, x: Any) -> Any:
         self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)

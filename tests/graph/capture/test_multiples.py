@@ -1,4 +1,4 @@
-"""Models that cut the batch into parts: a graph and a file for multiples of their number."""
+"""Tests of models that split the batch into parts: graph and file accept multiples of the number of parts."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_files_take_multiples(function: Callable[[Any], Any], tmp_path: Path) ->
 
 
 def test_places_that_are_no_share_leave_any_batch() -> None:
-    """Two images, or four: the first one is no half."""
+    """With two or four images, the first one must not be taken for a share of the batch."""
     for images in (2, 4):
         graph = trace(Of(lambda x: x - x[:1] + x[1] + x[-1]).eval(), noise_of(images, 3, 4, 6))
         assert graph.meta["batch_axes"] == (0,) and graph.meta["batch_multiple"] == 1

@@ -1,4 +1,4 @@
-"""`x[mask]` with a mask of the values: what is done to it element by element, and put back, is followed."""
+"""Tests of `x[mask]` with computed masks, supported for elementwise changes that are written back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What code asks of tensors, and the tensors that it makes itself."""
+"""Tests of the recorder: what code may ask of tensors, and the tensors that it creates."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CASES: dict[str, Callable[..., Any]] = {}
 
 
 def case(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds a case by the function's name."""
+    """Registers a case under the function's name, and returns the function."""
     CASES[function.__name__] = function
     return function
 
@@ -197,7 +197,7 @@ def test_sizes_and_constants_leave_no_nodes(name: str) -> None:
 
 @dataclass
 class Config:
-    """What is handed around beside tensors."""
+    """Settings that a model passes around besides tensors."""
 
     scale: float = 2.0
     act: Callable[[Tensor], Tensor] = torch.relu
@@ -205,7 +205,7 @@ class Config:
 
 
 def test_objects_lambdas_and_references_to_modules() -> None:
-    """Configurations, partial functions, weak references: what is no tensor is not the recorder's concern."""
+    """The recorder ignores everything but tensors, such as configurations, lambdas and weak references."""
 
     def forward(self: Any, x: Any) -> Any:
         config, owner = self.config, self.owner()
@@ -313,7 +313,7 @@ def test_values_that_decide_are_refused_with_module_and_line(function: Callable[
 
 
 def test_constants_of_the_model_are_buffers_of_the_graph() -> None:
-    """Their device follows the graph's, and they are in no state_dict."""
+    """They move to the graph's device, and are in no state_dict."""
     graph = trace(Of(CASES["made_of_nothing"]), noise_of(2, 3, 4, 6))
     assert isinstance(graph, fx.GraphModule)
     assert set(graph.state_dict()) == {f"{m}.{p}" for m in ("before", "after") for p in ("weight", "bias")}
@@ -339,7 +339,7 @@ def test_caches_of_positions_are_constants() -> None:
 
 
 def test_what_is_kept_of_another_call_is_refused_by_the_proof() -> None:
-    """A value of the first call that a second one reads is no constant."""
+    """A value of the first call that a later call reads is not a constant."""
 
     def forward(self: Any, x: Any) -> Any:
         if self.first is None:

@@ -1,4 +1,4 @@
-"""Shapes of outputs that are drawn instead of computed, against the modules themselves."""
+"""Tests of random outputs that replace computed ones: shapes and dtypes are those of the modules."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def test_shape_and_type_are_those_of_the_module(module: nn.Module, shape: tuple[
     ],
 )
 def test_what_else_there_is_is_run(module: nn.Module, x: Tensor) -> None:
-    """A call that the module refuses is for the module to refuse."""
+    """Invalid calls are left to the module, which refuses them."""
     assert drawn_output(module, (x,), {}) is None
 
 
 def test_what_depends_on_parameters_alone_is_computed() -> None:
-    """Its values may be read: the number of steps here comes out of a Linear."""
+    """Its values may be read: here, a Linear computes the number of steps."""
 
     def forward(self: Any, x: Any) -> Any:
         for _ in range(int(self.steps(torch.ones(1)).item())):

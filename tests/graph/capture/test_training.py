@@ -1,4 +1,4 @@
-"""What is random in training is live in the graph's training mode, and gone in inference."""
+"""Checks that random operations of training are active in the graph's training mode only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DROPOUTS = [F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F
 
 
 def differs(graph: Any, *x: Tensor) -> bool:
-    """Whether two calls give two results."""
+    """Returns whether two calls give different results."""
     return not torch.equal(graph(*x), graph(*x))
 
 
@@ -70,11 +70,11 @@ def test_ways_of_writing_dropout(way: str, training: bool) -> None:
     graph.eval()
     assert not differs(graph, x)
     noted = graph.meta["notes"]
-    if way == "if training":  # no line of the graph's
+    if way == "if training":  # the graph has no dropout at all
         assert "which the graph leaves out" in noted[0][1]
         return
     assert not noted
-    if way.startswith("attention"):  # a module once attention is opened
+    if way.startswith("attention"):  # dropout becomes a module when attention is decomposed
         graph = stub(fuse(graph, x).graph, x).graph
     assert differs(graph.train(), x)
     graph.eval()
@@ -82,7 +82,7 @@ def test_ways_of_writing_dropout(way: str, training: bool) -> None:
 
 
 class DropPath(nn.Module):
-    """Whole rows are dropped, in training alone."""
+    """Drops whole rows, only in training."""
 
     def __init__(self, rate: float = 0.5) -> None:
         super().__init__()
@@ -208,7 +208,7 @@ def test_capture_draws_nothing_from_the_generator() -> None:
 
 
 class DropsPatches(nn.Module):
-    """Half of the tokens in training, all of them in inference."""
+    """Keeps half of the tokens in training, and all of them in inference."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x[:, ::2] if self.training else x

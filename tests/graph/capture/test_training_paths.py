@@ -1,4 +1,4 @@
-"""Parameters that training reaches and inference does not are recorded as they train, or named."""
+"""Tests of parameters that only training uses: the graph includes them, or a note names them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_branches_are_in_the_graph(name: str) -> None:
 
 
 def auxiliary(**heads: nn.Module) -> nn.Module:
-    """A convolution and heads that training calls."""
+    """Returns a convolution with heads that are only called in training."""
 
     def forward(self: Any, x: Tensor) -> Any:
         y = self.conv(x)
@@ -93,7 +93,7 @@ def test_a_model_that_wants_targets_gets_no_note() -> None:
 
 
 class Stale(nn.Module):
-    """Evaluates with a copy that nothing has merged since."""
+    """A block that runs an outdated merged copy in inference."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ def test_a_copy_that_differs_stays_and_is_named() -> None:
 
 def test_the_model_itself_may_be_the_block() -> None:
     block = BLOCKS["chain"](3, 4)
-    graph = same(block, X, tolerance=2e-6)  # oneDNN adds in another order with AVX-512 than with AVX2
+    graph = same(block, X, tolerance=2e-6)  # oneDNN sums in another order with AVX-512 than with AVX2
     assert graph.meta[PATHS] == ("",) and trainable(graph) == trainable(block)
 
 
@@ -132,7 +132,7 @@ def test_heads_beside_blocks_are_told_apart() -> None:
 
 
 class Follows(nn.Module):
-    """Normalizes by a mean that it follows in training, with no record of the change that torch would see."""
+    """A norm that updates its statistics in training, with no change that torch records."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class Follows(nn.Module):
 
 @pytest.mark.parametrize("norm", [lambda: nn.BatchNorm2d(3), Follows], ids=["torch's", "its own"])
 def test_statistics_behind_detached_features_stay(norm: Any) -> None:
-    """A second head alone trains the features: their modules are run in training mode, to be compared."""
+    """Only a second head trains the features, so their modules run in training mode for the comparison."""
 
     def forward(self: Any, x: Tensor) -> Any:
         y = self.norm(x)

@@ -1,4 +1,4 @@
-"""Inputs of whole numbers: what is drawn for the capture and its proof stays what the model takes."""
+"""Tests of integer inputs: the values drawn for capture and proof are valid for the model."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_whole_numbers_stay_in_the_range_of_the_example() -> None:
     new_ids, new_counts, new_mask = other_values([ids, counts, mask], seed=1)
     assert sorted(new_ids.flatten().tolist()) == [5, 6, 7, 90]
     assert sorted(new_counts.tolist()) == [0, 3, 12]
-    assert new_mask.unique().numel() > 3  # zeros and ones name nothing
+    assert new_mask.unique().numel() > 3  # zeros and ones are not taken for ids
     kept = other_values([ids, counts], seed=1, whole=False)
     assert all(torch.equal(a, b) for a, b in zip(kept, [ids, counts], strict=True))
 

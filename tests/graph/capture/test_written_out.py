@@ -1,4 +1,4 @@
-"""Functions that are written out: attention, bilinear forms and products of groups, diagonals that are filled."""
+"""Tests of decomposed functions: attention, bilinear forms, grouped products and filled diagonals."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_bounds_of_two_types_become_one(function: Any) -> None:
 
 
 def grouped_mm_of_transformers() -> Any:
-    """The operator that transformers registers for experts that are compiled, or one that takes its place."""
+    """Returns the operator that transformers registers for compiled experts, or a substitute."""
     if not hasattr(torch.ops.transformers, "grouped_mm_fallback"):
         torch.library.custom_op(
             "transformers::grouped_mm_fallback",
@@ -110,7 +110,7 @@ def grouped_mm_of_transformers() -> Any:
 
 
 def experts(m: Any, x: Tensor) -> Tensor:
-    """Rows sorted by their expert, one product over the groups, and put back in order."""
+    """Sorts rows by their expert, multiplies each group by its weight, and restores the order."""
     grouped_mm = m.grouped_mm
     rows = x.flatten(0, 1)
     chosen = m.router(rows).argmax(-1)
@@ -154,7 +154,7 @@ def test_products_of_stacked_groups() -> None:
 
 
 def test_rows_behind_the_last_group_are_zero() -> None:
-    """The kernel leaves them as they are in memory."""
+    """The kernel leaves them uninitialized."""
     ends = torch.tensor([2, 2, 4], dtype=torch.int32)
     weight = nn.Parameter(noise_of(3, 8, 8))
     model = Calls(lambda m, x: F.grouped_mm(x.mean(0), m.weight, offs=m.ends), weight=weight)

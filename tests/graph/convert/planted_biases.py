@@ -1,4 +1,4 @@
-"""Networks of one operator with a channel of tiny weights and a huge bias, and what rounding may change."""
+"""Networks of one operator with tiny weights and a huge bias in one channel, and bounds on their errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from onnx import numpy_helper
 from torch import Tensor, nn
 
 TINY, CHANNEL = 1e-7, 2
-# What does not fit int32 at the scale of the tiny channel, and at that of the whole weight.
+# Biases that do not fit int32 at the scale of the tiny channel, and at that of the whole weight.
 HUGE = {"per_channel": 80.0, "per_tensor": 1e6}
 
 OPERATORS: dict[str, Callable[[], Any]] = {
@@ -27,7 +27,7 @@ OPERATORS: dict[str, Callable[[], Any]] = {
 
 
 def planted(name: str, huge: float = HUGE["per_channel"]) -> tuple[nn.Module, Tensor]:
-    """Returns the network and images."""
+    """Returns the network, and images to calibrate it with."""
     torch.manual_seed(0)
     operator = OPERATORS[name]()
     axis = int(name == "transposed")
@@ -38,9 +38,9 @@ def planted(name: str, huge: float = HUGE["per_channel"]) -> tuple[nn.Module, Te
 
 
 def largest_errors(path: Path, channels: int) -> NDArray[np.float64]:
-    """Returns for each channel of the results how far the roundings that a file asks for may move it.
+    """Returns the largest rounding error that a file may have in each output channel.
 
-    Of weight, input, bias and output half a step each, read from the scales.
+    Weight, input, bias and output are rounded by up to half a step each, by the scales of the file.
     """
     graph = onnx.load(str(path)).graph
     constants = {one.name: numpy_helper.to_array(one) for one in graph.initializer}
@@ -55,7 +55,7 @@ def largest_errors(path: Path, channels: int) -> NDArray[np.float64]:
     s_b = constants[pairs[2].input[1]].astype(np.float64) if pairs[2] is not None else s_x * s_w
     found = rows.shape[1] * 255 * s_x * s_w / 2 + (rows.sum(1) + rows.shape[1] / 2) * s_w * s_x / 2 + s_b / 2
     reached = bias * (s_b if pairs[2] is not None else 1.0) + rows.sum(1) * s_w * 255 * s_x
-    found = found + 2.0**-22 * reached  # what float32 loses in the sums
+    found = found + 2.0**-22 * reached  # rounding errors of float32 sums
     after = [n for n in graph.node if n.op_type == "QuantizeLinear" and n.input[0] in (*node.output,)]
     step = constants[after[0].input[1]] if after else 0.0
     largest: NDArray[np.float64] = (found + step / 2).reshape(channels, -1).max(1)

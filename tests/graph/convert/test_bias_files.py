@@ -1,4 +1,4 @@
-"""Biases of each type in files of modules and in given files: what is stored, computed, and said of it."""
+"""Tests of exported files with biases of each type: what is stored, computed and reported."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KINDS = {
 
 
 class Net(nn.Module):
-    """A convolution, a depthwise and a transposed one, a Linear in 8 bits and one with float results."""
+    """A convolution, a depthwise and a transposed one, and Linears with 8-bit and with float results."""
 
     def __init__(self) -> None:
         super().__init__()

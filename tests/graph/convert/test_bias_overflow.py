@@ -1,4 +1,4 @@
-"""Tiny weights beside a huge bias: both are kept, in files of modules and in given files."""
+"""Checks that tiny weights and a huge bias in one channel are both kept, for torch and ONNX models."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_results_are_within_the_roundings_of_float(name: str, scales: str, dtype
         *(run_ort(case.path, images, optimize=level) for level in (False, True)),
     ):
         assert (by_channel(made - wanted) <= bound).all()
-    # What is beside the planted channel loses nothing to it, but for a bias whose type has one scale.
+    # The other channels lose no accuracy to the planted one, except where all biases share one scale.
     if dtype in ("int32", "float"):
         assert name == "linear" or bound[CHANNEL] < 0.6 * HUGE[scales] / 254
         assert name != "linear" or (
@@ -86,7 +86,7 @@ def test_a_given_file_keeps_both(name: str, scales: str, tmp_path: Path) -> None
 
 
 def test_learned_roundings_do_not_move_a_raised_channel() -> None:
-    """Integers that an algorithm found are of the scale before: kept, they would add whole steps of the larger one."""
+    """An algorithm's integers belong to the previous scale; at the raised one, they are off by full steps."""
     model, images = planted("linear")
     graph = calibrated(copy.deepcopy(model), images, backend("per_channel", "int32"))
     _, operator, fake = quantized_operators(graph)[0]

@@ -1,4 +1,4 @@
-"""Convert: float operators between int8 ones stay float, and ONNX Runtime fuses them as it would without int8."""
+"""Checks that float operators between int8 ones stay float, and are fused as in a float model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from qatkit.verify.audit import audit
     ids=["nothing", "relu", "pool", "relu and pool", "reshapes"],
 )
 def test_a_float_conv_between_int8_convs_stays_float(middle: list[nn.Module]) -> None:
-    """ONNX Runtime quantizes such a weight on its own, per tensor, if nothing keeps it from that."""
+    """Unless prevented, ONNX Runtime quantizes such a weight itself, per tensor."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), *middle, nn.Conv2d(8, 4, 3)).eval()
     x = noise(16, 3, 10, 10)
@@ -41,7 +41,7 @@ def test_a_float_conv_between_int8_convs_stays_float(middle: list[nn.Module]) ->
 
 
 def test_a_float_head_behind_a_relu_keeps_the_prior_linear_int8() -> None:
-    """Left alone, ONNX Runtime fuses the int8 Gemm with the float ReLU, in float, its weight dequantized."""
+    """Unless prevented, ONNX Runtime fuses the int8 Gemm with the float ReLU into a float operator."""
     torch.manual_seed(0)
     x = noise(16, 16)
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 5)).eval()
@@ -74,7 +74,7 @@ class ConvNext(nn.Module):
 
 
 class ConvGelu(nn.Module):
-    """GELU right behind an int8 conv."""
+    """A GELU directly after an int8 convolution."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class ConvGelu(nn.Module):
     ("kind", "fused"), [(ConvNext, {"LayerNormalization", "Gelu"}), (ConvGelu, {"Gelu"})]
 )
 def test_float_fusions_behind_int8_operators(kind: type[nn.Module], fused: set[str]) -> None:
-    """A dequantize or a Transpose right before them would keep ONNX Runtime from fusing LayerNorm and GELU."""
+    """A DequantizeLinear or Transpose directly before LayerNorm or GELU would prevent their fusion."""
     torch.manual_seed(0)
     x = noise(16, 3, 16, 16)
     case = ship(kind().eval(), x, "fusions")

@@ -1,4 +1,4 @@
-"""The arithmetic of converted modules against ONNX Runtime's kernels, and against folded weights by hand."""
+"""Tests of the arithmetic of converted modules, against ONNX Runtime's kernels and weights folded by hand."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ x86 = pytest.mark.skipif(
 def _session(
     operator: str, dtype: str, shapes: list[list[int]], pairs: list[Pair], read: float, folder: Path
 ) -> ort.InferenceSession:
-    """DQ(a), DQ(b) → operator → Q(pairs[2]) → DQ(read), in one int8 kernel; a shape of [] makes b constant 255."""
+    """Returns a session of DQ(a), DQ(b) → operator → Q(pairs[2]) → DQ(read), which runs as one int8 kernel.
+
+    A second shape of [] makes b a constant, the largest integer of the dtype.
+    """
     info, kind = torch.iinfo(getattr(torch, dtype)), getattr(TensorProto, dtype.upper())
     constants = [numpy_helper.from_array(np.array(read, np.float32), "read")]
     for i, (scale, zero) in enumerate(pairs):
@@ -61,7 +64,7 @@ def _session(
 
 def _random_pair(rng: np.random.Generator, dtype: str) -> Pair:
     info = torch.iinfo(getattr(torch, dtype))
-    zero = info.min if rng.random() < 0.3 else int(rng.integers(info.min, info.max + 1))  # 0.3: after a ReLU
+    zero = info.min if rng.random() < 0.3 else int(rng.integers(info.min, info.max + 1))  # 30 %: after a ReLU
     return torch.tensor(10 ** rng.uniform(-3, 0), dtype=torch.float32), torch.tensor(zero)
 
 
@@ -78,14 +81,14 @@ def test_pairs_equal_the_kernel_on_all_pairs_of_bytes(
     for seed in range(20):
         rng = np.random.default_rng(seed)
         (s_a, z_a), (s_b, z_b), (_, z_c) = pairs = [_random_pair(rng, dtype) for _ in range(3)]
-        # About the range of the results, so that most of them are not clipped.
+        # The scale roughly covers the range of the results, so that most of them are not clipped.
         s_c = (s_a + s_b if operator == "Add" else 100 * s_a * s_b) * (0.3 + seed / 20)
         pairs[2] = (s_c, z_c)
         session = _session(operator, dtype, [[256, 256]] * 2, pairs, float(s_c), tmp_path)
         kernel = session.run(None, {"a": a.numpy().astype(dtype), "b": b.numpy().astype(dtype)})[0]
         expected = np.rint(kernel / s_c.numpy())
         found = torch.round(kind(pairs)((a - z_a) * s_a, (b - z_b) * s_b) / s_c)
-        found = found.clamp(int(info.min - z_c), int(info.max - z_c))  # the pair after it clamps
+        found = found.clamp(int(info.min - z_c), int(info.max - z_c))  # the quantization after it clamps
         assert int((found.numpy() != expected).sum()) == 0, f"parameters {seed}"
         distinct += len(np.unique(expected))
     assert distinct > 20 * 64
@@ -97,7 +100,7 @@ def test_pairs_equal_the_kernel_on_all_pairs_of_bytes(
 def test_large_pairs_equal_the_kernel_in_any_shape(
     other: list[int], layout: torch.memory_format, tmp_path: Path
 ) -> None:
-    """Tensors of more than 2**18 values are computed piece by piece."""
+    """Tensors of more than 2**18 values are computed in chunks."""
     rng, shape = np.random.default_rng(0), [2, 24, 90, 90]
     pairs = [(torch.tensor(scale), torch.tensor(zero)) for scale, zero in ((0.1, 3), (0.2, 100), (0.17, 90))]
     a = rng.integers(0, 256, shape, dtype=np.uint8)
@@ -108,7 +111,7 @@ def test_large_pairs_equal_the_kernel_in_any_shape(
         (torch.from_numpy(q).float() - zero) * scale for q, (scale, zero) in zip((a, b), pairs, strict=False)
     )
     x = x.contiguous(memory_format=layout)
-    # ONNX Runtime's kernel takes a constant scalar first.
+    # ONNX Runtime's kernel expects a constant scalar first.
     read = QuantizedAdd(pairs)(x, y) if other else QuantizedAdd([pairs[1], pairs[0], pairs[2]])(y, x)
     steps = torch.round(read / 0.17).clamp(0 - 90, 255 - 90)
     np.testing.assert_array_equal(steps.numpy(), np.rint(expected / 0.17))
@@ -132,9 +135,10 @@ def test_hard_sigmoid_equals_the_kernel_on_all_bytes(dtype: str, tmp_path: Path)
 
 @pytest.mark.parametrize("name", ["resnet18", "mobilenet_v2", "vit"])
 def test_networks_are_close_without_optimizations(name: str) -> None:
-    """Float kernels round about one result in 10⁵ the other way. MobileNetV2 with random weights turns one
-    such step into about 8 output steps, so there it is asked that an image without one agrees, and that the
-    mean stays far below the error of quantization itself.
+    """Float kernels round about one result in 10⁵ the other way.
+
+    In MobileNetV2 with random weights, one such step grows to about 8 output steps. There, at least one
+    image must agree, and the mean difference must stay far below the quantization error.
     """
     images, network = noise(8, *shipped(name).images.shape[1:], seed=5), shipped(name)
     converted, reference = run_torch(network.converted, images), run_torch(network.model, images)
@@ -167,7 +171,7 @@ def test_weights_and_biases_are_those_of_the_folded_convolutions() -> None:
         scale = found.weight_scale.double().numpy()
         pairs = least_scale(torch.from_numpy(weight), per_channel=True).numpy()
         excess = scale / np.maximum(np.abs(weight).max(axis=(1, 2, 3)) / 127, pairs)
-        assert ((excess > 1 - 1e-5) & (excess < 1.01)).all()  # alignment
+        assert ((excess > 1 - 1e-5) & (excess < 1.01)).all()  # alignment raises scales by up to 1 %
         steps = bias / (scale * float(found.input_scale))
         assert np.abs(found.weight.numpy() - weight / scale[:, None, None, None]).max() < 0.501
         assert np.abs(found.bias.numpy() - steps).max() < 0.5 + 1e-5 * np.abs(steps).max()
@@ -177,7 +181,7 @@ def test_weights_and_biases_are_those_of_the_folded_convolutions() -> None:
 def test_onnx_runtime_quantizes_a_float_conv_without_the_barrier(
     barrier: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The case that shows that the barrier is needed, and that the audit sees it."""
+    """Without the barrier, the audit must report the convolution that was quantized by ONNX Runtime."""
     if not barrier:
         monkeypatch.setattr(converting, "_would_be_fused", lambda node: False)
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""The converted module orders equal values as the file does, and faults of a file are still found."""
+"""Checks that the converted module orders equal values as the file does, and that faults are still found."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.convert.to_integers import convert
 from qatkit.verify.parity import parity
 
-# From scores [N, 40, 30] to the places of some of them along the second axis, [N, 6, 30].
+# Functions of scores [N, 40, 30] that return six indices along axis 1: [N, 6, 30].
 ORDERS: dict[str, Callable[[Tensor], Tensor]] = {
     "topk": lambda scores: scores.topk(6, 1).indices,
     "topk_least_unsorted": lambda scores: torch.topk(scores, k=6, dim=-2, largest=False, sorted=False)[1],
@@ -32,7 +32,7 @@ ORDERS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class ByScore(nn.Module):
-    """Takes the values with certain scores; scores are ReLU's, so that many are equal."""
+    """A model that gathers values by scores, many of which are equal, since they come from a ReLU."""
 
     def __init__(self, order: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def test_equal_scores_come_in_the_order_of_the_file(name: str, tmp_path: Path) -
         if one.data_type == onnx.TensorProto.INT8 and one.dims[:2] == [40, 8]
     )
     values = numpy_helper.to_array(weight).copy()
-    values[7] = -values[7]  # the scores of one place
+    values[7] = -values[7]  # the scores of one channel
     weight.CopyFrom(numpy_helper.from_array(values, weight.name))
     onnx.save(model_file, file)
     damaged = parity(converted, file, [images])

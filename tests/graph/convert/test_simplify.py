@@ -1,4 +1,4 @@
-"""What inference drops or computes once must change no value."""
+"""Checks that operators that are dropped or precomputed for inference change no value."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qatkit.graph.nodes import op_class
 
 
 class Scaled(nn.Module):
-    """γ · Linear(x), γ of the given shape."""
+    """A Linear whose output is multiplied by a γ of the given shape."""
 
     def __init__(self, shape: tuple[int, ...], *, twice: bool = False) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Scaled(nn.Module):
 
 
 def block() -> CNBlock:
-    """ConvNeXt's block with a layer scale that matters, of both signs."""
+    """Returns ConvNeXt's block with a random layer scale of both signs."""
     torch.manual_seed(0)
     model = CNBlock(8, 1.0, 0.0).eval()
     nn.init.normal_(model.layer_scale)
@@ -44,7 +44,7 @@ def test_a_layer_scale_goes_into_the_linear_before_it() -> None:
     graph = float_baseline(model, x)
     assert products(graph) == 0
     torch.testing.assert_close(graph(x), model(x), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(model(x), block()(x), rtol=0, atol=0)  # the model itself is left alone
+    torch.testing.assert_close(model(x), block()(x), rtol=0, atol=0)  # the model itself is unchanged
 
 
 def test_the_integers_of_a_scaled_linear_stay_what_they_were() -> None:
@@ -67,7 +67,7 @@ def test_any_other_factor_stays(model: Scaled) -> None:
 
 
 class Constants(nn.Module):
-    """Constants that are no tensors, and lists of some: a device, a type, a size, parts of a parameter."""
+    """A model with constants other than tensors: a device, a dtype, a size, and parts of a parameter."""
 
     def __init__(self) -> None:
         super().__init__()

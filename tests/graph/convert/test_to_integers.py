@@ -1,10 +1,10 @@
-"""Convert: int8 weights, int32 biases, and numbers that stay with the simulation and with ONNX Runtime.
+"""Tests of converting: int8 weights, int32 biases, and agreement with the simulation and with ONNX Runtime.
 
-Bounds. The converted module computes with integers what ONNX Runtime's 8-bit kernels compute: with all
-optimizations they must agree bit for bit on x86. The simulation, and ONNX Runtime without optimizations, sum
-in float: they may land on the other side of a rounding tie, one step away (and a step of the bias's int32
-rounding is in the simulation missing). In a deep network of random weights such single steps grow, so there
-every operator is held against the simulation on its own, on the same input.
+The converted module computes with integers what ONNX Runtime's 8-bit kernels compute: with all
+optimizations, they must agree bit for bit on x86. The simulation, and ONNX Runtime without optimizations, sum
+in float. They may round a tie the other way, by one step, and the simulation does not round biases to int32.
+In a deep network of random weights such single steps grow, so each of its operators is compared with the
+simulation on the same input.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ x86 = pytest.mark.skipif(
 
 
 def _images(name: str, count: int = 16) -> Tensor:
-    """Not the images of the calibration."""
+    """Returns images other than those of the calibration."""
     return noise(count, *shipped(name).images.shape[1:], seed=7)
 
 
@@ -64,7 +64,7 @@ def _images(name: str, count: int = 16) -> Tensor:
 def test_converted_is_onnx_runtime_with_all_optimizations(name: str) -> None:
     images = _images(name)
     want, got = run_torch(shipped(name).converted, images), run_ort(shipped(name).path, images)
-    if name in ("vit", "block"):  # softmax, GELU and LayerNorm are float, of two implementations
+    if name in ("vit", "block"):  # softmax, GELU and LayerNorm are float, with different implementations
         assert steps_off(want, got) < 0.5
         assert float((np.abs(want - got) > 1e-4).mean()) < 0.05
     else:
@@ -73,7 +73,7 @@ def test_converted_is_onnx_runtime_with_all_optimizations(name: str) -> None:
 
 @pytest.mark.parametrize("name", SMALL)
 def test_converted_is_onnx_runtime_without_optimizations(name: str) -> None:
-    """The file as it is written, in float kernels: one step at most, and seldom."""
+    """Without optimizations, the file runs in float kernels, which rarely differ, by one step at most."""
     images = _images(name)
     want, got = (
         run_torch(shipped(name).converted, images),
@@ -95,7 +95,7 @@ def test_converted_is_the_simulation_but_for_ties(name: str) -> None:
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_every_operator_of_a_network_is_its_simulation(name: str) -> None:
-    """Conv by conv, Linear by Linear, on the input that the converted network gives it."""
+    """Compares every Conv and Linear on the input that it has in the converted network."""
     case = shipped(name)
     inputs: dict[str, Tensor] = {}
     outputs: dict[str, Tensor] = {}
@@ -117,7 +117,7 @@ def test_every_operator_of_a_network_is_its_simulation(name: str) -> None:
             assert isinstance(operator, QATOperator) and isinstance(converted, Quantized)
             x = inputs[path]
             if isinstance(operator, nn.Conv2d):
-                x = x[:, : operator.in_channels]  # behind them stand channels of zeros
+                x = x[:, : operator.in_channels]  # the channels after them are zeros
             want = operator(x)
             got = output[:, : want.shape[1]]
             if converted.output_scale is None:
@@ -132,7 +132,7 @@ def test_every_operator_of_a_network_is_its_simulation(name: str) -> None:
 
 @pytest.mark.parametrize("name", SMALL)
 def test_the_simulation_is_near_the_float_model(name: str) -> None:
-    """On the images it was calibrated with; not a bound on accuracy, a guard against nonsense."""
+    """Compares on the calibration images, as a sanity check rather than a bound on accuracy."""
     case = shipped(name)
     a, b = run_torch(case.model, case.images), run_torch(case.simulated, case.images)
     assert np.linalg.norm(a - b) / np.linalg.norm(a) < 0.1
@@ -153,7 +153,7 @@ def test_parameters_are_integers_at_the_stated_scales(name: str) -> None:
         assert module.weight_scale.shape == (weight.shape[0],)
         assert int(module.weight_zero_point.abs().max()) == 0
         flat = module.weight.flatten(1).float()
-        # Alignment costs up to 1 % of the scale.
+        # Alignment raises the scale by up to 1 %.
         assert set(reach(module.weight).tolist()) <= {126.0, 127.0, 128.0}
         restored = flat * module.weight_scale.view(-1, 1)
         assert ((restored - weight.flatten(1)).abs() <= 0.501 * module.weight_scale.view(-1, 1)).all()
@@ -192,7 +192,7 @@ RAISED = "the scale of 1 channel was raised so that the bias fits int32"
 
 
 def _planted() -> tuple[nn.Module, Tensor]:
-    """A conv whose channel 1 is almost dead and has an ordinary bias."""
+    """Returns a convolution whose channel 1 is nearly dead and has an ordinary bias, and images."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 1)).eval()
     with torch.no_grad():
@@ -222,7 +222,7 @@ def test_a_bias_that_would_overflow_int32_is_repaired_and_told() -> None:
 
 @pytest.mark.parametrize("masked", [1e4, 1e6])
 def test_a_masked_class_leaves_the_others_their_steps(masked: float) -> None:
-    """One scale for the whole weight, and one bias that is far beyond what it can hold."""
+    """The weight has a single scale, at which one bias is far out of range."""
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(16, 10)), noise(64, 16) * 0.1
     plain, override = copy.deepcopy(model), {"0": OverrideConfig(weight_granularity="per_tensor")}
@@ -251,7 +251,7 @@ def test_a_module_called_twice_has_one_bias_scale_a_place() -> None:
 
 
 def test_three_dimensional_linears_are_flattened_around() -> None:
-    """[N, T, C] becomes [N·T, C] for the Gemm, and is restored."""
+    """[N, T, C] is flattened to [N·T, C] for the Gemm, and restored after it."""
     for shape in ((6, 12), (3, 2, 12)):
         torch.manual_seed(0)
         x = noise(8, *shape)
@@ -278,7 +278,7 @@ def test_qnnpack_is_onnx_runtime_with_its_options(name: str) -> None:
 
 
 class SharedRows(nn.Module):
-    """A Linear whose output a second one reads, and a float operator."""
+    """A Linear whose output is read by another Linear and by a float operator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -320,7 +320,7 @@ def test_weights_of_one_scale() -> None:
 
 
 def test_convert_needs_a_quantized_input() -> None:
-    """A graph edited by hand so that an int8 operator reads a float tensor is refused by name."""
+    """If an int8 operator of an edited graph reads a float tensor, the error names it."""
     simulated = calibrated(Mlp().eval(), noise(8, 12))
     for node in list(simulated.graph.nodes):
         if node.target == "fc1_quant":

@@ -1,4 +1,4 @@
-"""Aligned scales: no result near a rounding boundary, and so one outcome however it is computed."""
+"""Tests of aligned scales: no result is near a rounding tie, so all implementations give the same result."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ NETWORKS = ("residual", "concat", "gate", "hard_gate", "gated", "mlp", "resnet18
 
 
 def nearest_tie(multiplier: float, largest: float) -> float:
-    """How near any integer up to `largest`, times the multiplier, comes to a k + 1/2."""
+    """Returns how near integers below `largest`, times the multiplier, come to a tie k + 1/2."""
     values = np.arange(1, int(largest), dtype=np.float64) * multiplier
     return float(np.abs(values - np.floor(values) - 0.5).min())
 
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_simulation_converted_module_and_onnx_runtime_agree(name: str) -> None:
-    """To the rounding of the last, unquantized sum: not one quantized value may differ on the way.
+    """They may differ by the float rounding of the last, unquantized sum. All quantized values must be equal.
 
-    But for a HardSwish behind a float sum, which no scale keeps off ties: one value in 10⁵ of mobilenet_v3_small's,
-    and of these images that of one on some CPUs.
+    The exception is a HardSwish after a float sum, which no scale keeps away from ties: one value in 10⁵ of
+    mobilenet_v3_small, and on some CPUs one of these images.
     """
     case = shipped(name)
     images = noise(32, *case.images.shape[1:], seed=10)
@@ -85,7 +85,7 @@ def test_no_range_shrinks_and_none_grows_by_much(name: str) -> None:
 
 
 class Growing(nn.Module):
-    """A residual stream whose range triples with every block: no common unit is fine enough for all of it."""
+    """A residual stream whose range triples with every block, so that no common unit is fine enough."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ def test_pools_are_aligned_too() -> None:
 
 
 def ties_of_products(graph: fx.GraphModule) -> list[float]:
-    """Of each Mul, how near any product of two bytes comes to a k + 1/2, in the room that its fraction should give."""
+    """Returns for each Mul how near products of two bytes come to a tie, relative to the ideal distance."""
     found = []
     for node in graph.graph.nodes:
         around = [*map(quantizer_of, node.all_input_nodes), quantizer_after(node)]
@@ -147,7 +147,7 @@ def ties_of_products(graph: fx.GraphModule) -> list[float]:
 )
 @pytest.mark.parametrize("spread", [0.05, 1.0])
 def test_any_ranges_are_aligned_each_by_its_own_neighbours(name: str, spread: float) -> None:
-    """Operators that are aligned at once have ranges that have nothing to do with each other."""
+    """Operators that are aligned at the same time may have unrelated ranges."""
     graph, generator = copy.deepcopy(shipped(name).simulated), torch.Generator().manual_seed(0)
     quantizers = [q for q in fake_quantizers(graph).values() if q.observer is not None]
     for quantizer in quantizers:

@@ -1,4 +1,4 @@
-"""Files for NPUs (`backend=npu_cnn`): shared scales, fused activations and shifts, of torch models and given files."""
+"""Tests of NPU files (`backend=npu_cnn`) from torch and ONNX: shared scales, fused activations and shifts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def every_kind() -> Shipped:
 
 @pytest.fixture(scope="module")
 def given_file(every_kind: Shipped, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same network as a float file, quantized and written back."""
+    """Returns the file of the same network, exported in float, imported and quantized."""
     folder = tmp_path_factory.mktemp("given")
     export_onnx(every_kind.model, every_kind.images[:2], folder / "float.onnx")
     model = import_onnx(folder / "float.onnx")
@@ -51,7 +51,7 @@ def test_everything_is_int8_by_powers_of_two(file: Pairs) -> None:
         zero = file.constants[pair.input[2]]
         assert zero.dtype == np.int8 and not zero.any()
         assert abs(file.position(pair)) < 30
-    assert len(file.bias_shifts()) == 7  # each operator has a bias between pairs of its own
+    assert len(file.bias_shifts()) == 7  # each operator has a bias with its own Q/DQ pair
 
 
 def test_what_only_moves_or_averages_has_one_scale(file: Pairs) -> None:
@@ -76,7 +76,7 @@ def test_no_pair_stands_before_a_fused_activation(file: Pairs) -> None:
     for node in activations:
         assert file.made[node.input[0]].op_type in ("Conv", "Gemm", "Add")
         assert [one.op_type for one in file.readers[node.output[0]]] == ["QuantizeLinear"]
-    for node in file.of("ConvTranspose"):  # a GELU behind it: an operator from opset 20 on
+    for node in file.of("ConvTranspose"):  # a GELU follows it, which is one operator only from opset 20 on
         assert "QuantizeLinear" not in [one.op_type for one in file.readers[node.output[0]]]
 
 

@@ -1,4 +1,4 @@
-"""Scales that are powers of two: all of a file, and one outcome however it is computed."""
+"""Checks that all scales of a file are powers of two, and that all implementations give the same result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scales of float16, and of integers times powers of two: all of a file, which computes what its module does."""
+"""Tests of files whose scales are all float16, or all integers times powers of two, against their modules."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KINDS = ("float16", "int16")
 
 
 def is_of(kind: str, scale: np.ndarray) -> bool:
-    """Whether all scales are numbers of float16, have 15 bits at most, or are powers of two."""
+    """Returns whether all scales are float16 numbers, have 15 bits at most, or are powers of two."""
     if kind == "float16":
         return bool((scale.astype(np.float16).astype(np.float64) == scale).all())
     whole = np.frexp(scale.astype(np.float64))[0] * 2 ** (15 if kind == "int16" else 1)
@@ -29,7 +29,7 @@ def is_of(kind: str, scale: np.ndarray) -> bool:
 
 
 def scales_of(path: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields what is quantized or dequantized and its scales, but of int32 biases, whose scales are products."""
+    """Yields each quantized tensor and its scales, except int32 biases, whose scales are products."""
     graph = onnx.load(str(path)).graph
     constants = {one.name: one for one in graph.initializer}
     for node in graph.node:
@@ -61,7 +61,7 @@ def test_file_and_module_agree_and_scales_are_of_the_type(name: str, kind: str) 
         run_torch(case.simulated, images),
         *(run_ort(case.path, images, optimize=optimize) for optimize in (False, True)),
     ):
-        # Without alignment a sum may be as near to a tie as float32 resolves: a value is one step off then.
+        # Without alignment, a sum may be so near to a tie that float32 rounding moves a value by one step.
         off = np.abs(made - converted) > 2e-6 * np.abs(converted).max()
         assert off.mean() < 5e-4 and steps_off(converted, made) < 2
 
