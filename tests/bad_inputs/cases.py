@@ -1,10 +1,10 @@
-"""What a bad command line is, and the smallest run that any of them is put on top of."""
+"""A bad command line as a test case, and the smallest run to which each case adds its mistake."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# A run that would work, of seconds: what is typed behind it is the only mistake.
+# A valid run of a few seconds: the mistake appended to it is the only one.
 TINY = (
     "model.name=tiny_run.Net", "data.image_size=8", "data.batch_size=32", "data.workers=0", "calibration.images=64",
     "schedule=calibrate_only", "trainer=cpu", "trainer.progress=false", "verify.latency_runs=3", "verify.threads=1",
@@ -14,12 +14,12 @@ TINY = (
 
 @dataclass(frozen=True)
 class Case:
-    """A command line that has to end in one line.
+    """A command line that must fail with a one-line error.
 
     Attributes:
-        typed: behind the script.
-        says: how the line begins, behind "error: "; "{files}" is the folder of damaged files.
-        script: the one that is called.
+        typed: arguments after the script.
+        says: start of the error message, after "error: "; "{files}" is the folder of damaged files.
+        script: name of the script to call.
     """
 
     typed: tuple[str, ...]
@@ -28,5 +28,5 @@ class Case:
 
 
 def bad(typed: str, says: str | None = None) -> Case:
-    """One argument on top of a run that would work; by itself it is said as it was typed."""
+    """Returns a case with one bad argument added to a valid run; `says` defaults to the argument as typed."""
     return Case((*TINY, typed), f"{typed}: " if says is None else says)

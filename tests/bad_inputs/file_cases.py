@@ -1,4 +1,4 @@
-"""Files that are damaged, of another kind, or made to do harm, for everything that is read."""
+"""Damaged files, files of a wrong kind and malicious files, for every kind of file that qatkit reads."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _scripted() -> bytes:
     return stream.getvalue()
 
 
-# Whatever is expected, it is none of these.
+# Contents that are wrong for every kind of file.
 ANY: dict[str, bytes] = {
     "empty": b"",
     "one": b"\0",
@@ -100,7 +100,7 @@ YAML: dict[str, bytes] = ANY | {
     "missing": b"name: ???",
     "algorithm": b"algorithm: {x: {target: os.system}}",
 }
-# What no loader takes for YAML, or what would take the machine.
+# Contents that no loader accepts as YAML, or that would exhaust the machine.
 _BROKEN_YAML = ("zeros", "utf16", "bom", "random", "latin", "png", "gzip", "deep", "deep_maps", "laughs", "itself",
                 "object", "tag", "two", "tab", "list_key", "digits", "null_byte")  # fmt: skip
 JSON: dict[str, bytes] = ANY | {
@@ -275,7 +275,7 @@ ONNX: dict[str, bytes] = ANY | {
 
 
 def make_files(folder: Path) -> None:
-    """A finished run below `good`, with a cache, and every damaged file."""
+    """Creates a finished run with a calibration cache in `good`, and every damaged file."""
     done = forked.outcome("train.py", (*_PLAIN, "output_dir=good", "calibration.cache=cache.st"), folder)
     assert done.status == 0, done.err
     for kind, contents in (("yaml", YAML), ("json", JSON), ("safe", SAFE), ("onnx", ONNX)):
@@ -289,10 +289,10 @@ def make_files(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class FileCase(Case):
-    """A command line with damaged files put in place first: (damaged file, place in the working directory)."""
+    """A command line with the damaged files to copy first: (damaged file, path in the working directory)."""
 
     files: tuple[tuple[str, str], ...] = ()
-    good: tuple[str, ...] = ()  # of the finished run, copied to `run/`
+    good: tuple[str, ...] = ()  # files of the finished run, to be copied to `run/`
 
 
 def run(case: FileCase, files: Path, folder: Path) -> forked.Outcome:
@@ -308,7 +308,7 @@ def run(case: FileCase, files: Path, folder: Path) -> forked.Outcome:
     return forked.outcome(case.script, case.typed, folder)
 
 
-# A file that is no mistake by itself, with a value that does not go with it.
+# Start of the error message for files that are valid by themselves but conflict with a setting.
 _SAYS = {
     ("huge_input", "dynamic"): "data.image_size=8: ",
     ("huge_input", "static"): "data.image_size=8: ",
@@ -316,7 +316,7 @@ _SAYS = {
     ("huge_batch", "static"): "calibration.images=512: ",
     ("no_weights", "static"): "onnx=bad.onnx: the model has no Conv",
 }
-# Sizes of 0, which some exporters write where they mean any: the modes that look at shapes alone take them.
+# Modes that only read shapes accept sizes of 0, which some exporters write for dynamic axes.
 _TAKEN = [("zero_input", "dynamic")]
 
 
@@ -360,7 +360,7 @@ def _cases() -> Iterator[FileCase]:
 
 
 CASES = list(_cases())
-# A damaged neighbour that is only a hint is passed over; one that says how images are prepared is not.
+# A damaged file next to the model is ignored if it only gives hints, but not if it defines the preprocessing.
 HINTS = [
     FileCase(("onnx=run/model.float.onnx", "mode=dynamic", *_ONNX_RUN),
              "", "export.py", ((f"json/{name}", "run/report.json"),), ("model.float.onnx",))

@@ -1,9 +1,8 @@
-"""The command line as a user starts it, hundreds of times: each in a fork of this process, torch loaded once.
+"""Runs command lines as a user would, each in a fork of this process, so that torch is loaded only once.
 
-    outcome("train.py", ["schedule.lr=abc"], folder)     status, stderr, CPU seconds, what it left in `folder`
+    outcome("train.py", ["schedule.lr=abc"], folder)     exit status, output, stderr, CPU seconds, new files in `folder`
 
-The child runs the very script, in a session and a folder of its own, with a bound on its memory, and is killed when it
-hangs. Nothing is replaced in it.
+The child runs the unmodified script in its own session and folder, with a memory limit, until a time limit.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 NOBODY = 65534
-_MEMORY = 24 * 2**30  # of addresses, of which torch's libraries alone map several GB
-_TRACEBACK = 70  # exit status of a child that ended by an exception
+_MEMORY = 24 * 2**30  # limit on the address space, of which torch's libraries alone map several GB
+_TRACEBACK = 70  # exit status of a child that raised an exception
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one command line ended; `status` is -9 for one that was killed.
+    """The outcome of one command line; `status` is -9 for a killed one.
 
-    `cpu_seconds` are the processor's: on a busy machine the clock says nothing of the work.
+    `cpu_seconds` is CPU time, since wall-clock time says little on a busy machine.
     """
 
     status: int
@@ -42,12 +41,12 @@ class Outcome:
 
     @property
     def lines(self) -> list[str]:
-        """Of stderr."""
+        """Returns the lines of stderr."""
         return self.err.splitlines()
 
 
 def preload() -> None:
-    """What the two scripts import when their job starts."""
+    """Imports what the scripts import when their job starts."""
     import lightning  # noqa: F401
     import sklearn.datasets
     import torchvision  # noqa: F401
@@ -58,12 +57,12 @@ def preload() -> None:
 def outcome(
     script: str, typed: Sequence[str], folder: Path, *, limit: float = 120, as_nobody: bool = False
 ) -> Outcome:
-    """Runs `script` in `folder`, and kills it after `limit` seconds of the clock."""
+    """Runs `script` in `folder`, and kills it after `limit` seconds of wall-clock time."""
     there = _files(folder)
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         deadline = time.monotonic() + limit
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python's own, on forks of processes with threads
+            warnings.simplefilter("ignore")  # Python warns about forks of processes with threads
             child = os.fork()
         if child == 0:
             _become(script, typed, folder, out.fileno(), err.fileno(), as_nobody)
@@ -81,7 +80,7 @@ def _files(folder: Path) -> set[str]:
 
 
 def _become(script: str, typed: Sequence[str], folder: Path, out: int, err: int, as_nobody: bool) -> None:
-    """The child: never returns."""
+    """Runs the script in the child process; never returns."""
     status = _TRACEBACK
     try:
         os.setsid()
@@ -102,7 +101,7 @@ def _become(script: str, typed: Sequence[str], folder: Path, out: int, err: int,
         if isinstance(stop.code, str):
             print(stop.code, file=sys.stderr)
         status = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
-    except BaseException:  # as the interpreter would
+    except BaseException:  # print it as the interpreter would
         traceback.print_exc()
     finally:
         sys.stdout.flush()
@@ -111,7 +110,7 @@ def _become(script: str, typed: Sequence[str], folder: Path, out: int, err: int,
 
 
 def _wait(child: int, deadline: float) -> tuple[int, float]:
-    """Exit status, and CPU seconds of the child with its own children."""
+    """Returns the exit status and the CPU seconds of the child, including those of its own children."""
     ended = 0
     while not ended and time.monotonic() < deadline:
         ended, status, used = os.wait4(child, os.WNOHANG)

@@ -1,4 +1,4 @@
-"""Every setting that takes a path, given what is no file and no folder of its kind."""
+"""Bad paths for every setting that takes a path."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cases import TINY, Case
 
 _FILES = ("model.checkpoint", "resume", "checkpoint", "onnx", "placement", "export.encrypt")
 _FOLDERS = ("data.root", "precision.front", "hf")
-# What neither a file nor a folder to read is; each begins with its kind.
+# Paths that are neither a readable file nor a suitable folder, by kind.
 _NEITHER = {
     "missing": "{files}/nothing/here",
     "null device": "/dev/null",
@@ -41,7 +41,7 @@ _UNWRITABLE = (
 
 
 def make_files(folder: Path) -> None:
-    """What the values name."""
+    """Creates the files that the bad paths name."""
     import socket
 
     os.mkfifo(folder / "pipe")
@@ -88,7 +88,7 @@ def _cases() -> Iterator[Case]:
         yield typed(key, "/proc/version")
     for key in _FOLDERS:
         yield typed(key, "{files}/text")
-    # what is written: never through something that is no plain file
+    # Outputs are never written through anything that is not a plain file.
     for path in _UNWRITABLE:
         yield typed("calibration.cache", path)
         if path != "{files}":
@@ -100,6 +100,6 @@ CASES = list(_cases())
 
 
 def run(case: Case, files: Path, folder: Path) -> forked.Outcome:
-    """The case, with the names of the files in its place."""
+    """Runs the case with "{files}" replaced by the folder of bad files."""
     line = [one.replace("{files}", str(files)) for one in case.typed]
     return forked.outcome(case.script, line, folder)

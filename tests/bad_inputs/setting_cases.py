@@ -1,4 +1,4 @@
-"""Values, keys and words that no configuration has, and Hydra's own complaints."""
+"""Invalid values, keys and words, and command lines that Hydra rejects."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from qatkit.config.schema import Config
 
 
 def _settings() -> Iterator[tuple[str, Any, str, Any]]:
-    """(dotted key, dataclass, field, type) of every setting that is no mapping."""
+    """Yields (dotted key, dataclass, field name, type) of every setting."""
     for one in dataclasses.fields(Config):
         hint = typing.get_type_hints(Config)[one.name]
         if not dataclasses.is_dataclass(hint):
@@ -26,7 +26,7 @@ def _settings() -> Iterator[tuple[str, Any, str, Any]]:
 
 
 def _of_type(*kinds: type) -> list[tuple[str, bool]]:
-    """Keys whose type is one of `kinds`, and whether they may be null."""
+    """Returns the keys whose type is one of `kinds`, and whether each may be null."""
     found = []
     for key, _, _, hint in _settings():
         inner = set(typing.get_args(hint)) or {hint}
@@ -36,7 +36,7 @@ def _of_type(*kinds: type) -> list[tuple[str, bool]]:
 
 
 def _numbers() -> Iterator[Case]:
-    """What no number of this configuration may be."""
+    """Yields invalid values for every number and boolean."""
     for key, optional in _of_type(int, float):
         for value in ("abc", "[1,2]", "{a:1}", "''", "inf", "-inf", "nan", "-1e30", "true1", "1_0x"):
             yield bad(f"{key}={value}", f"{key}=")
@@ -51,7 +51,7 @@ def _numbers() -> Iterator[Case]:
 
 
 def _words() -> Iterator[Case]:
-    """Every setting of a few words, one of them misspelled: the word that was meant is offered."""
+    """Yields a misspelled word for each setting with a fixed set of words; the error offers the right one."""
     for key, owner, name, hint in _settings():
         try:
             limit = limit_of(owner, name)
@@ -290,7 +290,7 @@ _SEARCH = [
             ([_SPACE, "search.storage=study.db"], "search.storage=study.db: expected null "),
             (
                 [_SPACE, "search.storage=postgresql://127.0.0.1:1/x"],
-                "search.storage=postgresql://127.0.0.1:1/x: ",  # it does not answer, or its driver is not there
+                "search.storage=postgresql://127.0.0.1:1/x: ",  # no server, or no driver
             ),
             *(
                 (

@@ -1,6 +1,6 @@
-"""Whatever is typed or handed in wrong ends in one line `error: key=value: what is allowed` and status 2, soon.
+"""Checks that any bad input ends quickly in one line `error: key=value: what is allowed` and exit status 2.
 
-The cases are data: `setting_cases`, `typed_cases`, `path_cases` and `file_cases` beside this file; a new one is a line.
+The cases are data in `setting_cases`, `typed_cases`, `path_cases` and `file_cases`; add new ones there.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import setting_cases
 from cases import TINY, Case
 
 Run = Callable[..., forked.Outcome]
-CPU_SECONDS = 30  # far more than a busy machine takes for one line, far less than for what a huge value asks
-_EVERY = 16  # of the settings, what the default suite tries
+CPU_SECONDS = 30  # far more than a busy machine needs for one error, far less than a huge value would take
+_EVERY = 16  # the default suite tries every 16th setting case
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -98,7 +98,7 @@ def test_a_damaged_neighbour_that_is_only_a_hint_is_passed_over(
     "place", ["model.checkpoint", "resume", "calibration.cache", "output_dir", "data.root"]
 )
 def test_a_folder_without_permission(place: str) -> None:
-    """As nobody, whom not even the folders above pytest's own let in."""
+    """Runs as `nobody`, outside pytest's own folder, whose parents `nobody` cannot enter."""
     if os.geteuid() == 0 and not all(
         folder.stat().st_mode & 0o5 == 0o5 for folder in Path(os.__file__).parents
     ):
@@ -123,7 +123,7 @@ def test_the_same_in_a_process_of_its_own(case: Case, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(forked.ROOT / case.script), *case.typed],
         cwd=tmp_path, capture_output=True, text=True, errors="backslashreplace", check=False, timeout=60,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},  # which has tiny_run
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},  # includes the folder of tiny_run
     )  # fmt: skip
     outcome = forked.Outcome(
         done.returncode, done.stdout, done.stderr, 0, sorted(p.name for p in tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""Command lines that a shell, Hydra or OmegaConf reads in other ways than whoever typed them."""
+"""Command lines that Hydra or OmegaConf reads differently from what the user meant."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs side by side: what is a run, what each came to, which none beats, and the page in a real browser."""
+"""Tests of the comparison of runs: finding them, figures, the Pareto front, and the page in a real browser."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CHROMIUM = shutil.which("chromium")
 
 
 def a_run(folder: Path, name: str = "digits", **changes: Any) -> None:
-    """A finished run's report, as a run writes it."""
+    """Writes the report of a finished run."""
     draw = random.Random(str(folder))
     ms = draw.uniform(0.2, 5)
     figures: dict[str, Any] = {
@@ -68,7 +68,7 @@ def test_a_bundle_of_a_run_and_somebody_elses_files_are_no_runs(tmp_path: Path) 
     a_run(tmp_path / "a")
     a_run(tmp_path / "a" / "bundle")
     (tmp_path / "a" / "bundle" / "manifest.json").write_text("{}")
-    a_run(tmp_path / "published" / "1")  # away from its run a bundle is all there is
+    a_run(tmp_path / "published" / "1")  # counts: a published bundle has no run next to it
     (tmp_path / "published" / "1" / "manifest.json").write_text("{}")
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "config.yaml").write_text("jobs: [1, 2]\n")
@@ -184,7 +184,7 @@ def test_a_single_run_compares_nothing(launch: Launch, tmp_path: Path) -> None:
 
 
 def in_browser(page: Path, address: str = "") -> tuple[str, str]:
-    """The document as the script has made it, and what Chromium's console said."""
+    """Returns the document after its script has run, and Chromium's console output."""
     assert CHROMIUM is not None
     done = subprocess.run(
         [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1280,900", "--enable-logging=stderr",

@@ -1,4 +1,4 @@
-"""An encrypted file, read by the format's own words, and everything that is refused."""
+"""Tests of encrypted files: an independent decryption, and the rejection of every change."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def encrypted(folder: Path, content: bytes, key: bytes = KEY) -> Path:
 
 
 def by_hand(stored: bytes, key: bytes) -> bytes:
-    """The format as its module says it, with RFC 5869's HKDF written out."""
+    """Returns the content as decrypted by an independent implementation, with RFC 5869's HKDF written out."""
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
     header, body = stored[:HEADER], stored[HEADER:]
@@ -52,7 +52,7 @@ def test_what_went_in_comes_out(tmp_path: Path, size: int) -> None:
 def test_equal_contents_are_never_encrypted_equally(tmp_path: Path) -> None:
     first = encrypted(tmp_path, b"x" * 1000).read_bytes()
     second = encrypted(tmp_path, b"x" * 1000).read_bytes()
-    assert first[:16] == second[:16]  # the same key
+    assert first[:16] == second[:16]  # identifies the key, which is the same
     assert first[16:32] != second[16:32] and first[32:] != second[32:]
 
 
@@ -116,7 +116,7 @@ def test_a_new_key_is_random_and_for_its_owner_alone(tmp_path: Path) -> None:
     assert read_key(str(tmp_path / "one")) != read_key(str(tmp_path / "two"))
     assert stat.S_IMODE((tmp_path / "one").stat().st_mode) == 0o600
     before = (tmp_path / "one").read_bytes()
-    assert command.main(["key", str(tmp_path / "one")]) == 2  # what it encrypts would be lost
+    assert command.main(["key", str(tmp_path / "one")]) == 2  # its files could never be read again
     assert (tmp_path / "one").read_bytes() == before
     (tmp_path / "raw").write_bytes(KEY)
     assert read_key(str(tmp_path / "raw")) == KEY

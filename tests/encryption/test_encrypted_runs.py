@@ -1,4 +1,4 @@
-"""Whole runs with a key: nothing in the clear on the disk, killed or not, and the same files as without one."""
+"""Tests of whole runs with a key: no plaintext on disk, even after a kill, and the same files as without."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TYPED = (
     *("algorithm=adaround", "algorithm.adaround.steps=20"),
 )
 TEXTS = (".json", ".html", ".yaml", ".txt", ".lock")
-# What weights in the clear would be known by: safetensors' header, torch's names, ONNX's producer.
+# Byte strings that reveal unencrypted weights: safetensors' header, torch's names, ONNX's producer.
 MARKS = (b'"data_offsets"', b"conv1.weight", b"conv2.weight", b"pytorch", b"_quant", b"fc.weight")
 
 
@@ -52,7 +52,7 @@ def train(folder: Path, *typed: str, always: tuple[str, ...] = TYPED) -> subproc
 
 
 def in_the_clear(folder: Path) -> list[str]:
-    """Files that hold weights, or a part of them, and can be read."""
+    """Returns the files that contain readable weights, whole or in part."""
     return [
         str(path)
         for path in folder.rglob("*")
@@ -67,7 +67,7 @@ def left_in_memory() -> list[Path]:
 
 @pytest.fixture
 def own_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder in memory for the temporary files of this test's runs alone; ours are called qatkit-..."""
+    """Yields an in-memory folder for the temporary files (qatkit-...) of this test's runs only."""
     with tempfile.TemporaryDirectory(prefix="qatkit-test-", dir="/dev/shm") as folder:
         monkeypatch.setenv("TMPDIR", folder)
         yield Path(folder)
@@ -75,7 +75,7 @@ def own_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run without a key."""
+    """Returns the folder of a run without a key."""
     folder = tmp_path_factory.mktemp("plain")
     done = train(folder, "output_dir=run")
     assert done.returncode == 0, done.stderr
@@ -87,7 +87,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sealed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with one."""
+    """Returns the folder of the same run with a key."""
     folder = tmp_path_factory.mktemp("sealed")
     new_key(folder / "key")
     done = train(folder, "output_dir=run", "export.encrypt=key")
@@ -118,7 +118,7 @@ def test_an_encrypted_run_leaves_no_plaintext_and_equal_files(
 
 def test_a_checkpoint_is_exported_with_its_key_alone(plain: Path, sealed: Path, tmp_path: Path) -> None:
     typed = (str(ROOT / "export.py"), "checkpoint=run/last.ckpt", f"output_dir={tmp_path / 'again'}")
-    assert python(*typed, cwd=sealed).returncode == 0  # config.yaml names it
+    assert python(*typed, cwd=sealed).returncode == 0  # config.yaml names the key
     file = opened(tmp_path / "again" / "model.int8.onnx", sealed / "key", tmp_path / "plain")
     assert sha256(file) == sha256(plain / "run" / "model.int8.onnx")
     new_key(tmp_path / "other")
@@ -159,7 +159,7 @@ def test_a_killed_encrypted_run_leaves_no_plaintext_and_resumes(plain: Path, tmp
         while left_in_memory() and time.monotonic() < end:
             time.sleep(0.1)
         assert not left_in_memory()
-        # Killed behind its report, in its very last moments, it has nothing to go on with.
+        # A run killed in its last moments, after writing its report, has nothing left to resume.
         if process.returncode != -signal.SIGKILL or (tmp_path / "run" / "report.json").is_file():
             break
     assert process.returncode in (0, -signal.SIGKILL), told
@@ -226,7 +226,7 @@ def test_a_bundle_published_encrypted_is_never_plaintext(sealed: Path, tmp_path:
     assert zipfile.ZipFile(archive).read("manifest.json") == there["manifest.json"].read_bytes()
     assert command([str(archive), "--runs", "3", "--threads", "1", "--min-speedup", "0"]) == 0
 
-    again = train(tmp_path, *typed, "output_dir=again", "seed=1")  # refused before anything long
+    again = train(tmp_path, *typed, "output_dir=again", "seed=1")  # refused before any long work
     assert (
         again.returncode == 2
         and "export.version=1: expected a version that does not exist in" in again.stderr
@@ -298,7 +298,7 @@ def test_two_encrypted_processes_train_alike_and_survive_a_kill(own_memory: Path
     command = [sys.executable, str(ROOT / "train.py"), *COMMON, *typed, key]
     process = subprocess.Popen(command, cwd=tmp_path / "killed", stderr=subprocess.DEVNULL)
     checkpoint, written, end = tmp_path / "killed" / "run" / "last.ckpt", set[int](), time.monotonic() + 300
-    while len(written) < 2 and time.monotonic() < end:  # both processes are at their steps
+    while len(written) < 2 and time.monotonic() < end:  # two checkpoints: both processes are training
         written |= {checkpoint.stat().st_mtime_ns} if checkpoint.is_file() else set()
         time.sleep(0.05)
     process.kill()
@@ -315,5 +315,5 @@ def test_two_encrypted_processes_train_alike_and_survive_a_kill(own_memory: Path
 
 
 def below(folder: Path) -> dict[str, Path]:
-    """The files in a folder, by their names below it."""
+    """Returns the files in a folder by relative path."""
     return {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}

@@ -1,4 +1,4 @@
-"""Temporary files in memory go with their process, however it ends."""
+"""Checks that temporary files in memory disappear with their process, however it ends."""
 
 from __future__ import annotations
 
@@ -35,8 +35,10 @@ with protected(sys.argv[1]):
 
 @pytest.fixture(autouse=True)
 def own_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A folder in memory for this test and its processes: any encrypted start that clears up holds the locks of all
-    folders beside its own for a moment, and one that it holds is not removed by another.
+    """Gives this test and its processes an in-memory folder of their own.
+
+    An encrypted run that cleans up at its start briefly locks all sibling folders, and no other process
+    removes a locked folder.
     """
     with tempfile.TemporaryDirectory(prefix="qatkit-test-", dir="/dev/shm") as folder:
         monkeypatch.setattr(tempfile, "tempdir", folder)
@@ -58,7 +60,7 @@ def soon(asked: Callable[[], bool]) -> bool:
 
 
 def waiting(key: str) -> tuple[subprocess.Popen[str], Path]:
-    """A process with clear files in memory, and where."""
+    """Returns a process with unencrypted files in memory, and their folder."""
     process = subprocess.Popen(
         [sys.executable, "-c", _WAITING, key], stdout=subprocess.PIPE, text=True, cwd=ROOT
     )
@@ -67,13 +69,13 @@ def waiting(key: str) -> tuple[subprocess.Popen[str], Path]:
 
 
 def guard_of(process: int) -> int:
-    """By the kernel's own list of children."""
+    """Returns the process id of the guard, from the kernel's list of children."""
     (child,) = Path(f"/proc/{process}/task/{process}/children").read_text().split()
     return int(child)
 
 
 def ended(process: int) -> bool:
-    """Whether it is gone, or a zombie that holds nothing any more."""
+    """Returns whether the process is gone, or a zombie, which no longer holds any lock."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
@@ -150,7 +152,7 @@ def test_where_its_guard_is_killed_too_the_next_one_clears_up(key: str) -> None:
         assert soon(lambda: ended(guard))  # until then it may hold the lock
         assert folder.exists()
         with protected(key):
-            assert not folder.exists() and at_work.exists()  # the other's is its own
+            assert not folder.exists() and at_work.exists()  # the folder of a running process stays
     finally:
         other.kill()
         other.wait()

@@ -1,4 +1,4 @@
-"""Checkpoints with a checksum: one flipped bit anywhere is found, and everything else reads them as before."""
+"""Tests of checkpoints with a checksum: any flipped bit is found, and other readers are unaffected."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(sealed: Path) -> None:
     places = {*np.random.default_rng(0).integers(0, 8 * len(whole), 300).tolist()}
     places |= {
         8 * (len(whole) - back) + back % 8 for back in range(1, 120)
-    }  # directory, its end, the comment
+    }  # central directory, its end record, comment
     for place in places:
         flipped = bytearray(whole)
         flipped[place // 8] ^= 1 << place % 8

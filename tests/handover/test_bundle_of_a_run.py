@@ -1,4 +1,4 @@
-"""A finished run's bundle: judged without us, refused without evidence, and the same bytes for the same checkpoint."""
+"""Tests of a run's bundle: verified without qatkit, never made without a report, reproducible to the byte."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from qatkit_verify.onnx_file import INT8, Graph, Node, OnnxFile, Tensor
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Config:
-    """A run without training, with its bundle."""
+    """Returns the configuration of a run without training, whose bundle is written."""
     config = calibrate_only(tmp_path_factory.mktemp("handed") / "run")
     config.export = ExportConfig(bundle=True, golden_images=5)
     assert train(config) == 0
@@ -45,7 +45,7 @@ def bundle_of(config: Config) -> Path:
 
 
 def again(config: Config, folder: Path, **asked: object) -> Config:
-    """The configuration of export.py for the run's checkpoint."""
+    """Returns the configuration of export.py for the run's checkpoint."""
     export = replace(config.export, **asked)  # type: ignore[arg-type]
     checkpoint = f"{config.output_dir}/last.ckpt"
     return replace(config, checkpoint=checkpoint, output_dir=str(folder), export=export)
@@ -177,7 +177,7 @@ def test_pictures_give_the_accuracy_of_the_report(run: Config, tmp_path: Path) -
     assert told["figures"] == {"top1": pytest.approx(accuracy["top1"]), "images": 360}
 
     shutil.move(tmp_path / "pictures" / "3", tmp_path / "pictures" / "three")
-    assert main(asked) == 2  # no class of labels.txt
+    assert main(asked) == 2  # not a class of labels.txt
     shutil.move(tmp_path / "pictures" / "three", tmp_path / "pictures" / "3")
     broken = next((tmp_path / "pictures" / "3").iterdir())
     broken.write_bytes(broken.read_bytes()[:40])
@@ -272,7 +272,7 @@ def test_a_kill_leaves_a_whole_bundle_or_none(run: Config, tmp_path: Path, form:
 
 
 def digests(target: Path) -> dict[str, str]:
-    """Of every file of a bundle, which is whole."""
+    """Returns the digest of every file of a bundle, after checking that the bundle is complete."""
     with unpacked_bundle(target) as folder:
         manifest = read_manifest(folder)
         check_files(folder, manifest)

@@ -1,4 +1,4 @@
-"""The model card says what the report says."""
+"""Tests of the model card's figures against the report."""
 
 from __future__ import annotations
 

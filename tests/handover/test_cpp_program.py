@@ -1,6 +1,6 @@
-"""The C++ program of a model card, compiled by g++ and run on the golden pictures.
+"""Compiles the C++ program of a model card with g++ and runs it on the golden pictures.
 
-It needs ONNX Runtime's C++ headers, which the wheel lacks (the library itself is in it):
+The test needs ONNX Runtime's C++ headers, which the wheel lacks (the library itself is included):
 
     QATKIT_ONNXRUNTIME_INCLUDE=FOLDER    with onnxruntime_cxx_api.h, of the wheel's version or an older one
 """
@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.skipif(not (INCLUDE / "onnxruntime_cxx_api.h").is_file(),
                        reason="QATKIT_ONNXRUNTIME_INCLUDE names no folder with onnxruntime_cxx_api.h"),
 ]  # fmt: skip
-# Behind the card's own lines, which open the session: scores of the pictures that are named, a line each.
+# Follows the card's own lines, which open the session; prints the scores of each given picture on a line.
 MAIN = """
 #include <cstdio>
 #include <fstream>
@@ -50,7 +50,7 @@ int main(int count, char** typed) {
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel's libonnxruntime, under the names that a linker looks for."""
+    """Returns a folder with the wheel's libonnxruntime under the names that a linker looks for."""
     capi, folder = Path(onnxruntime.__file__).parent / "capi", tmp_path_factory.mktemp("lib")
     (real,) = capi.glob("libonnxruntime.so.*")
     for name in ("libonnxruntime.so", "libonnxruntime.so.1"):
@@ -86,7 +86,7 @@ def test_the_program_of_the_card_gives_the_golden_answers(
     (wanted,) = (stored[name] for name in stored.files if name.startswith("on:"))
     names = []
     for index in range(len(wanted)):
-        pixels = np.repeat(stored[f"pixels_{index}"], 3, axis=2)  # digits are grey
+        pixels = np.repeat(stored[f"pixels_{index}"], 3, axis=2)  # digits are greyscale
         assert pixels.shape == (8, 8, 3)
         names.append(str(tmp_path / f"{index}.raw"))
         pixels.tofile(names[-1])

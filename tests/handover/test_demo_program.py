@@ -1,4 +1,4 @@
-"""The page's modules stand in it as one: what each calls its own must be no other's."""
+"""Checks that the demo page's modules, which share one script, define no name twice."""
 
 from __future__ import annotations
 

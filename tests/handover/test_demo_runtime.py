@@ -1,4 +1,4 @@
-"""Where onnxruntime-web is looked for, and what is said where it is not."""
+"""Tests of the search for onnxruntime-web, and of the error where it is missing."""
 
 from __future__ import annotations
 

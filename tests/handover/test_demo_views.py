@@ -1,4 +1,4 @@
-"""Boxes and masks on the demo page in a real browser, against ONNX Runtime, torchvision's suppression and NumPy."""
+"""Tests of the demo page's boxes and masks in a real browser, against ONNX Runtime, torchvision and NumPy."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(params=[1280, 400])
 def width(request: pytest.FixtureRequest) -> int:
-    """Width of the window in pixels: a desktop's and a phone's."""
+    """Returns the window width in pixels, of a desktop and of a phone."""
     return int(request.param)
 
 
 def _run(module: Any, npm: Path, root: Path, pictures: str) -> tuple[Path, NDArray[np.float32], Path]:
-    """Returns a run with a demo page, its first test picture as the model takes it, and that picture's file."""
+    """Returns a run with a demo page, its first test picture as model input, and that picture's file."""
     folder = npm / module.__name__
     runtime = npm / "node_modules" / "onnxruntime-web"
     told = ("export.bundle=true", "export.demo=true", f"export.demo_runtime={runtime}", "data.augment=none")
@@ -69,7 +69,7 @@ def segmenter(npm: Path) -> tuple[Path, NDArray[np.float32], Path]:
 
 
 def _answer(page: Any, picture: Path) -> tuple[list[tuple[str, float]], NDArray[np.uint8]]:
-    """Returns (label, share in percent) of INT8's answer, and the picture drawn with it, uint8 [height, width, 3]."""
+    """Returns (label, percentage) pairs of the INT8 answer, and its picture, uint8 [height, width, 3]."""
     page.set_input_files("#file", picture)
     page.locator("#caption", has_text=picture.name).wait_for()
     wait_for_answer(page)

@@ -1,4 +1,4 @@
-"""boxes.mjs and views.mjs in Node: torchvision's non-maximum suppression, and what the demo page shows of answers."""
+"""Tests of boxes.mjs and views.mjs in Node: NMS against torchvision's, and the demo page's views."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ console.log(JSON.stringify({ top, drawn }));
 
 @pytest.fixture(scope="module")
 def modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the modules of the page, which import one another."""
+    """Returns a folder with the modules of the page, which import one another."""
     folder = tmp_path_factory.mktemp("modules")
     for path in (Path(qatkit_verify.__file__).parent / "javascript").glob("*.mjs"):
         shutil.copy(path, folder)

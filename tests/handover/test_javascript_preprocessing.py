@@ -1,4 +1,4 @@
-"""preprocess.mjs in Node against the preprocessing of training, of pictures of many sizes."""
+"""Tests of preprocess.mjs in Node against the preprocessing of training, for pictures of many sizes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NODE = shutil.which("node")
 MODULES = Path(qatkit_verify.__file__).parent / "javascript"
 pytestmark = pytest.mark.skipif(NODE is None, reason="no node on the PATH")
 
-# (height, width) before, image_size, resize: shrunk, enlarged, left, one pixel
+# height, width, image_size, resize: shrunk, enlarged, unchanged, one pixel
 SHAPES = [
     (97, 130, 24, 32), (131, 60, 31, 31), (20, 33, 40, 44), (9, 7, 28, 30), (32, 32, 32, 32), (32, 41, 30, 32),
     (45, 45, 44, 44), (16, 5, 6, 6), (50, 40, 1, 1),
@@ -82,11 +82,11 @@ def test_canvas_alpha_is_dropped_and_integer_inputs_are_pixels() -> None:
     how = Preprocessing(9, 9, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)).as_dict() | {"input": {"dtype": "uint8"}}
     picture = {"data": seen.ravel().tolist(), "width": 9, "height": 12}
     [found] = _in_node([{"picture": picture, "how": how}])
-    top = 2  # (12 - 9) / 2 is between two rows: Python's round takes the even one
+    top = 2  # (12 - 9) / 2 = 1.5 is between two rows, and Python rounds half to even
     np.testing.assert_array_equal(found, pixels[top : top + 9].transpose(2, 0, 1).ravel())
 
 
-# (height, width) before, image_size: shrunk, enlarged, one side each way, left, one pixel, a line
+# height, width, image_size: shrunk, enlarged, one side each way, unchanged, output and input one pixel high
 INPUTS = [
     (97, 130, (24, 40)), (20, 33, (40, 70)), (60, 20, (30, 44)), (32, 48, (32, 48)), (50, 40, (1, 6)), (1, 70, (9, 12)),
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""A bundle in Node and in a real browser: golden vectors, the demo page and the programs of its page."""
+"""Tests of a bundle in Node and in a real browser: golden vectors, demo page, programs of report and card."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def npm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def bundle(npm: Path) -> Path:
-    """Of a run on digits of 8 x 8 pixels that the model sees at 16 x 16, with a demo page."""
+    """Returns the bundle, with a demo page, of a run on digits of 8 x 8 pixels, resized to 16 x 16."""
     config = calibrate_only(npm / "run")
     config.name, config.data.image_size = "Digits <8 x 8>", 16
     config.export.bundle = config.export.demo = True
@@ -57,7 +57,7 @@ def bundle(npm: Path) -> Path:
 
 @pytest.fixture
 def golden(bundle: Path) -> list[tuple[NDArray[np.uint8], NDArray[np.float32]]]:
-    """Pictures and what ONNX Runtime answered where the bundle was made."""
+    """Returns the golden pictures with ONNX Runtime's outputs from when the bundle was made."""
     stored = np.load(bundle / "golden.npz")
     answers = stored[next(name for name in stored.files if name.startswith("on:"))]
     return [(stored[f"pixels_{i}"], scores) for i, scores in enumerate(answers)]
@@ -68,7 +68,7 @@ def _save(pixels: NDArray[np.uint8], path: Path) -> None:
 
 
 def _listed_anew(folder: Path, name: str) -> None:
-    """The manifest as if the file had always been so."""
+    """Updates the file's entry in the manifest, as if it had never changed."""
     manifest = read_manifest(folder)
     kept = tuple(one for one in manifest.files if one.name != name)
     write_manifest(folder, replace(manifest, files=(*kept, entry(folder, name))))
@@ -88,11 +88,11 @@ def test_node_gives_the_golden_answers(npm: Path, bundle: Path, script: Path) ->
     assert [run["optimizations"] for run in report["runs"]] == ["off", "on"]
     for run in report["runs"]:
         assert run["same"] == run["images"] == 8 and run["levels"] == 0
-        assert run[run["optimizations"]] < 1e-3  # of a step: the same arithmetic on the same machine
+        assert run[run["optimizations"]] < 1e-3  # in steps: the same arithmetic on the same machine
 
 
 def test_node_takes_the_session_options_of_the_manifest(npm: Path, tmp_path: Path) -> None:
-    """Without them MatMulNBits quantizes the activations, which moves the answers by most of a step."""
+    """Without the options, MatMulNBits quantizes the activations, which changes outputs by most of a step."""
     file = int4_in_blocks(tmp_path / "model.onnx")
     for name, told in (("older", None), ("told", EXACT)):
         (tmp_path / name).mkdir()
@@ -169,7 +169,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(params=["file", "http"])
 def address(request: pytest.FixtureRequest, bundle: Path) -> Iterator[str]:
-    """Of the page: from its folder, and from a static server."""
+    """Yields the URL of the page, as a file and from a static server."""
     if request.param == "file":
         yield (bundle / "demo.html").as_uri()
         return
@@ -182,7 +182,7 @@ def address(request: pytest.FixtureRequest, bundle: Path) -> Iterator[str]:
 
 class _Silent(SimpleHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
-        """Says nothing."""
+        """Suppresses the log."""
 
 
 def test_the_page_answers_as_the_file_does(browser: Any, address: str, golden: Any, tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_the_page_answers_as_the_file_does(browser: Any, address: str, golden: A
         items = page.locator(".int8 li")
         assert items.locator(".label").all_text_contents() == [str(place) for place in best]
         shown = [float(text.split("\u00a0")[0]) for text in items.locator(".share").all_text_contents()]
-        np.testing.assert_allclose(shown, 100 * shares[best], atol=0.06)  # rounded to a tenth
+        np.testing.assert_allclose(shown, 100 * shares[best], atol=0.06)  # shown with one decimal
         width = items.locator(".bar").first.bounding_box()["width"]
         bar = items.locator(".bar i").first.bounding_box()["width"]
         assert bar / width == pytest.approx(float(shares[best[0]]), abs=0.01)
@@ -219,7 +219,7 @@ def test_the_golden_pictures_give_their_answers_in_the_browser(browser: Any, add
 
 @pytest.fixture(scope="module", params=[True, False], ids=["turned", "as they lie"])
 def of_phones(request: pytest.FixtureRequest, npm: Path) -> tuple[Path, bool]:
-    """A bundle of a run on pictures that their EXIF data turn, by a source that turns them or one that does not."""
+    """Returns a bundle of a run on pictures with an EXIF orientation, and whether its source applies it."""
     upright, draw = bool(request.param), np.random.default_rng(0)
     folder = npm / f"phones_{upright}"
     for number in range(80):
@@ -230,7 +230,7 @@ def of_phones(request: pytest.FixtureRequest, npm: Path) -> tuple[Path, bool]:
     config.data.source = "qatkit.data.pictures" if upright else "qatkit.data.image_folder"
     config.data.root, config.data.mean, config.data.std = str(folder / "pictures"), [0.5] * 3, [0.25] * 3
     config.calibration.images = config.calibration.batch_size = 32
-    config.verify.min_float_agreement = 0.1 if upright else 0.9  # a bound where there are no labels
+    config.verify.min_float_agreement = 0.1 if upright else 0.9  # the bound used without labels
     config.export.bundle = config.export.demo = True
     config.export.demo_runtime = str(npm / "node_modules" / "onnxruntime-web")
     assert pipeline.train(config) == 0
@@ -238,14 +238,14 @@ def of_phones(request: pytest.FixtureRequest, npm: Path) -> tuple[Path, bool]:
 
 
 def _phone(pixels: NDArray[np.uint8], path: Path) -> None:
-    """A picture that lies on its side, and says so."""
+    """Saves a picture that lies on its side, with the EXIF orientation that says so."""
     exif = Image.Exif()
-    exif[0x0112] = 6  # to be turned by 90 degrees, clockwise
+    exif[0x0112] = 6  # rotate by 90 degrees clockwise
     Image.fromarray(pixels).save(path, quality=100, subsampling=0, exif=exif)
 
 
 def _scores(bundle: Path, path: Path, upright: bool) -> NDArray[np.float32]:
-    """By the light package."""
+    """Returns the scores of a picture, computed by the light package."""
     prepare = Preprocess.from_dict(json.loads((bundle / "preprocess.json").read_text()))
     session = onnxruntime.InferenceSession(str(bundle / "model.onnx"), providers=["CPUExecutionProvider"])
     found = session.run(None, {"input": prepare(open_picture(path, upright=upright))})[0][0]
@@ -281,7 +281,7 @@ _PIXELS = """async ([content, source]) => {
 
 @pytest.mark.parametrize("kind", ["jpeg", "png", "webp"])
 def test_the_page_turns_by_every_orientation_as_pillow_does(browser: Any, kind: str) -> None:
-    """Also by none, and where the EXIF data end in the middle of an entry."""
+    """Also covers no orientation, and EXIF data that are cut off within an entry."""
     source = (ROOT / "qatkit" / "handover" / "demo" / "exif.mjs").read_text()
     drawn = np.random.default_rng(0).integers(0, 256, (2, 3, 3), np.uint8).repeat(16, 0).repeat(16, 1)
     page = browser.new_page()
@@ -319,7 +319,7 @@ def test_what_is_no_picture_is_one_clear_line(browser: Any, bundle: Path, tmp_pa
     (tmp_path / "notes.png").write_text("no picture")
     page.set_input_files("#file", tmp_path / "notes.png")
     page.locator("#problem", has_text="This browser cannot open notes.png as a picture").wait_for()
-    page.locator("#thumbnails button").first.click()  # and the page goes on
+    page.locator("#thumbnails button").first.click()  # the page still works
     wait_for_answer(page)
     assert page.text_content("#problem") == ""
     page.close()
@@ -331,7 +331,7 @@ def test_the_page_is_named_fits_a_phone_and_is_used_by_keys(browser: Any, bundle
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.id") == "file"
     page.keyboard.press("Tab")
-    page.keyboard.press("Enter")  # the first of the bundle's pictures
+    page.keyboard.press("Enter")  # opens the first of the bundle's pictures
     wait_for_answer(page)
     assert page.evaluate("document.documentElement.scrollWidth") <= 400
     assert complaints == []

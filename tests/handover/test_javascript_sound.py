@@ -1,4 +1,4 @@
-"""sound.mjs in Node against the features of training, value by value."""
+"""Tests of sound.mjs in Node against the features of training, value by value."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ HOWS = [
 def test_every_feature_is_that_of_training() -> None:
     draw, time = np.random.default_rng(0), np.arange(2500)
     sound = np.sin(0.3 * time) * np.linspace(0, 1.2, 2500) + 0.01 * draw.standard_normal(2500)
-    samples = sound.astype(np.float32)  # beyond 1, and between whole steps
+    samples = sound.astype(np.float32)  # some are above 1, and most lie between int16 steps
     whole = np.rint(sound.clip(-1, 0.99) * 2**15).astype(np.int16)
     typed = {"samples": samples.tolist(), "whole": whole.tolist(), "hows": [how.as_dict() for how in HOWS]}
     command = [str(NODE), "--input-type=module", "-e", PROGRAM, MODULE.as_uri()]

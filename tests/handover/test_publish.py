@@ -1,4 +1,4 @@
-"""Bundles in their places: whole or not there, never over another, whatever ends the publisher and when."""
+"""Tests of published bundles: complete or absent, and never overwritten, even if the publisher is killed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PLACES = ["folder", "memory"]
 
 
 def a_bundle(folder: Path, content: str = "one") -> Path:
-    """Any folder with a manifest."""
+    """Returns a minimal bundle: a folder with a few files and a manifest."""
     (folder / "demo").mkdir(parents=True)
     (folder / "model.onnx").write_text(content * 1000)
     (folder / "demo" / "page.js").write_text("1")
@@ -45,7 +45,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 def published(place: str, below: str) -> dict[str, bytes]:
-    """What lies there, as a store tells it."""
+    """Returns the files below a path of a store."""
     store, base = fsspec.core.url_to_fs(place, use_listings_cache=False, skip_instance_cache=True)
     base = f"{base.rstrip('/')}/{below}"
     return {path.split(f"{base}/", 1)[1]: store.cat_file(path) for path in store.find(base)}
@@ -67,7 +67,7 @@ def test_a_bundle_arrives_as_it_is(place: str, tmp_path: Path) -> None:
     assert published(place, "net/1.0") == files_of(bundle)
     assert set(published(place, "net")) == {
         f"1.0/{name}" for name in files_of(bundle)
-    }  # and no trace of the way
+    }  # no temporary files are left
 
 
 def test_an_unversioned_bundle_is_published_once_by_its_digest(place: str, tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_a_zip_lies_beside_its_manifest(place: str, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(_file_system(Path("/dev/shm")) != "tmpfs", reason="/dev/shm is no tmpfs")
 class TestEncrypted:
-    """With keys of `cryptography`."""
+    """Tests of encrypted bundles, which need the package `cryptography`."""
 
     @pytest.fixture(autouse=True)
     def keys(self, tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ class TestEncrypted:
             new_key(tmp_path / name)
 
     def sealed(self, folder: Path, name: str, content: str = "one") -> Path:
-        """A bundle, and bundle.zip.encrypted beside it."""
+        """Writes a bundle, its zip and its encrypted zip, and returns the path of the last."""
         bundle = a_bundle(folder / name, content)
         plain, target = zipped(bundle, folder / f"{name}.zip"), folder / f"{name}.zip.encrypted"
         encrypt(plain, target, read_key(str(folder / "key")))
@@ -159,7 +159,7 @@ def test_nothing_goes_over_another_version(place: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"export\.version=1: expected a version that does not exist in"):
         publish(a_bundle(tmp_path / "two", "two"), place, "net", "1")
     assert published(place, "net") == before
-    publish(tmp_path / "one", place, "net", "1")  # the same one is there already
+    publish(tmp_path / "one", place, "net", "1")  # the identical bundle is there already
     assert published(place, "net") == before
 
 
@@ -203,7 +203,7 @@ def test_what_is_no_bundle_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     assert not (tmp_path / "place").exists()
 
 
-# The publisher is killed as it begins the Nth of its steps: nobody can catch that.
+# Kills the publisher at the start of its Nth step with SIGKILL, which cannot be caught.
 _KILLED = """
 import os, signal, sys
 from pathlib import Path
@@ -244,16 +244,16 @@ def test_a_kill_leaves_nothing_that_looks_finished_in_a_folder(tmp_path: Path) -
             path for path in (place / "net").glob("[!.]*") if path.is_dir()
         ]
         step += 1
-    assert step == 4  # three files and the renaming
+    assert step == 4  # three files and the rename
     assert files_of(place / "net" / "1") == files_of(one)
     assert killed_at(2, two, str(place), "2")
     publish(two, str(place), "net", "3")
-    assert {path.name for path in (place / "net").iterdir()} == {"1", "3"}  # what was left is gone
+    assert {path.name for path in (place / "net").iterdir()} == {"1", "3"}  # no leftovers of version 2
 
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[str]:
-    """Moto's server on loopback, with a bucket."""
+    """Yields the URL of a bucket on a local Moto server."""
     for needed in ("moto", "s3fs", "boto3", "flask"):
         if importlib.util.find_spec(needed) is None:
             pytest.skip(f"no {needed}: pip install 'moto[server]' s3fs")
@@ -289,13 +289,13 @@ def test_a_kill_leaves_nothing_that_looks_finished_in_a_store(s3: str, tmp_path:
     step = 0
     while killed_at(step, one, s3, "1"):
         finished = "1/manifest.json" in published(s3, "net")
-        assert finished == (step == 4)  # but for its claim, which is removed last
+        assert finished == (step == 4)  # killed before the claim is removed, which is the last step
         if finished:
             break
         step += 1
     assert published(s3, "net/1") == files_of(one)
     publish(one, s3, "net", "1")
-    # One that was killed is cleaned up by whoever publishes the same version otherwise, or another one.
+    # Publishing the same version again, or another one, cleans up after a killed publisher.
     assert killed_at(2, one, s3, "2")
     assert "manifest.json" not in published(s3, "net/2")
     publish(two, s3, "net", "2")

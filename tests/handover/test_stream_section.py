@@ -1,4 +1,4 @@
-"""The model card's section on the file that takes a recording in chunks, and its example as a reader runs it."""
+"""Tests of the model card's section on the streaming file, whose example is run as a reader would run it."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ SCALE = 0.02
 
 
 def make(folder: Path, *, signer: str | None = None, batch: int | str = "N") -> Path:
-    """Writes a bundle with three labels and a report, and gives its folder; `batch` is that of its file."""
+    """Writes a bundle with three labels and a report, and returns its folder; `batch` is the batch axis."""
     folder.mkdir()
     _onnx(folder / INT8_FILE, batch)
     shutil.copy(folder / INT8_FILE, folder / "float.onnx")
@@ -41,7 +41,7 @@ def make(folder: Path, *, signer: str | None = None, batch: int | str = "N") -> 
 
 
 def seal(folder: Path, signer: str | None = None, name: str = "small") -> None:
-    """Writes the manifest of what is there now."""
+    """Writes the manifest of the folder's current files."""
     there = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("manifest.")]
     files = tuple(entry(folder, path.relative_to(folder).as_posix()) for path in there)
     requires = {"onnxruntime": "1.23", "opset": 13, "ir_version": 8}

@@ -1,8 +1,8 @@
-"""qatkit-verify on aarch64, under qemu-user: what a bundle of the ARM backend answers there.
+"""Tests of qatkit-verify on aarch64, under qemu-user: the outputs of a bundle of the ARM backend.
 
     scripts/aarch64.sh FOLDER && export QATKIT_AARCH64=FOLDER
 
-qemu computes what the processor's instructions say, bit for bit; its times say nothing.
+qemu reproduces the processor's results bit for bit; its timings mean nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ pytestmark = [
 
 
 def judged(bundle: Path) -> tuple[dict[str, Any], str]:
-    """What qatkit-verify finds there, by the names of its checks; and what it printed."""
+    """Returns the results of qatkit-verify under qemu, by check, and its output."""
     told = bundle.parent / "told.json"
     places = os.pathsep.join(map(str, (FOLDER / "site", ROOT / "packages" / "verify")))
     command = [
@@ -53,9 +53,10 @@ def test_a_bundle_for_arm_answers_there_as_here(name: str, size: int, tmp_path: 
     found, printed = judged(tmp_path / "run" / "bundle")
 
     assert found["preprocessing"]["verdict"] == "ok"
-    # Without optimizations it computes in float, whose sums have an order of their own on each processor.
+    # Without optimizations, ONNX Runtime computes in float, and the order of float sums depends on the
+    # processor.
     for check, steps in (("answers, as written", 1e-3), ("answers, optimized", 0)):
         figures = found[check]["figures"]
         assert figures["same"] == figures["images"] == 8, printed
-        assert figures["steps"] <= steps, printed  # 0: every bit
+        assert figures["steps"] <= steps, printed  # 0: bit-identical
     assert found["int8 kernels"]["figures"]["int8_share"] == 1

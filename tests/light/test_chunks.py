@@ -1,4 +1,4 @@
-"""A bundle's file that takes a recording in chunks is checked by running it in chunks beside the whole file."""
+"""Tests of the check of a bundle's streaming file, which compares its outputs with the whole file's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def bundle(made: Path, tmp_path: Path) -> Path:
 
 
 def checked(folder: Path) -> tuple[int, dict[str, Any]]:
-    """Returns the exit status, and what was found of chunks."""
+    """Returns the exit status, and the result of the check of chunks."""
     answer = folder.parent / "answer.json"
     status = main([str(folder), "--runs", "3", "--threads", "1", "--min-speedup", "0", "--json", str(answer)])
     rows = {one["check"]: one for one in json.loads(answer.read_text())["checks"]}
@@ -54,7 +54,7 @@ def test_another_models_chunks_fall_short_by_sample(bundle: Path, capsys: pytest
     seal(bundle)
     status, found = checked(bundle)
     assert status == 1 and found["verdict"] == "falls short"
-    # 1.1 times the outputs are 20 dB from them, in every sample.
+    # Outputs scaled by 1.1 have an SQNR of 20 dB, in every sample.
     assert found["figures"]["sqnr_db"] == pytest.approx(20, abs=1e-3)
     assert (
         "model.stream.onnx against model.onnx: the SQNR of 'y' after the last chunk is 20.0 dB"
@@ -93,7 +93,7 @@ def test_a_damaged_or_missing_file_is_named(bundle: Path, capsys: pytest.Capture
     (bundle / STREAM).write_bytes(kept[:-40])
     assert main([str(bundle)]) == 2
     assert "model.stream.onnx has other contents" in capsys.readouterr().err
-    seal(bundle)  # as a tool does that packs the bundle again
+    seal(bundle)  # as a tool that packs the bundle again would
     assert checked(bundle)[1]["verdict"] == "falls short"
     (bundle / STREAM).unlink()
     assert main([str(bundle)]) == 2

@@ -1,4 +1,4 @@
-"""Two files against each other, by NumPy's own figures."""
+"""Tests of the comparison of two files, against figures computed with NumPy."""
 
 from __future__ import annotations
 

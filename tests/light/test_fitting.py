@@ -1,4 +1,4 @@
-"""How pictures come to a model's height and width, against what ultralytics, YOLOX and torchvision compute."""
+"""Tests of fitting pictures to a model's input size, against ultralytics, YOLOX and torchvision."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _pairs(count: int, seed: int) -> list[tuple[int, int, int, int]]:
 
 
 def test_a_letterbox_has_the_size_that_ultralytics_computes() -> None:
-    """R = min(H/h, W/w), then round(h * r) and round(w * r); halves may go to the other pixel."""
+    """Follows r = min(H/h, W/w), then round(h * r) and round(w * r); halves may round either way."""
     for height, width, high, wide in _pairs(500, 0):
         ratio = min(high / height, wide / width)
         exact = height * ratio, width * ratio
@@ -35,7 +35,7 @@ def test_a_letterbox_has_the_size_that_ultralytics_computes() -> None:
 
 
 def test_a_letterbox_is_centred_as_ultralytics_centres_it() -> None:
-    """round((room / 2) - 0.1), or at the top left as in YOLOX."""
+    """Follows round(room / 2 - 0.1), or the top left corner as in YOLOX."""
     for height, width, high, wide in _pairs(200, 1):
         centred, first = (
             fitting("letterbox", (height, width), (high, wide), (1, 1), at) for at in ("center", "top_left")

@@ -1,4 +1,4 @@
-"""How many channels of a file can saturate, against the worst activations of each, and what is said of a bundle."""
+"""Tests of the number of channels that can saturate, against brute force, and of the message about it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GRAPHS = dict(graphs())
 
 
 def can(column: NDArray[Any]) -> bool:
-    """Whether weights, in the order in which they are multiplied, meet activations whose pairs leave 16 bits."""
+    """Returns whether activations exist for which a pair of adjacent weights overflows 16 bits."""
     column = np.append(column, [0] * (len(column) % 2)).astype(int)
     pairs = column.reshape(-1, 2)
     return any(abs(a * w0 + b * w1 + 0.5) > 32768 for w0, w1 in pairs for a, b in product((0, 255), repeat=2))
@@ -39,7 +39,7 @@ def saved(file: File, folder: Path, **how: Any) -> Path:
 
 
 def mixed(*shape: int) -> NDArray[np.int8]:
-    """Weights of which some channels overflow: those of even numbers, along the last axis, stay below."""
+    """Returns weights in which only channels with an odd index along the last axis can overflow."""
     weight = np.random.default_rng(0).integers(-127, 128, shape).astype(np.int8)
     weight[..., ::2] //= 2
     return weight
@@ -76,7 +76,7 @@ def test_uint8_weights_asked_for_by_the_session_never_saturate(tmp_path: Path) -
 
 
 def test_convolutions(tmp_path: Path) -> None:
-    weight = mixed(3, 3, 2, 12).transpose(3, 2, 0, 1).copy()  # channels first, groups of 2 inputs
+    weight = mixed(3, 3, 2, 12).transpose(3, 2, 0, 1).copy()  # channels first, 2 inputs per group
     expected = sum(can(one.transpose(1, 2, 0).ravel()) for one in weight)
     assert 0 < expected < 12
     found = int8_operators(saved(conv(some_bytes(1, 4, 8, 8), weight, group=2), tmp_path))
@@ -116,7 +116,7 @@ def test_a_qdq_file(tmp_path: Path) -> None:
 def test_bodies_and_computed_weights(name: str, expected: dict[str, int | None], tmp_path: Path) -> None:
     found = int8_operators(saved(GRAPHS[name], tmp_path))
     ends = {one.name.split("/")[-1]: one.saturating for one in found}
-    if name == "a function":  # inlined twice, under names of ONNX Runtime's
+    if name == "a function":  # inlined twice, under names that ONNX Runtime chooses
         assert [one.saturating for one in found] == [ALL] * 5
     else:
         assert ends == expected
@@ -161,7 +161,7 @@ def test_values_elsewhere_are_refused(location: str, tmp_path: Path) -> None:
 
 
 def leaves_16_bits(column: NDArray[Any]) -> bool:
-    """Returns whether the sum of any two products of a channel with int8 activations can leave 16 bits."""
+    """Returns whether the sum of two products of a channel with int8 activations can overflow 16 bits."""
     ends = [(x * int(w)) for w in column for x in (-128, 127)]
     largest = sorted((max(pair) for pair in zip(ends[::2], ends[1::2], strict=True)), reverse=True)
     least = sorted(min(pair) for pair in zip(ends[::2], ends[1::2], strict=True))

@@ -1,4 +1,4 @@
-"""What the reader without the onnx package says of a file, against onnx itself."""
+"""Tests of the ONNX reader that does without the onnx package, against onnx itself."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from qatkit_verify.saturation import _PAIR
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """A Conv and a Gemm with transA, some attributes, metadata, two opsets, dims packed and not."""
+    """Returns a file with a Conv, a Gemm with transA, attributes, metadata and two opsets."""
     draw = np.random.default_rng(0)
     weights = {
         "w": draw.standard_normal((16, 3, 3, 3)),

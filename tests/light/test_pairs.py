@@ -1,4 +1,4 @@
-"""The pairs that can overflow, against every pair of weights with the activations where a sum has its ends."""
+"""Tests of the weight pairs that can overflow, against all pairs with the activations of extreme sums."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_every_pair_against_the_corners_of_the_activations() -> None:
     sums = weights.astype(np.int64) @ corners.T
     found = overflowing(weights)[:, 0]
     np.testing.assert_array_equal(found, ((sums > 32767) | (sums < -32768)).any(1))
-    assert not found[(np.abs(weights.astype(int)) <= 64).all(1)].any()  # what `reduce_range` leaves
+    assert not found[(np.abs(weights.astype(int)) <= 64).all(1)].any()  # the range that `reduce_range` leaves
 
 
 def test_same_sign_and_a_sum_of_129_or_more() -> None:

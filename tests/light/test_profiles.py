@@ -1,4 +1,4 @@
-"""Reads profiles in the forms that the versions of ONNX Runtime write."""
+"""Tests of reading profiles in the formats that versions of ONNX Runtime write."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from qatkit_verify.kernels import events
 
-# Lines of a profile of ONNX Runtime 1.24.1, shortened: it does not escape the names of nodes.
+# Lines of a profile of ONNX Runtime 1.24.1, shortened; this version does not escape the names of nodes.
 BEFORE_1_31 = (
     '{"cat" : "Node","pid" :1,"dur" :58,"ph" : "X","name" :"{"node" 0}_kernel_time","args" : {"op_name" : "MatMul"}},\n'
     '{"cat" : "Node","pid" :1,"dur" :6,"ph" : "X","name" :"r"\\_kernel_time","args" : {"op_name" : "Relu"}}\n'

@@ -1,7 +1,8 @@
-"""A runtime that computes something else is found by its decibels, and named with its operators and the fix.
+"""Tests that a runtime with different outputs is detected by its SQNR, with its operators and a fix.
 
-MatMulNBits at level 4 quantizes activations that are float in the file. Every tested ONNX Runtime makes it of int4
-weights in blocks, so with those a golden record of exact answers stands for a version that did not.
+MatMulNBits at accuracy level 4 quantizes activations that are float in the file. Every tested ONNX Runtime
+creates it from blockwise int4 weights, so a golden record of exact outputs for such a file represents an
+older version, which did not quantize them.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ needs_1_32 = pytest.mark.skipif(
 
 
 def judged(bundle: Path) -> tuple[int, dict[str, dict[str, Any]]]:
-    """The exit status of qatkit-verify and what it says, by check."""
+    """Returns the exit status of qatkit-verify and its results, by check."""
     told = bundle.parent / "told.json"
     status = main([str(bundle), "--runs", "3", "--threads", "1", "--min-speedup", "0", "--json", str(told)])
     return status, {one["check"]: one for one in json.loads(told.read_text())["checks"]}
@@ -44,7 +45,7 @@ def judged(bundle: Path) -> tuple[int, dict[str, dict[str, Any]]]:
 
 @pytest.fixture
 def int4(tmp_path: Path) -> Path:
-    """A folder with a file that becomes MatMulNBits, to be made a bundle."""
+    """Returns a folder with a file that ONNX Runtime turns into MatMulNBits; tests make it a bundle."""
     (tmp_path / "bundle").mkdir()
     int4_in_blocks(tmp_path / "bundle" / INT8_FILE)
     return tmp_path / "bundle"
@@ -76,7 +77,7 @@ def test_the_file_is_judged_under_the_options_of_the_manifest(int4: Path) -> Non
 
     assert status == 0
     assert found["runtime"]["figures"]["session_options"] == EXACT
-    assert found["runtime"]["figures"]["db"] is None  # equal in every bit
+    assert found["runtime"]["figures"]["db"] is None  # bit-identical
     assert "dB without session.qdq_matmulnbits_accuracy_level=0)" in found["runtime"]["seen"]
 
 
@@ -94,7 +95,7 @@ def test_onnx_runtime_among_other_runtimes_has_the_options_too(int4: Path) -> No
 
 
 def test_a_bundle_verified_with_quantized_activations_passes(int4: Path) -> None:
-    """One of an older qatkit, which set no level: its answers, and the loss from float, are as they were there."""
+    """Covers a bundle of an older qatkit, which set no level; outputs and loss match its verification."""
     status, found = judged(bundle_of(int4, golden=answers(int4 / INT8_FILE, LEVEL_4), told=None))
 
     assert status == 0
@@ -108,7 +109,7 @@ def test_16_bit_activations_stay_exact_only_with_the_options(
 ) -> None:
     (tmp_path / "bundle").mkdir()
     file = int8_by("uint16", tmp_path / "bundle" / INT8_FILE)
-    exact = answers(file, {}, "ORT_DISABLE_ALL")  # what 1.31 answers, optimized too
+    exact = answers(file, {}, "ORT_DISABLE_ALL")  # what 1.31 outputs, with optimizations too
     given, found = judged(bundle_of(tmp_path / "bundle", golden=exact, told=told))
 
     assert given == status
@@ -126,7 +127,7 @@ def test_16_bit_activations_stay_exact_only_with_the_options(
 def test_only_a_file_that_rounds_to_8_bits_may_move_by_a_step(
     tmp_path: Path, activation: str, steps: float, verdict: str
 ) -> None:
-    """There a sum at the edge of a rounding falls to either side; nothing here makes 16 bits move as much."""
+    """A sum halfway between two 8-bit values may round either way; with 16 bits, no output moves that far."""
     folder = tmp_path / "bundle"
     folder.mkdir()
     file = int8_by(activation, folder / INT8_FILE)
@@ -135,7 +136,7 @@ def test_only_a_file_that_rounds_to_8_bits_may_move_by_a_step(
     )
     optimized = asked.golden.on["y"].copy()
     optimized[2, 1] += steps * asked.golden.steps["y"]
-    # As of a runtime that optimizes otherwise, in one value.
+    # Simulates a runtime whose optimizations change one value.
     vars(asked)["answers"] = {False: [asked.golden.off["y"]], True: [optimized]}
 
     found = check.runtime(asked)
@@ -152,7 +153,7 @@ def test_the_version_that_verified_is_told_beside_the_one_here(
     monkeypatch.setattr(check, "RUNTIME_VERSION", "7.1.0")
     status, found = judged(int4)
 
-    assert status == 0  # a note
+    assert status == 0  # only a note
     assert found["runtime"]["seen"].startswith(
         f"the outputs of ONNX Runtime 7.1.0 match those of {ort.__version__}"
     )

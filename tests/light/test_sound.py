@@ -1,4 +1,4 @@
-"""Features of recordings against NumPy's FFT, SciPy's DCT and the formulas, and sums that no order changes."""
+"""Tests of audio features against NumPy's FFT, SciPy's DCT and formulas; the order of sums has no effect."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _recording(count: int, seed: int = 0) -> NDArray[np.int16]:
 
 
 def _by_fft(samples: NDArray[np.float64], how: SoundPreprocess) -> NDArray[np.float64]:
-    """Logarithms of the power in the bands, by NumPy's FFT and the textbook's triangles."""
+    """Returns the log power of the mel bands, by NumPy's FFT and textbook triangles."""
     hann = 0.5 * (1 - np.cos(2 * np.pi * np.arange(how.window) / how.window))
     starts = range(0, how.samples - how.window + 1, how.hop)
     power = np.stack([np.abs(np.fft.rfft(hann * samples[s : s + how.window])) ** 2 for s in starts])

@@ -1,6 +1,6 @@
-"""qatkit-verify with the oldest versions that it says it works with, and with some that are too old.
+"""Tests of qatkit-verify with the oldest versions that it supports, and with some that are too old.
 
-Each environment is made by uv and holds the light package alone; where uv can't fetch the packages the test is skipped.
+uv creates each environment with the light package only; if uv cannot fetch the packages, the test is skipped.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Verify = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def oldest() -> list[str]:
-    """The lower bounds of the package and its extras, but OpenVINO's, as exact versions."""
+    """Returns the lower bounds of the package and its extras, except OpenVINO's, as exact versions."""
     extras = PROJECT["optional-dependencies"]
     bounds = [*PROJECT["dependencies"], *extras["pictures"], *extras["sign"]]
     assert all(">=" in bound for bound in bounds)
@@ -42,14 +42,14 @@ def oldest() -> list[str]:
 
 
 def environment(folder: Path, *packages: str, module: str = "command") -> Verify:
-    """`verify(BUNDLE, ...)` in a new environment with these packages."""
+    """Returns `verify(BUNDLE, ...)`, which runs in a new environment with these packages."""
     uv = shutil.which("uv")
     if uv is None:
         pytest.skip("no uv on the PATH")
     python = PROJECT["requires-python"].removeprefix(">=")
     for command in (["venv", "--quiet", "--python", python, str(folder)],
                     ["pip", "install", "--quiet", "--python", str(folder / "bin" / "python"), *packages]):  # fmt: skip
-        done = subprocess.run(  # not here, where the pins of the whole project would be taken
+        done = subprocess.run(  # not here, where the project's pins apply
             [uv, *command], cwd=folder.parent, capture_output=True, text=True, check=False, timeout=900
         )
         if done.returncode:
@@ -71,7 +71,7 @@ def environment(folder: Path, *packages: str, module: str = "command") -> Verify
 
 
 def made(folder: Path, opset: int, *, int4: bool = False, **asked: Any) -> Path:
-    """The bundle of a run on digits."""
+    """Returns the bundle of a run on digits."""
     config = calibrate_only(folder)
     config.export = replace(config.export, bundle=True, opset=opset, pack_int4=int4, **asked)
     if int4:
@@ -82,7 +82,7 @@ def made(folder: Path, opset: int, *, int4: bool = False, **asked: Any) -> Path:
 
 
 def pictures(folder: Path) -> Path:
-    """The digits that test, as files."""
+    """Writes the test digits as picture files, and returns their folder."""
     images, labels = digits_test()
     for number, (image, label) in enumerate(zip(images, labels, strict=True)):
         (folder / str(label)).mkdir(parents=True, exist_ok=True)
@@ -94,13 +94,13 @@ def pictures(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle whose file has int4 weights, which need opset 21."""
+    """Returns a bundle whose file has int4 weights, which need opset 21."""
     return made(tmp_path_factory.mktemp("packed") / "run", 21, int4=True)
 
 
 @pytest.fixture(scope="module")
 def newest(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle of the highest opset."""
+    """Returns a bundle of the highest opset."""
     return made(tmp_path_factory.mktemp("newest") / "run", 23)
 
 

@@ -1,4 +1,4 @@
-"""A bundle is used whole or not at all: changed, missing and added files, keys, zips that others made."""
+"""Tests that a bundle is used whole or not at all: changed, missing and added files, keys, other zips."""
 
 from __future__ import annotations
 
@@ -230,11 +230,11 @@ def test_what_is_no_bundle_is_said_in_one_line(tmp_path: Path, capsys: pytest.Ca
 
 
 class TestSigned:
-    """With keys of `cryptography`."""
+    """Tests of signed bundles, which need the package `cryptography`."""
 
     @pytest.fixture
     def keys(self, tmp_path: Path) -> Path:
-        """A folder with a.pem and b.pem, and their public halves."""
+        """Returns a folder with the private keys a.pem and b.pem, and their public keys."""
         serialization = pytest.importorskip("cryptography.hazmat.primitives.serialization")
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -263,7 +263,7 @@ class TestSigned:
         self, signed: Path, keys: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert status(signed, "--key", str(keys / "a.public.pem")) == 0
-        assert status(signed) == 0  # by the key that the manifest names
+        assert status(signed) == 0  # with the key that the manifest names
         assert status(signed, "--key", str(keys / "b.public.pem")) == 2
         assert "the public key of this bundle's signer" in capsys.readouterr().err
 
@@ -283,7 +283,7 @@ class TestSigned:
         seal(signed)  # without a signer
         assert status(signed) == 2
         (signed / SIGNATURE).unlink()
-        assert status(signed) == 0  # unsigned, and says so
+        assert status(signed) == 0  # treated as an unsigned bundle
         assert status(signed, "--key", str(keys / "a.public.pem")) == 2
 
     def test_other_files_are_no_keys(

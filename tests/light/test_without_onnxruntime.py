@@ -1,4 +1,4 @@
-"""The light commands where ONNX Runtime can't be imported: one line, whatever they import before they ask for it."""
+"""Tests that the light commands fail with one line if ONNX Runtime cannot be imported."""
 
 from __future__ import annotations
 

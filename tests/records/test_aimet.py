@@ -1,4 +1,4 @@
-"""AIMET's encodings, as AIMET itself wrote them."""
+"""Tests of AIMET's encodings, with files that AIMET itself wrote."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def entry(content: dict[str, Any], name: str) -> Any:
 
 @pytest.mark.parametrize("version", aimet.VERSIONS)
 def test_every_version_gives_the_pairs_of_aimets_file(version: str) -> None:
-    """Scales and zero points are those of the QDQ file that AIMET made of the same numbers."""
+    """Compares scales and zero points with the QDQ file that AIMET made from the same encodings."""
     graph = onnx.load(SAMPLES / "per_channel.qdq.onnx").graph
     held = {one.name: numpy_helper.to_array(one) for one in graph.initializer}
     for node in graph.node:
@@ -46,7 +46,7 @@ def test_every_version_gives_the_pairs_of_aimets_file(version: str) -> None:
     for node in wanted:
         name = {"output_updated": "output"}.get(node.input[0], node.input[0])
         if name == "flat" and version != "2.0.0":
-            continue  # a tensor that only 2.0.0 lists: moved values of another
+            continue  # listed by 2.0.0 only, since its values are another tensor's, reshaped
         scale, zero = held[node.input[1]], held[node.input[2]]
         assert (
             found[name].scale.tobytes() == scale.astype(np.float32).reshape(found[name].scale.shape).tobytes()
@@ -58,7 +58,7 @@ def test_every_version_gives_the_pairs_of_aimets_file(version: str) -> None:
 
 @pytest.mark.parametrize("version", aimet.VERSIONS)
 def test_written_entries_are_aimets_own(version: str) -> None:
-    """Numbers of an entry are those that AIMET wrote, rounded to float32."""
+    """Checks that the numbers of an entry are those that AIMET wrote, rounded to float32."""
     given = content(f"per_channel.{version}.json")
     written = aimet.as_dict(read(f"per_channel.{version}.json"), version)
     for name in read(f"per_channel.{version}.json").all:
@@ -103,7 +103,7 @@ def test_a_type_comes_back_with_its_zero_point(version: str, dtype: str, zero: i
     given = Encoding(dtype, np.asarray(scale, np.float32), np.asarray(zero, np.int64))
     back = aimet.from_dict(json.loads(json.dumps(aimet.as_dict(Encodings({"x:0": given}), version))))
     assert back.activations["x:0"].equals(given)
-    if version == "1.0.0":  # by AIMET's convention, of the unsigned type
+    if version == "1.0.0":  # AIMET's convention: an offset of the unsigned type
         (offset,) = aimet.as_dict(Encodings({"x": given}), version)["activation_encodings"][0]["offset"]
         assert offset == {"uint8": -3, "int8": -123, "int16": -32768, "uint16": -40000, "int4": -8}[dtype]
 

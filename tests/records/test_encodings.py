@@ -1,4 +1,4 @@
-"""Encodings as JSON: exact, and refused where they are damaged."""
+"""Tests of encodings as JSON: read back exactly, and refused if damaged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KEY = "calibration.encodings"
 
 
 def test_every_scale_comes_back_bit_for_bit(tmp_path: Path) -> None:
-    """All exponents of float32, subnormal numbers included, with random mantissas."""
+    """Covers all exponents of float32, including subnormal numbers, with random mantissas."""
     bits = np.random.default_rng(0).integers(1, 0x7F800000, 20000, np.uint32)
     scales = bits.view(np.float32)
     given = Encodings({}, {"w": Encoding("int8", scales, np.zeros(len(scales), np.int64), axis=0)})

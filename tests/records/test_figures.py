@@ -1,4 +1,4 @@
-"""The one reader of a report's figures, against the results that the report was written of."""
+"""Tests of the reader of a report's figures, against the results from which the report was written."""
 
 from __future__ import annotations
 

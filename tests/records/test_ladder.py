@@ -1,4 +1,4 @@
-"""What a rung came to: read off a report, compared, kept in a file, and reported."""
+"""Tests of the rungs of a ladder: read from a report, compared, stored in a file, and reported."""
 
 from __future__ import annotations
 

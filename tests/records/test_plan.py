@@ -1,4 +1,4 @@
-"""The plan of a run as text: units of times, what is done, and a total that names what it lacks."""
+"""Tests of a run's plan as text: units of durations, finished stages, and a total that names its gaps."""
 
 from __future__ import annotations
 

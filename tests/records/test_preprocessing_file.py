@@ -1,4 +1,4 @@
-"""A model.json that somebody else wrote: read, or refused in one line that names the key and the value."""
+"""Tests of a model.json that a user wrote: read, or refused in one line that names the key and the value."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ for _ in range(200):
     DEEP = [DEEP]
 COUNT, NAN, INF = "an integer from 1 to 65536", float("nan"), float("inf")
 SIDE = f"{COUNT}, or [height, width]"
-# By key: what is expected, and values that it is said of.
+# Key, expectation in the message, and wrong values that give this message.
 VALUES: list[tuple[str, str, list[Any]]] = [
     ("mean", "a list of numbers from -1000000 to 1000000, one per channel", [
         [NAN] * 3, [INF, 0, 0], [1e300] * 3, [10**400] * 3, "0.5", 0.5, None, [], [[0.5]] * 3, ["0.5"] * 3, [True] * 3,
@@ -157,7 +157,7 @@ SIDES = {
     ("name", "text"), [(name, text) for name in SIDES for text in SIDES[name]], ids=lambda value: value[:20]
 )
 def test_other_files_beside_it_raise_nothing_else(name: str, text: str, tmp_path: Path) -> None:
-    """A damaged report or configuration says nothing, or is refused in one line."""
+    """Checks that a damaged report or configuration is ignored, or refused in one line."""
     path = by_hand(tmp_path / "file.onnx")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "model.float.onnx").write_bytes(b"")

@@ -1,4 +1,4 @@
-"""The names of a run's files, and model.json read back as it was written."""
+"""Tests of the names of a run's files, and of reading model.json back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Panels on the page: pictures and shapes of any task, in the coordinates of the sample."""
+"""Tests of the example panels on the page: pictures and shapes of any task, in the sample's coordinates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A file with the histogram of each tensor: where its range and its steps lie, and what is refused."""
+"""Tests of the histogram picture of each tensor: where ranges and steps are drawn, and what is refused."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def row(histogram: Histogram, site: str = "a/b:c", kind: str = "activation") -> 
 
 
 def columns(path: Path, colour: tuple[int, int, int]) -> list[int]:
-    """The columns of a picture in which a colour fills most of the plot's height."""
+    """Returns the pixel columns in which a colour fills most of the plot's height."""
     with Image.open(path) as picture:
         pixels = np.asarray(picture.convert("RGB"))[60:299]
     return np.nonzero((pixels == colour).all(-1).mean(0) > 0.9)[0].tolist()
 
 
 def test_range_and_values_lie_where_they_should(tmp_path: Path) -> None:
-    """Values from -1 to 1 in a range of -2 to 2: the ends are 860 pixels apart, a full bin starts at a quarter."""
+    """Draws values from -1 to 1 in a range of -2 to 2 (860 pixels wide); a full bin starts at a quarter."""
     histogram = Histogram(-1.0, 1.0, [9, 0, 0, 0], [0, 0, 0, 9], -2.0, 2.0, 4 / 255)
     found = draw_histograms(tmp_path, Comparison(1, [row(histogram)]))
     (name,) = [one.picture for one in found.rows]

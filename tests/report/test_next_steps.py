@@ -1,4 +1,4 @@
-"""The commands that a run ends with: each is composed as if it were typed, and has the effect that it promises."""
+"""Tests of the commands that a run proposes: each is composed as if typed, and does what it promises."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ def _schema() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A run's folder whose name a shell and Hydra would both take apart."""
+    """Returns a run folder whose name both a shell and Hydra would split unless it is quoted."""
     made = tmp_path / "my runs, {new}" / "a=b"
     made.mkdir(parents=True)
     return made
 
 
 def composed(command: str) -> Config:
-    """The configuration of a printed command, as its script composes it."""
+    """Returns the configuration that the script of a printed command composes."""
     uv, run, script, *words = shlex.split(command)
     assert (uv, run) == ("uv", "run")
     return compose_config(CONF, words, ADAPT[script])
 
 
 def results_of(made: Config, folder: Path, lost: float, **more: Any) -> Results:
-    """The results of a run whose INT8 file loses so many points, with its shortfalls."""
+    """Returns the results of a run whose INT8 file loses so many points, with its shortfalls."""
     fast = Latency(10.0, 9.5, 11.0, 1.0, 1.0, 1.0, 1, 2, 50)
     given: dict[str, Any] = {
         "accuracy": {"float": classified(80, 98, 1000), "int8": classified(80 - lost, 97, 1000)},
@@ -63,7 +63,7 @@ def results_of(made: Config, folder: Path, lost: float, **more: Any) -> Results:
 
 
 def proposed(typed: Sequence[str], folder: Path, lost: float, program: str = TRAIN, **more: Any) -> list[str]:
-    """The commands after a run that was typed so."""
+    """Returns the commands proposed after a run with these arguments."""
     config = compose_config(CONF, typed, ADAPT[f"{program}.py"])
     save_config(config, folder / "config.yaml")
     (folder / "last.ckpt").touch()
@@ -140,7 +140,7 @@ def test_a_given_file_is_quantized_by_another_mode(folder: Path) -> None:
     model.touch()
     typed = [f"onnx='{model}'", "mode=dynamic", "data=digits"]
     kept = {"config": asdict(compose_config(CONF, typed, export_run))}
-    for group in ("model", "quantizer", "algorithm", "schedule"):  # as the report leaves them out
+    for group in ("model", "quantizer", "algorithm", "schedule"):  # the report leaves them out too
         kept["config"].pop(group)
     (other,) = map(composed, proposed(typed, folder, 2.0, EXPORT, **kept))
     assert (other.mode, other.onnx, other.data.source) == (

@@ -1,4 +1,4 @@
-"""The page lists each selector with its settings and what it chose."""
+"""Tests of the report page's section on overrides: each selector with its settings and matches."""
 
 from __future__ import annotations
 

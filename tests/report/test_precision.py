@@ -1,4 +1,4 @@
-"""The front of mixed precisions as people see it: every point named, its command, and no figure that float has not."""
+"""Tests of the reported Pareto front of mixed precisions: every point with its name, command and figures."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_page_names_every_point_and_draws_those_with_an_error() -> None:
     left = [float(one) for one in pins]
     assert left == pytest.approx(
         [100 / 4.2, 200 / 4.2, 400 / 4.2], abs=0.01
-    )  # the axis ends 5 % behind float
+    )  # the axis ends 5 % beyond float
     assert re.findall(r"<title>(.*?)</title>", page)[1:] == [
         "0, int8, 1.000 ms: 20.0 dB",
         "1, 1 float, 2.000 ms: 35.0 dB",

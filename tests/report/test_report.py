@@ -1,4 +1,4 @@
-"""The three renderings of one `Results`: text to the letter, JSON read back, a page that stands alone."""
+"""Tests of the three renderings of `Results`: exact text, JSON that reads back, a self-contained page."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_files_versions_and_hardware(tmp_path: Path) -> None:
 
 
 class _Page(HTMLParser):
-    """Collects text and checks that tags close in order and that nothing is loaded from elsewhere."""
+    """Collects text and loaded URLs, and checks that tags close in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,12 +252,12 @@ def test_a_bare_page_is_well_formed() -> None:
 
 
 def test_code_on_the_page_runs_and_preprocesses_as_torchvision(tmp_path: Path) -> None:
-    """The page's program is run on an odd-sized image; its input is what torchvision's transforms give."""
+    """Runs the page's program on an odd-sized image; its input must match torchvision's transforms."""
     pixels = np.random.default_rng(0).integers(0, 255, (50, 69, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(tmp_path / "image.jpg", quality=95)
     code = _parse(render_page(RESULTS)).pre
     (tmp_path / "model.json").write_text(json.dumps({"classes": [f"class {number}" for number in range(10)]}))
-    # The session is replaced by one that stores what it is fed: the program's own lines stay as they are.
+    # Replaces the session by one that stores its input; the program's own lines stay unchanged.
     stub = (
         "import numpy, types, sys\n"
         "class Session:\n"

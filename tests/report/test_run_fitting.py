@@ -1,4 +1,4 @@
-"""The Python program of a report, run on a picture, against the preprocessing that it spells out."""
+"""Tests of the Python program of a report, run on a picture, against the preprocessing that it implements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A study as the tests of searches begin it."""
+"""A small study that the tests of searches share."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ TESTED = {"accuracy": 50.0}
 
 
 def in_a_process(work: Callable[[], None]) -> int:
-    """Its exit status: locks belong to processes."""
+    """Returns the exit status of `work` in a forked process, since locks belong to processes."""
     child = os.fork()
     if child == 0:
         status = 1
         try:
-            lock._HELD.clear()  # a process that is started holds none
+            lock._HELD.clear()  # a new process holds no lock
             work()
             status = 0
         finally:

@@ -1,4 +1,4 @@
-"""No settings are tried twice, whoever asks and whatever became of them; a small space ends the search."""
+"""Tests that no settings are tried twice, for any worker and outcome, and that a small space has an end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EVERY = set(itertools.product(["minmax", "mse"], [1, 2, 3], [0, 1, 2]))
 
 
 def _point(values: Mapping[str, Any]) -> tuple[str, int, int]:
-    """With tenths as whole numbers."""
+    """Returns a point of the space, with the weight decay in tenths, as an integer."""
     tenths = 10 * values["schedule.weight_decay"]
     assert tenths == pytest.approx(round(tenths))
     return values["calibration"], values["schedule.epochs"], round(tenths)
@@ -38,7 +38,7 @@ def _point(values: Mapping[str, Any]) -> tuple[str, int, int]:
 def test_every_trial_of_a_small_space_is_another_one(
     tmp_path: Path, trials: int, storage: str | None
 ) -> None:
-    """Of two workers, one of which keeps its first trial; those that end early, fail or go well alike."""
+    """Runs two workers: one keeps its first trial running while the other completes, fails or prunes others."""
     asked = replace(ASKED, space=SMALL, trials=trials, startup=2, storage=storage)
     kept = study_in(tmp_path, asked).claim()
     assert kept is not None
@@ -70,7 +70,7 @@ def test_every_trial_of_a_small_space_is_another_one(
 
 
 def test_the_best_points_are_not_asked_for_again(tmp_path: Path) -> None:
-    """Where all of what a sampler looks at is taken: by far the best is one corner of 100."""
+    """Covers a sampler whose candidates are all taken: the best point by far is one corner of 100 points."""
     space = {"schedule.epochs": {"low": 1, "high": 10}, "schedule.seed": {"low": 1, "high": 10}}
     study = study_in(tmp_path, replace(ASKED, space=space, trials=100, objectives=["accuracy"], startup=5))
     while (claimed := study.claim()) is not None:
@@ -101,7 +101,7 @@ def test_an_older_study_of_equal_trials_continues_with_the_rest(tmp_path: Path) 
 
 
 def test_a_worker_that_is_killed_leaves_a_whole_proposal_or_none(tmp_path: Path) -> None:
-    """After every line that the journal gets while a trial is proposed."""
+    """Cuts the journal after every line that is written while a trial is proposed."""
     study_in(tmp_path)
     path = tmp_path / JOURNAL
     before = len(path.read_bytes().splitlines())
@@ -121,7 +121,7 @@ def test_a_worker_that_is_killed_leaves_a_whole_proposal_or_none(tmp_path: Path)
     ("schedule.lr", {"low": 1e-4, "high": 1e-1, "log": True}, None),
 ])  # fmt: skip
 def test_what_is_left_is_drawn_within_the_axis(key: str, entry: Any, count: int | None) -> None:
-    """Optuna checks it: a value that its distribution lacks is refused."""
+    """Optuna itself refuses a value that is not in its distribution."""
     (axis,) = axes({key: entry})
     assert count is None or axis.count == count
     places = set()

@@ -1,4 +1,4 @@
-"""Which settings another worker may have differently: every one there is, by name."""
+"""Tests of the settings that may differ between workers: every setting is checked, by name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from qatkit.config.schema import Config, SearchConfig
 from qatkit.search.shared_settings import settings_of
 
-# No figure of a trial depends on them.
+# No figure of a trial depends on these settings.
 MAY_DIFFER = [
     "name",
     "output_dir",

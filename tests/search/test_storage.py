@@ -1,4 +1,4 @@
-"""Where a study lies: what is cut off, away or missing loses no trial, and is reported in a line."""
+"""Tests of a study's storage: damage, locks and lost connections lose no trial, and errors take one line."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_line_of_the_journal_that_was_cut_off_is_none(tmp_path: Path) -> None:
         claimed.complete(figures_of(0), TESTED)
     path = tmp_path / JOURNAL
     whole = path.read_bytes()
-    path.write_bytes(whole + whole.splitlines()[-1][:-7])  # a full disk, or a kill
+    path.write_bytes(whole + whole.splitlines()[-1][:-7])  # as after a full disk or a kill
     for number in (1, 2):
         claimed = study_in(tmp_path).claim()
         assert claimed is not None and claimed.number == number
@@ -69,7 +69,7 @@ def test_a_trial_of_a_locked_storage_is_left_to_the_next_worker(
 
 @pytest.mark.slow
 def test_a_connection_that_was_dropped_is_made_anew(tmp_path: Path, postgresql: str) -> None:
-    """By a firewall, or a server that was started again."""
+    """Simulates a firewall or a server restart that drops the connection."""
     psycopg = pytest.importorskip("psycopg")
     asked = replace(ASKED, storage=postgresql)
     study = SharedStudy(asked, axes(SPACE), "dropped", tmp_path, 0, {})
@@ -108,7 +108,7 @@ def test_a_database_that_does_not_answer_is_refused(tmp_path: Path) -> None:
     "sqlite:///file::memory:?cache=shared&uri=true", "sqlite:///file:name?mode=memory&uri=true", "SQLite://",
 ])  # fmt: skip
 def test_a_study_in_memory_is_refused(url: str) -> None:
-    """It would end with its worker, and no other would see it."""
+    """Such a study would be lost with its worker, and no other worker could see it."""
     config = Config(search=replace(ASKED, storage=url))
     with pytest.raises(
         ConfigError,

@@ -1,4 +1,4 @@
-"""A shared study: no trial is lost or counted twice, another study is refused, trials end early as in Optuna."""
+"""Tests of shared studies: no trial lost or counted twice, other studies refused, pruning as in Optuna."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_trial_whose_worker_was_killed_goes_on_once(
     again = study.claim()
     assert again is not None and (again.number, again.values, again.epochs) == (0, values, {"last 1": 55.0})
 
-    with again:  # which another worker leaves alone
+    with again:  # another worker does not take this trial
 
         def other() -> None:
             claimed = study_in(tmp_path, asked).claim()
@@ -65,7 +65,7 @@ def test_a_trial_whose_worker_was_killed_goes_on_once(
 
 
 def test_an_end_that_was_told_is_no_beginning_to_take_back(tmp_path: Path) -> None:
-    """A signal that comes just behind it ends the worker, which would count the trial as not begun."""
+    """Simulates a signal right after the result was stored, upon which a worker uncounts its trial."""
     study = study_in(tmp_path)
     claimed = study.claim()
     assert claimed is not None
@@ -91,11 +91,11 @@ def test_front_holds_the_unbeaten_trials_within_the_bounds(tmp_path: Path) -> No
     }
     records = study.records()
     assert best == {1, 5}
-    assert [trial.number for trial in records.front] == [5, 1]  # the most accurate first
+    assert [trial.number for trial in records.front] == [5, 1]  # most accurate first
     assert [trial.feasible for trial in records.trials] == [True, True, True, False, True, True]
     page = search_page(records)
     front, every = page.split("All trials")
-    assert front.count(">92.00<") == 1 and front.count(">8.00<") == 1  # held out, and of test images
+    assert front.count(">92.00<") == 1 and front.count(">8.00<") == 1  # held-out accuracy and test error
     assert ">8.00<" not in every and every.count(">92.00<") == 1
     assert page.count('class="pin chosen"') == 2 and page.count(">outside</span>") == 1
 
@@ -105,7 +105,7 @@ def test_front_holds_the_unbeaten_trials_within_the_bounds(tmp_path: Path) -> No
 def test_equal_outputs_are_the_best_whatever_is_stored_where(
     tmp_path: Path, storage: str | None, objectives: list[str]
 ) -> None:
-    """Endless decibels are kept, kept within bounds, on the front, and don't stop what proposes."""
+    """Checks that an infinite SQNR is stored, meets bounds, is on the front and does not break proposals."""
     asked = replace(
         ASKED, trials=12, objectives=objectives, constraints=["sqnr>=30"], storage=storage, startup=3
     )
@@ -139,7 +139,7 @@ def test_proposals_follow_seed_and_number(tmp_path: Path) -> None:
     def drawn(folder: Path, seed: int) -> list[Any]:
         found = []
         for _ in range(3):
-            claimed = study_in(folder, seed=seed).claim()  # a worker of its own each time
+            claimed = study_in(folder, seed=seed).claim()  # a new worker each time
             assert claimed is not None
             with claimed:
                 claimed.complete(figures_of(claimed.number), TESTED)
@@ -219,7 +219,7 @@ def _a_lost_storage(folder: Path) -> None:
 def test_a_study_begins_where_there_are_no_trials_of_another(
     tmp_path: Path, begins: Callable[[Path], None]
 ) -> None:
-    """Their reports are in folders of the same numbers."""
+    """Trials of two studies would write their reports to the same numbered folders."""
     first = study_in(tmp_path).claim()
     assert first is not None
     with first:
@@ -230,12 +230,12 @@ def test_a_study_begins_where_there_are_no_trials_of_another(
         ):
             begins(tmp_path)
     if begins is not _a_lost_storage:
-        second = study_in(tmp_path).claim()  # the first study goes on
+        second = study_in(tmp_path).claim()  # the first study continues
         assert second is not None and second.number == 1
 
 
 def test_trials_end_early_where_optunas_median_pruner_ends_them() -> None:
-    """200 drawn curves against the finished ones before them, epoch by epoch."""
+    """Compares 200 random curves with the previously finished ones, epoch by epoch."""
     draw = random.Random(0)
     study = optuna.create_study(direction="maximize", pruner=optuna.pruners.MedianPruner(4, 0))
     finished: list[dict[str, float]] = []
@@ -256,7 +256,7 @@ def test_trials_end_early_where_optunas_median_pruner_ends_them() -> None:
 
 
 def test_a_trial_that_has_just_ended_is_nobodys(tmp_path: Path) -> None:
-    """Between the look at what is running and its lock another worker completes it."""
+    """Another worker completes the trial after it was listed as running, but before it is locked."""
     one, other = study_in(tmp_path / "study"), study_in(tmp_path / "study")
     claimed = one.claim()
     assert claimed is not None

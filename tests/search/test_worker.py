@@ -1,4 +1,4 @@
-"""Whole searches through the command line: trials are runs, and what fails, falls behind or is killed is reported."""
+"""Tests of whole searches from the command line: trials are runs, and unfinished ones are reported."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MINUTES = 25 * 60
 
 
 def _study(folder: Path) -> dict[int, tuple[str, int, list[float]]]:
-    """What the journal says of each trial, read line by line: its state, how often its end was written, its values."""
+    """Returns (state, number of times its end was written, values) of each trial, read from the journal."""
     import optuna
     from optuna.storages.journal import JournalFileBackend
 
@@ -46,7 +46,7 @@ def _study(folder: Path) -> dict[int, tuple[str, int, list[float]]]:
     told: dict[int, int] = {}
     for line in (folder / "study.journal").read_text().splitlines():
         entry = json.loads(line)
-        if entry["op_code"] == 6:  # the state of a trial
+        if entry["op_code"] == 6:  # sets a trial's state
             told[entry["trial_id"]] = told.get(entry["trial_id"], 0) + 1
     trials = optuna.load_study(study_name=name, storage=storage).trials
     return {
@@ -56,7 +56,7 @@ def _study(folder: Path) -> dict[int, tuple[str, int, list[float]]]:
 
 
 def _top1(folder: Path) -> float:
-    """Percent of the images held out that the file in a run's folder classes right."""
+    """Returns the top-1 accuracy, in percent, of a run's INT8 file on the held-out images."""
     data = data_of(load_config(folder / "config.yaml"))
     images, labels = (torch.cat(parts).numpy() for parts in zip(*data.held_out_batches(), strict=True))
     return top(logits(folder / "model.int8.onnx", images), labels, 1)
@@ -102,11 +102,12 @@ def test_trials_are_separate_runs_and_the_same_command_adds_none(
     assert len({config.schedule.lr for config in seen}) == 4
     assert not any(config.export.bundle or config.export.publish for config in seen)
     assert all(config.verify.validation for config in seen)
-    # The second fails; the fourth is behind the median of the first and the third.
+    # The second trial fails; the fourth is pruned, since it is below the median of the first and the third.
     assert {number: state for number, (state, _, _) in _study(tmp_path / "study").items()} == {
         0: "COMPLETE", 1: "FAIL", 2: "COMPLETE", 3: "PRUNED"}  # fmt: skip
     assert "4 of 4 trials: 2 complete, 1 pruned, 1 failed" in said.out and "schedule.lr=" in said.err
-    # Chosen by the images held out, of which the third trial has more; the test images, which say the opposite, follow.
+    # The held-out images decide, on which the third trial is best; the test accuracy, which says the
+    # opposite, comes next.
     (row,) = [line.split() for line in said.out.splitlines() if line.startswith("2 ")]
     assert row[:3] == ["2", "93.00", "47.00"]
     assert (tmp_path / "study" / "search.html").is_file()
@@ -148,7 +149,7 @@ def test_a_search_whose_trials_all_fail_ends_with_the_reasons(
         assert f"failed: no such thing in {number}" in row and "schedule.lr=" in row
         assert f"no such thing in {number}" in page
     assert said.out.splitlines()[-1] == "page: study/search.html; run of each trial: study/trials/NUMBER"
-    assert launch(job, *command) == 2  # goes on, with the last one
+    assert launch(job, *command) == 2  # continues with the last trial
     assert "4 of 4 trials: 0 complete, 4 failed" in capsys.readouterr().out
 
 
@@ -290,7 +291,7 @@ def test_a_full_disk_is_no_attempt(launch: Launch) -> None:
     [
         pytest.param("an epoch", marks=pytest.mark.slow),
         pytest.param("its end", marks=pytest.mark.slow),
-        # What they write down fails in test_storage.py too; the worker ends as with the one before.
+        # test_storage.py covers these failed writes too; the worker ends as in the previous case.
         pytest.param("an early end", marks=pytest.mark.slow),
         pytest.param("a failure", marks=pytest.mark.slow),
         "a signal",
@@ -303,7 +304,7 @@ def test_a_storage_that_is_away_is_no_attempt(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Whatever was to be written down when it went."""
+    """Covers each kind of record that a worker may be writing when the storage goes away."""
     monkeypatch.setattr("qatkit.search.storage._BUSY", 0.01)
     command = [
         *RUN, *SEARCH, "search.storage=null", "search.trials=1", "search.attempts=1", "output_dir=study"
@@ -356,7 +357,7 @@ def test_two_workers_of_which_two_are_killed_lose_no_trial(tmp_path: Path) -> No
         )
 
     workers = [worker(), worker()]
-    for begun in (1, 4):  # once the checkpoint of that trial is there
+    for begun in (1, 4):  # kill when the checkpoint of that trial exists
         until = time.monotonic() + MINUTES
         while not (folder / "trials" / str(begun) / "last.ckpt").is_file() and time.monotonic() < until:
             time.sleep(0.02)
@@ -375,5 +376,5 @@ def test_two_workers_of_which_two_are_killed_lose_no_trial(tmp_path: Path) -> No
     assert sorted(trials) == list(range(wanted))
     assert all(state in ("COMPLETE", "PRUNED") and told == 1 for state, told, _ in trials.values()), trials
     for number, (state, _, values) in trials.items():
-        if state == "COMPLETE":  # of whole runs, whose files have on the images held out what the study says
+        if state == "COMPLETE":  # the run's file reproduces the value in the study, on the held-out images
             assert _top1(folder / "trials" / str(number)) == pytest.approx(values[0])

@@ -1,4 +1,4 @@
-"""A user's own file: by how many degrees a digit is turned. The task, where its images come from, and a model."""
+"""A user's task in one file: the rotation angle of a digit, with its data source and model."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from qatkit.data import Preprocessing, Splits
 from qatkit.tasks import Task
 from qatkit_verify.records import Metric, TaskNames
 
-LARGEST = 60.0  # degrees, either way
+LARGEST = 60.0  # degrees, in both directions
 TEST = 200  # images
 
 
 class Angle(Task):
-    """Degrees, as a model says them in shares of the largest angle: [N, 1]."""
+    """Regression of angles; the model's outputs [N, 1] are fractions of the largest angle."""
 
     names = TaskNames(
         "angle",
@@ -45,7 +45,7 @@ class Angle(Task):
 
 
 class Turned:
-    """Digits of 8 x 8 pixels, each turned by its target."""
+    """A data set of digits of 8 x 8 pixels, each rotated by its target."""
 
     def __init__(self, images: Tensor, angles: list[float]) -> None:
         self.images, self.targets = images, angles
@@ -58,7 +58,7 @@ class Turned:
 
 
 def load(root: str | None, download: bool, seed: int) -> Splits:
-    """scikit-learn's digits, the last of them to test with, by angles that `seed` draws."""
+    """Returns scikit-learn's digits, rotated by random angles; the last ones are the test split."""
     pixels = np.round(load_digits().images * (255 / 16)).astype(np.uint8)
     images = torch.from_numpy(pixels)[:, None]
     angles = np.random.default_rng(seed).uniform(-LARGEST, LARGEST, len(images)).round(3).tolist()
@@ -67,7 +67,7 @@ def load(root: str | None, download: bool, seed: int) -> Splits:
 
 
 class Net(nn.Module):
-    """Two convolutions and two linear layers."""
+    """A model with two convolutions and two linear layers."""
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()

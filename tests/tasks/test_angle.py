@@ -1,6 +1,6 @@
-"""A task of one's own is one file: a regression goes through train.py to the report, its metric beside float's.
+"""Tests of a user's task in one file: a regression runs through train.py to the report with its own metric.
 
-What the report says is measured again from the files, with NumPy and ONNX Runtime.
+The reported figures are computed again from the files, with NumPy and ONNX Runtime.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _run(folder: Path, *settings: str) -> str:
 
 
 def _error(file: Path) -> float:
-    """Mean absolute error in degrees over the test images, as the model sees them."""
+    """Returns a file's mean absolute error on the test images, in degrees."""
     test = load(None, False, 3).test
     pixels = np.stack([np.asarray(test[index][0]) for index in range(len(test))])
     images: NDArray[np.float32] = ((pixels / 255 - 0.5) / 0.5).astype(np.float32)
@@ -59,7 +59,7 @@ def test_a_regression_goes_from_one_file_to_the_report(tmp_path: Path, how: str)
         said = report["accuracy"][name]["mae"]
         assert said == pytest.approx(_error(tmp_path / "run" / f"model.{name}.onnx"), abs=0.05)
         assert f"{said:.2f}" in printed
-        assert said < 20  # who always says 0 is off by 30 degrees
+        assert said < 20  # a constant 0 has an error of 30 degrees
     assert report["shortfalls"] == [] and report["fidelity"]["int8"]["kl"] is None
     if epochs:
         assert list(report["curves"][-1]["epochs"][0])[:3] == ["epoch", "step", "mae"]

@@ -1,4 +1,4 @@
-"""Boxes of detectors in every layout against torchvision's suppression and overlaps."""
+"""Tests of detectors' boxes in every layout, against torchvision's NMS and IoU."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from qatkit_verify.errors import ConfigError
 
 DRAW = np.random.default_rng(0)
 Array = NDArray[np.float32]
-PICTURES, COUNT, CLASSES = 6, 21 * 16, 5  # as many boxes as a picture of 128 x 128 has cells
+PICTURES, COUNT, CLASSES = 6, 21 * 16, 5  # boxes: the number of cells of a 128 x 128 picture
 
 
 def drawn(draw: np.random.Generator, pictures: int = PICTURES) -> tuple[Array, Array]:
-    """Corners [N, boxes, 4] in pixels and scores [N, boxes, classes], most of them low; many boxes overlap."""
+    """Returns overlapping boxes [N, boxes, 4] in pixels, and scores [N, boxes, classes], mostly low."""
     low = draw.integers(0, 12, (pictures, COUNT, 2)) * 8 + draw.normal(0, 2, (pictures, COUNT, 2))
     size = draw.choice([16.0, 24.0], (pictures, COUNT, 2)) + draw.uniform(0, 4, (pictures, COUNT, 2))
     scores = draw.uniform(0, 1, (pictures, COUNT, CLASSES)) ** 12
@@ -33,7 +33,7 @@ def centers(corners: Array) -> Array:
 
 
 def left(corners: Array, scores: Array, least: float = 0.3, most: float = 0.45) -> list[tuple[Any, Any, Any]]:
-    """Corners, scores and classes that torchvision leaves of each picture."""
+    """Returns the corners, scores and classes that torchvision's NMS keeps, by picture."""
     found: list[tuple[Any, Any, Any]] = []
     for boxes, by_class in zip(
         torch.from_numpy(corners).double(), torch.from_numpy(scores).double(), strict=True
@@ -47,7 +47,7 @@ def left(corners: Array, scores: Array, least: float = 0.3, most: float = 0.45) 
 
 
 def f1(exact: list[tuple[Any, Any, Any]], found: list[tuple[Any, Any, Any]], least: float = 0.5) -> float:
-    """By torchvision's overlaps: the best boxes of `found` choose first."""
+    """Returns the F1 by torchvision's IoU; boxes of `found` are matched in the order of their scores."""
     matched = both = 0
     for (boxes, _, classes), (others, _, kinds) in zip(exact, found, strict=True):
         near, free = box_iou(others, boxes), set(range(len(boxes)))
@@ -61,7 +61,7 @@ def f1(exact: list[tuple[Any, Any, Any]], found: list[tuple[Any, Any, Any]], lea
 
 
 def layouts(corners: Array, scores: Array) -> dict[str, list[Array]]:
-    """The outputs of a model for the same boxes, by the decision that reads them."""
+    """Returns a model's outputs for the same boxes in each layout, by the decision that reads it."""
     high = scores.max(2, keepdims=True)
     final = np.concatenate([corners, high, scores.argmax(2)[..., None].astype(np.float32)], 2)
     yolo = np.concatenate([centers(corners), high**0.5, scores / high**0.5], 2)
@@ -88,7 +88,7 @@ def suited(decision: str, outputs: list[Array], names: tuple[str, ...] = ("a", "
 def test_every_layout_gives_the_f1_of_torchvision(decision: str) -> None:
     draw = np.random.default_rng(3)
     corners, scores = drawn(draw)
-    scores /= scores.sum(2, keepdims=True).clip(1)  # what a softmax leaves
+    scores /= scores.sum(2, keepdims=True).clip(1)  # sums up to 1, as after softmax
     moved = (corners + draw.normal(0, 2.5, corners.shape)).astype(np.float32)
     changed = (scores * draw.uniform(0.8, 1.0, scores.shape)).astype(np.float32)
     exact, found = layouts(corners, scores)[decision], layouts(moved, changed)[decision]
@@ -106,7 +106,7 @@ def test_every_layout_gives_the_f1_of_torchvision(decision: str) -> None:
 
 
 def test_offsets_from_cells_are_decoded() -> None:
-    """YOLOX: (offset + cell) * stride, exp(side) * stride, stride by stride and row by row."""
+    """Follows YOLOX: (offset + cell) * stride and exp(side) * stride, by stride, then by row."""
     draw, rows, boxes = np.random.default_rng(1), [], []
     for stride in (8, 16, 32):
         for y in range(128 // stride):
@@ -201,20 +201,20 @@ def test_detectors_are_guessed(outputs: list[Array], names: tuple[str, ...]) -> 
 @pytest.mark.parametrize(
     ("outputs", "names"),
     [
-        ([SCORES[..., :4], SCORES], ("a", "b")),  # four and five classes of each step
+        ([SCORES[..., :4], SCORES], ("a", "b")),  # four and five classes per step
         ([np.sort(CORNERS, 2), SCORES], ("quantiles", "b")),  # sorted values
         ([centers(CORNERS), SCORES], ("states", "b")),  # four numbers
         ([SIGNED[..., :4], SCORES], ("boxes", "scores")),
-        ([CORNERS, SIGNED], ("boxes", "scores")),  # logits: sigmoid or softmax
+        ([CORNERS, SIGNED], ("boxes", "scores")),  # logits of a sigmoid or a softmax
         ([np.concatenate([FINAL[0][..., :5], FINAL[0][..., 5:] + 0.5], 2)], ("boxes",)),  # no classes
-        ([np.zeros_like(FINAL[0])], ("boxes",)),  # nothing in it
-        ([np.concatenate([centers(CORNERS), SCORES], 2)], ("boxes",)),  # an objectness, or one class more
-        ([LATER[0][:, :, :-1]], ("boxes",)),  # no number of cells
+        ([np.zeros_like(FINAL[0])], ("boxes",)),  # empty
+        ([np.concatenate([centers(CORNERS), SCORES], 2)], ("boxes",)),  # objectness or a class
+        ([LATER[0][:, :, :-1]], ("boxes",)),  # not a number of cells
         ([SIGNED], ("boxes",)),
         ([SCORES], ("boxes",)),
         ([LATER[0].clip(0, 1)], ("boxes",)),  # probabilities of nine classes
         ([CORNERS], ("boxes",)),  # no scores
-        ([CORNERS[0], SCORES[0]], ("boxes", "scores")),  # no samples
+        ([CORNERS[0], SCORES[0]], ("boxes", "scores")),  # no batch axis
     ],
 )  # fmt: skip
 def test_what_looks_like_boxes_is_not_taken_for_them(outputs: list[Array], names: tuple[str, ...]) -> None:

@@ -1,4 +1,4 @@
-"""The next token of a text: perplexity, its standard error and its gradients, against torch's own cross entropy."""
+"""Tests of next-token prediction: perplexity, its standard error and losses, against torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WINDOWS, TOKENS, WORDS = 6, 9, 13
 
 @pytest.fixture(scope="module")
 def text() -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits [N, T, V] and tokens [N, T]."""
+    """Returns logits [N, T, V] and tokens [N, T]."""
     draw = torch.Generator().manual_seed(0)
     logits = 5 * torch.randn(WINDOWS, TOKENS, WORDS, generator=draw)
     return logits, torch.randint(0, WORDS, (WINDOWS, TOKENS), generator=draw)
@@ -40,7 +40,7 @@ def test_perplexity_is_that_of_the_cross_entropy(text: tuple[torch.Tensor, torch
     right = float((logits[:, :-1].argmax(-1) == tokens[:, 1:]).double().mean())
     assert scores.images == WINDOWS
     assert [one.value for one in scores.metrics] == pytest.approx([wanted, 100 * right], rel=1e-6)
-    assert scores.main.lost(20.0, 21.5) == 1.5  # a larger one is worse
+    assert scores.main.lost(20.0, 21.5) == 1.5  # lower is better
 
     total = sum(float(task.total(*one)) for one in ((logits[:4], tokens[:4]), (logits[4:], tokens[4:])))
     assert task.figure(total, WINDOWS) == pytest.approx(wanted, rel=1e-6)

@@ -1,4 +1,4 @@
-"""Boxes of objects: average precision by pycocotools, errors by resampling, the seam of losses."""
+"""Tests of object detection: average precision against pycocotools, errors against resampling, and losses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PICTURES, CLASSES, SIDE = 40, 3, 100.0
 
 
 def drawn_boxes(draw: np.random.Generator, count: int) -> Array:
-    """Corners within a picture, [count, 4]."""
+    """Returns corners of boxes within a picture, [count, 4]."""
     corners = np.sort(draw.uniform(0, SIDE, (count, 2, 2)), 1).reshape(count, 4)
     corners[:, 2:] += 4
     return corners
@@ -34,7 +34,7 @@ def drawn_boxes(draw: np.random.Generator, count: int) -> Array:
 
 @pytest.fixture(scope="module")
 def pictures() -> tuple[Array, Array]:
-    """Rows [N, boxes, 4 + classes] of a detector that finds most boxes roughly, and labelled boxes [N, n, 6]."""
+    """Returns outputs [N, boxes, 4 + classes] near most objects, and labelled boxes [N, n, 6]."""
     draw = np.random.default_rng(0)
     truth, rows = np.full((PICTURES, 12, 6), -1.0), np.zeros((PICTURES, 60, 4 + CLASSES))
     for place in range(PICTURES):
@@ -53,7 +53,7 @@ def pictures() -> tuple[Array, Array]:
 
 
 def coco_precisions(found: list[Boxes], truth: Array) -> Array:
-    """Average precisions of pycocotools, [classes, thresholds]."""
+    """Returns the average precisions of pycocotools, [classes, thresholds]."""
     boxes, results = list[dict[str, Any]](), list[dict[str, Any]]()
     for image, rows in enumerate(truth):
         for label, x1, y1, x2, y2, ignored in rows[rows[:, 0] >= 0]:
@@ -102,9 +102,9 @@ def test_ignored_boxes_are_neither_right_nor_wrong() -> None:
         found = Boxes(np.array(corners), np.array(scores), np.zeros(len(scores), np.int64))
         return float(precisions(picture_values(found, truth, 1)[None])[0, 0])
 
-    assert average([far, near], [0.9, 0.8]) == 1  # a wrong one above would halve it
+    assert average([far, near], [0.9, 0.8]) == 1  # a false positive before `near` would halve it
     assert average([[20.0, 20, 30, 30], near], [0.9, 0.8]) == pytest.approx(0.5)
-    assert average([far, far, near], [0.9, 0.85, 0.8]) == pytest.approx(0.5)  # it is found once
+    assert average([far, far, near], [0.9, 0.85, 0.8]) == pytest.approx(0.5)  # ignored boxes match once
 
 
 def test_sums_of_batches_are_the_metric_but_for_bins(pictures: tuple[Array, Array]) -> None:
@@ -183,7 +183,7 @@ def test_distillation_is_the_divergence_of_scores_and_corners() -> None:
 
 
 def test_scores_of_zero_have_small_gradients() -> None:
-    """A quantized sigmoid gives 0 where the teacher's has 1e-3."""
+    """A quantized sigmoid can return exactly 0 where the teacher's returns 1e-3."""
     teacher = torch.tensor([[[0.0, 0, 10, 10, 1e-3, 0.9]]])
     found = torch.tensor([[[0.0, 0, 10, 10, 0.0, 0.89]]], requires_grad=True)
     Detection().distillation(found, teacher, 1.0).backward()

@@ -1,4 +1,4 @@
-"""Vectors with class labels: recall, agreement and the loss against scikit-learn and sums written by hand."""
+"""Tests of embeddings with class labels: recall, agreement and loss, against scikit-learn and plain sums."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ Vectors = tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.int64]]
 
 @pytest.fixture(scope="module")
 def vectors() -> Vectors:
-    """Vectors of a model and of one near it, [N, D], and classes [N]."""
+    """Returns embeddings of a model and of a similar one, [N, D], and classes [N]."""
     draw = np.random.default_rng(0)
     labels = draw.integers(0, CLASSES, COUNT)
     exact = draw.normal(size=(CLASSES, WIDTH))[labels] + 1.1 * draw.normal(size=(COUNT, WIDTH))
-    exact *= draw.uniform(0.1, 10, (COUNT, 1))  # lengths say nothing
+    exact *= draw.uniform(0.1, 10, (COUNT, 1))  # lengths must not matter
     near = exact + 0.1 * np.linalg.norm(exact, axis=1, keepdims=True) * draw.normal(size=exact.shape)
     return exact.astype(np.float32), near.astype(np.float32), labels
 
 
 def nearest(outputs: NDArray[np.float32]) -> NDArray[np.int64]:
-    """The nearest other row of each by cosine."""
+    """Returns the index of each row's nearest other row by cosine."""
     found = NearestNeighbors(n_neighbors=2, metric="cosine", algorithm="brute").fit(
         outputs.astype(np.float64)
     )
-    places = found.kneighbors(return_distance=False)  # without the row itself
+    places = found.kneighbors(return_distance=False)  # excludes the row itself
     first: NDArray[np.int64] = places[:, 0]
     return first
 
@@ -75,7 +75,7 @@ def test_the_error_of_a_difference_counts_samples(vectors: Vectors) -> None:
 
 def test_the_loss_is_that_of_a_neighbour_drawn_at_random() -> None:
     draw = np.random.default_rng(1)
-    outputs, labels = draw.normal(size=(7, 4)), np.array([0, 0, 1, 1, 1, 2, 0])  # the 2 has no partner
+    outputs, labels = draw.normal(size=(7, 4)), np.array([0, 0, 1, 1, 1, 2, 0])  # class 2 has one sample
     rows = outputs / np.linalg.norm(outputs, axis=1, keepdims=True)
     wanted = []
     for i in (0, 1, 2, 3, 4, 6):

@@ -1,4 +1,4 @@
-"""What two outputs have the same where they agree."""
+"""Tests of the task for arbitrary outputs: its decisions, how they are guessed, and its metric."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ DRAW = np.random.default_rng(0)
 
 
 def rounded(outputs: NDArray[np.float32]) -> NDArray[np.int64]:
-    """A decision of a user's."""
+    """A user's decision function."""
     return np.rint(outputs).astype(np.int64)
 
 
 def too_few(outputs: NDArray[np.float32]) -> NDArray[np.int64]:
-    """Gives one answer for a batch."""
+    """A wrong decision function, which returns one value for a whole batch."""
     return np.zeros(1, np.int64)
 
 
@@ -47,10 +47,10 @@ def test_agreement_is_by_the_decision(decision: str, same: object, monkeypatch: 
         (np.array([[0.2], [0.9]]), "threshold(0.5)"),
         (np.array([[0.2, 0.9], [0.5, 0.5]]), "cosine"),
         (np.array([[-1.0, 2.0]]), "cosine"),
-        (np.full((2, 4, 4), 0.25), "cosine"),  # a class for each step, maybe
+        (np.full((2, 4, 4), 0.25), "cosine"),  # perhaps a class per step
         (np.full((2, 4, 3, 5), 0.25), "mask"),
         (np.full((2, 4, 1, 1), 0.25), "cosine"),
-        (np.full((2, 1, 3, 5), 0.25), "cosine"),  # a picture, maybe
+        (np.full((2, 1, 3, 5), 0.25), "cosine"),  # perhaps a picture
         (np.array([0.1, 0.9]), "cosine"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Regression: metrics, loss and agreement by their formulas, and the shift of INT8 outputs by NumPy."""
+"""Tests of regression: metrics, loss and agreement against formulas, and INT8's shift against NumPy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COUNT = 500
 
 @pytest.fixture(scope="module")
 def numbers() -> tuple[NDArray[np.float32], NDArray[np.float64]]:
-    """Outputs [N, 2] near targets [N, 2] of very different sizes."""
+    """Returns outputs [N, 2] and targets [N, 2], whose two values have very different magnitudes."""
     draw = np.random.default_rng(0)
     targets = draw.normal(size=(COUNT, 2)) * [3.0, 2000.0] + [1.0, -500.0]
     return (targets + draw.normal(size=(COUNT, 2)) * [0.3, 90.0]).astype(np.float32), targets
@@ -52,8 +52,8 @@ def test_metrics_are_those_of_their_formulas(numbers: tuple[Any, Any]) -> None:
     assert root.value == pytest.approx(np.sqrt((errors**2).mean())) and root.name == "RMSE"
     assert task.mean(task.values(outputs, targets)) == pytest.approx(absolute.value)
     one = Regression().meter()
-    one.add(outputs[:, 0], targets[:, 0])  # [N] against [N], as of one number
-    one.add(outputs[:, :1], targets[:, 0])  # and [N, 1]
+    one.add(outputs[:, 0], targets[:, 0])  # [N] against [N], for one value
+    one.add(outputs[:, :1], targets[:, 0])  # and [N, 1] against [N]
     assert one.result().score == pytest.approx(np.abs(errors[:, 0]).mean())
 
 
@@ -80,7 +80,7 @@ def test_values_agree_within_a_share_of_the_spread(numbers: tuple[Any, Any]) -> 
 
 
 def test_two_ways_to_compute_a_value_are_held_to_a_step() -> None:
-    """A single column has no class axis whose argmax would always be the same."""
+    """A single column must not be compared by argmax, which would always agree."""
     output = Output(1, task_of("regression").rule)
     output.add(np.array([[0.0], [1.0], [2.0]], np.float32), [np.array([[0.05], [1.0], [2.3]], np.float32)])
     assert output.comparisons(0.1)[0].agreement == pytest.approx(2 / 3)
@@ -122,7 +122,7 @@ def test_the_model_gives_a_value_for_each_target(numbers: tuple[Any, Any]) -> No
 
 
 def line(path: Path, factor: float, shift: float) -> Path:
-    """A file that computes factor * x + shift."""
+    """Writes a file that computes factor * x + shift."""
     values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", 1]) for name in ("x", "y")]
     nodes = [helper.make_node("Mul", ["x", "a"], ["ax"]), helper.make_node("Add", ["ax", "b"], ["y"])]
     stored = [
@@ -135,7 +135,7 @@ def line(path: Path, factor: float, shift: float) -> Path:
 
 
 def shifted(folder: Path, factor: float, shift: float, **config: Any) -> tuple[Results, NDArray[np.float64]]:
-    """Returns what the check finds in a file that gives factor * x + shift, where float gives x, and the targets."""
+    """Returns the check's results for a file with factor * x + shift instead of x, and the targets."""
     x = np.random.default_rng(3).normal(size=(400, 1)).astype(np.float32)
     targets = 2 * x[:, 0].astype(np.float64)
     files = {"float": line(folder / "f.onnx", 1, 0), "int8": line(folder / "i.onnx", factor, shift)}
@@ -150,7 +150,7 @@ def shifted(folder: Path, factor: float, shift: float, **config: Any) -> tuple[R
 
 
 def test_a_shift_is_found_where_it_is(tmp_path: Path) -> None:
-    results, targets = shifted(tmp_path, 1.1, 0.0)  # high values too high, low ones too low; none in the mean
+    results, targets = shifted(tmp_path, 1.1, 0.0)  # errors with both signs, about 0 on average
     found = results.measured["bias"]["outputs"][0]
     difference = 0.1 * targets / 2
     assert found["shift"] == pytest.approx(difference.mean(), abs=1e-6)

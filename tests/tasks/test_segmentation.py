@@ -1,4 +1,4 @@
-"""A class for each pixel: metrics by NumPy, errors by resampling, and the arithmetic of batches."""
+"""Tests of segmentation: metrics against NumPy, standard errors against resampling, and sums over batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IMAGES, CLASSES, HEIGHT, WIDTH = 60, 4, 12, 10
 
 @pytest.fixture(scope="module")
 def pixels() -> Pixels:
-    """Logits of a model and of one near it, [N, C, H, W], and maps with pixels that do not count."""
+    """Returns logits of a model and of a similar one, [N, C, H, W], and label maps with ignored pixels."""
     draw = np.random.default_rng(0)
     maps = draw.integers(0, CLASSES - 1, (IMAGES, HEIGHT, WIDTH))  # the last class never occurs
     shares = draw.uniform(0.5, 3, (IMAGES, 1, 1, 1))
@@ -32,7 +32,7 @@ def pixels() -> Pixels:
 
 
 def union(found: NDArray[np.int64], maps: NDArray[np.int64]) -> float:
-    """The mean over the classes that occur of intersection over union, by its definition."""
+    """Returns the mean IoU over the classes that occur, by its definition."""
     shares = []
     for label in range(CLASSES):
         a, b = (found == label) & (maps != 255), maps == label

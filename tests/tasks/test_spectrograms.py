@@ -1,4 +1,4 @@
-"""Spectrograms of the report: a tone lies at its pitch and time, and bars are the probabilities."""
+"""Tests of the report's spectrograms: a tone appears at its pitch and time, and bars show probabilities."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def pixels(panel: Panel) -> Any:
 
 
 def ticks(panel: Panel) -> dict[str, tuple[float, float]]:
-    """Returns where the line beside each label ends, by labels."""
+    """Returns the end point of each label's tick, by label."""
     found: dict[str, tuple[float, float]] = {}
     for line, text in zip(panel.shapes, panel.shapes[1:], strict=False):
         if len(line.points) == 2 and text.label:

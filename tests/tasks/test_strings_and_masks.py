@@ -1,4 +1,4 @@
-"""Texts against a plain loop, masks against sums of NumPy's."""
+"""Tests of decoded strings against a plain loop, and of masks against NumPy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Array = NDArray[np.float32]
 
 
 def read(steps: Array, blank: int) -> list[int]:
-    """The text of [steps, classes], by the definition: repeats once, then without blanks."""
+    """Returns the decoded string of [steps, classes] by definition: repeats merged, then blanks removed."""
     text, last = [], None
     for step in steps:
         best = max(range(len(step)), key=lambda one: (step[one], -one))
@@ -75,7 +75,7 @@ def test_steps_may_come_before_samples() -> None:
     np.testing.assert_array_equal(task.joined([outputs]), outputs.transpose(1, 0, 2))
     one_by_one = np.concatenate(
         [outputs[:, [sample]] for sample in range(3)]
-    )  # as a file of one sample gives them
+    )  # as from a file with batch size 1
     np.testing.assert_array_equal(task.joined([one_by_one]), outputs.transpose(1, 0, 2))
 
 
@@ -89,7 +89,7 @@ def test_two_runtimes_are_compared_by_every_decision(decision: str) -> None:
 
 def test_masks_of_one_channel_by_their_overlap() -> None:
     exact, found = DRAW.uniform(size=(2, 5, 1, 6, 7)).astype(np.float32)
-    exact[0] = found[0] = 0  # nothing in either, which is no division by 0
+    exact[0] = found[0] = 0  # both masks empty: no division by 0
     found[1] = exact[1]
     for wanted, other in (
         (exact, found),
@@ -133,12 +133,12 @@ def test_empty_masks_say_nothing() -> None:
     ("outputs", "mask"),
     [
         (np.where(DRAW.uniform(size=(2, 1, 8, 8)) < 0.3, 0.99, 0.01), True),
-        (DRAW.uniform(size=(2, 1, 8, 8)), False),  # a grey picture, a depth map
-        (np.full((2, 1, 8, 8), 0.01), False),  # nothing found
-        (np.where(DRAW.uniform(size=(2, 3, 8, 8)) < 0.3, 0.99, 0.01), False),  # three of them, or a picture
+        (DRAW.uniform(size=(2, 1, 8, 8)), False),  # a greyscale picture or a depth map
+        (np.full((2, 1, 8, 8), 0.01), False),  # an empty mask
+        (np.where(DRAW.uniform(size=(2, 3, 8, 8)) < 0.3, 0.99, 0.01), False),  # three masks, or a picture
         (np.where(DRAW.uniform(size=(2, 1, 8, 8)) < 0.3, 9.0, -9.0), False),  # logits
         (np.full((2, 5, 8, 8), 0.2), True),  # probabilities of classes
-        (np.full((2, 5, 8, 8), 1 / 8), False),  # probabilities of places along a row
+        (np.full((2, 5, 8, 8), 1 / 8), False),  # probabilities of positions along a row
         (DRAW.normal(size=(2, 5, 8, 8)), False),
     ],
 )

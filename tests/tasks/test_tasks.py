@@ -1,4 +1,4 @@
-"""Tasks by name, metrics by their direction, and the two forms in which records have the main metric."""
+"""Tests of tasks by name, metrics by their direction, and the two forms of the main metric in records."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_less_is_better_of_an_error_wherever_runs_are_compared() -> None:
 
 
 def test_models_are_compared_image_by_image() -> None:
-    """By hand: one image of four is lost, and none; errors of 1, 2 and 3 degrees more, and noise about none."""
+    """Covers one image of four lost and none, errors of 1, 2 and 3 degrees more, and noise around zero."""
     first, second = np.array([True, True, True, False]), np.array([True, True, False, False])
     assert CLASSIFICATION.mean(first) == 75.0 and CLASSIFICATION.worse(first, second, 0.5) == "loses 1 image"
     assert CLASSIFICATION.noise(first, second) == pytest.approx(100 * 2**0.5 / 4)
@@ -126,7 +126,7 @@ def test_models_are_compared_image_by_image() -> None:
 
 def test_a_meter_gives_the_mean_of_all_batches() -> None:
     meter = Angle().meter()
-    meter.add(np.array([[0.5], [0.0]], np.float32), np.array([20.0, 5.0]))  # 30 and 0 degrees
+    meter.add(np.array([[0.5], [0.0]], np.float32), np.array([20.0, 5.0]))  # outputs in degrees: 30 and 0
     meter.add(np.array([[-1.0]], np.float32), np.array([-57.0]))
     assert meter.result() == Scores((MAE.of(pytest.approx(6.0)),), 3)  # type: ignore[arg-type]
 

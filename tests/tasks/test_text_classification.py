@@ -1,4 +1,4 @@
-"""Classes of texts: accuracy and the classes' F1, against their definitions."""
+"""Tests of text classification: accuracy and macro F1 against their definitions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def test_figures_are_accuracy_and_mean_f1() -> None:
     logits, labels = (
         draw.normal(size=(300, 4)).astype(np.float32),
         draw.integers(0, 3, 300),
-    )  # class 3 has no text
+    )  # class 3 has no texts
     task = task_of("text_classification")
     meter = task.meter()
     for rows in (slice(0, 100), slice(100, 300)):

@@ -1,4 +1,4 @@
-"""Embeddings of pairs: rank correlations and their errors against SciPy and resampling, pooling, and what agrees."""
+"""Tests of pair embeddings: rank correlation against SciPy, errors against resampling, pooling, agreement."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PAIRS, WIDTH = 400, 12
 
 @pytest.fixture(scope="module")
 def pairs() -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float64]]:
-    """Embeddings of a model and of one near it, [2 N, D], and scores [N] with ties."""
+    """Returns embeddings of a model and of a similar one, [2 N, D], and scores [N] with ties."""
     draw = np.random.default_rng(0)
     first = draw.normal(size=(PAIRS, WIDTH))
     share = draw.uniform(size=(PAIRS, 1))

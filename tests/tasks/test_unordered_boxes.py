@@ -1,4 +1,4 @@
-"""Boxes in any order, against the same boxes shuffled."""
+"""Tests of boxes in any order, against the same boxes shuffled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROPOSALS, CLASSES = 12, 3
 
 
 def rows(seed: int = 0) -> NDArray[Any]:
-    """Returns boxes of two images that lie apart, [2, PROPOSALS * CLASSES, 4 + CLASSES]."""
+    """Returns well-separated boxes of two images, [2, PROPOSALS * CLASSES, 4 + CLASSES]."""
     rng = np.random.default_rng(seed)
     corners = np.arange(PROPOSALS)[:, None, None] * 50 + rng.uniform(0, 20, (2, PROPOSALS, CLASSES, 2))
     found = np.zeros((2, PROPOSALS, CLASSES, 4 + CLASSES), np.float32)
@@ -82,7 +82,7 @@ def test_distillation_finds_the_teachers_box() -> None:
 def test_rows_with_one_class_each_are_recognised() -> None:
     scores = rows()[..., 4:]
     assert are_unordered(scores)
-    assert not are_unordered(np.full_like(scores, 0.1))  # cells of a grid have all classes
+    assert not are_unordered(np.full_like(scores, 0.1))  # grid cells have scores for all classes
     assert not are_unordered(scores[..., :1]) and not are_unordered(scores[:, :-1])
     boxes, other = rows()[..., :4], shuffled(rows())
     task = Detection().suited([boxes, scores], ["boxes", "scores"], 2)

@@ -1,4 +1,4 @@
-"""Distillation: the losses against PyTorch's formulas, features that are found in any architecture, and mistakes."""
+"""Tests of distillation: losses against PyTorch's formulas, features of any architecture, and mistakes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ IMAGES, LABELS = noise(8, 3, 12, 12, seed=3), torch.arange(8) % 4
 
 
 def test_soft_targets_of_segmentation_weigh_as_in_classification() -> None:
-    """As cross entropy does: the mean over images and places, whose number is not a weight."""
+    """Checks that the loss is the mean over images and positions, as in cross entropy."""
     logits, target = noise(2, 5, 3, 4, seed=1), noise(2, 5, 3, 4, seed=2)
     p, q = (np.exp(one.numpy().astype(np.float64) / 3) for one in (target, logits))
     p, q = p / p.sum(1, keepdims=True), q / q.sum(1, keepdims=True)
@@ -38,7 +38,7 @@ def test_soft_targets_of_segmentation_weigh_as_in_classification() -> None:
 
 
 class Student(nn.Module):
-    """[N, 3, 12, 12] to [N, 4]: a block with a shortcut, which ends in a ReLU."""
+    """A model from [N, 3, 12, 12] to [N, 4] with a residual block, which ends in a ReLU."""
 
     def __init__(self, wide: int = 8) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Student(nn.Module):
 
 
 class Block(nn.Module):
-    """A shortcut around a convolution."""
+    """A residual block with one convolution."""
 
     def __init__(self, wide: int) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Block(nn.Module):
 
 
 class Teacher(nn.Module):
-    """Another architecture, whose `body` has the shape of the student's block."""
+    """Another architecture, whose `body` has the output shape of the student's block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def test_the_loss_is_that_of_the_papers(distill: float, weight: float) -> None:
     model = cast(Student, settle(Student(), 3, 12, 12))
     module, teacher = _module(schedule, model), cast(Teacher, settle(Teacher(), 3, 12, 12))
     module.learn_from(model, teacher)
-    set_phase(module.graph, observe=False, quantize=False)  # then the graph computes what the model does
+    set_phase(module.graph, observe=False, quantize=False)  # the graph computes what the model does
     stem = model.stem(IMAGES)
     ours, theirs = model.block(stem), teacher.body(IMAGES)
     logits, target = model(IMAGES), teacher(IMAGES)
@@ -102,7 +102,7 @@ def test_the_loss_is_that_of_the_papers(distill: float, weight: float) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
     assert not any(name.startswith(("body", "head")) for name, _ in module.named_parameters())
     found.backward()
-    for name, parameter in model.named_parameters():  # of folded ones there is another form
+    for name, parameter in model.named_parameters():  # those of the stem are folded
         if name.startswith(("block", "fc")):
             (gradient,) = torch.autograd.grad(wanted, parameter, retain_graph=True, allow_unused=True)
             own = module.graph.get_parameter(name).grad
@@ -164,7 +164,7 @@ def test_several_features_weigh_alike() -> None:
     ],
 )
 def test_float_features_cost_nothing_with_quantization_off(name: str, paths: list[str]) -> None:
-    """The student with quantization off is its own teacher: every feature is found, and none differs."""
+    """Compares the student with itself without quantization: every feature is found, and none differs."""
     model = build(name, 64)
     module = QATModule(
         model, noise(2, 3, 64, 64), ScheduleConfig(distill_features=paths, batch_norm="freeze")
@@ -217,7 +217,7 @@ def test_a_feature_that_can_not_be_learned_is_named(feature: str, says: str) -> 
 
 @pytest.mark.parametrize("batch_norm", ["fold", "freeze"])
 def test_a_folded_conv_is_refused_as_a_feature_before_training(batch_norm: str) -> None:
-    """The norms of an untrained model change nothing, so its Conv and its norm give the same."""
+    """BatchNorms of an untrained model are the identity, so a Conv and its BatchNorm have the same output."""
     schedule = ScheduleConfig(distill_features=["stem.0"], batch_norm=batch_norm)
     with pytest.raises(
         ConfigError, match=r"stem.0: expected a module whose output the quantized graph computes"
@@ -228,17 +228,17 @@ def test_a_folded_conv_is_refused_as_a_feature_before_training(batch_norm: str) 
 
 
 def five_classes() -> nn.Module:
-    """A user's teacher, with other classes than the digits'."""
+    """Returns a user's teacher with 5 classes instead of the digits' 10."""
     return nn.Sequential(nn.Flatten(), nn.LazyLinear(5))
 
 
 def of_another_size() -> nn.Module:
-    """One that takes no images of 8 x 8 pixels."""
+    """Returns a teacher that fails on images of 8 x 8 pixels."""
     return nn.Sequential(nn.Conv2d(3, 10, 16), nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
 
 def ten_classes() -> nn.Module:
-    """One that fits."""
+    """Returns a suitable teacher."""
     return nn.Sequential(nn.Conv2d(3, 10, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
 

@@ -1,5 +1,5 @@
-"""A training from step to step: the average that ships, ranges of accumulated batches, frozen modules, outputs of any
-form, and what is said of one that runs away.
+"""Tests of training step by step: the exported average, ranges under gradient accumulation, frozen modules,
+outputs of any form, and the error about divergence.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LABELS = torch.arange(24) % 4
 
 
 class Small(nn.Module):
-    """[N, 3, 12, 12] to [N, 4]."""
+    """A small model from [N, 3, 12, 12] to [N, 4]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def qat(model: nn.Module | None = None, **schedule: Any) -> QATModule:
 
 
 class Keep(lightning.Callback):
-    """The weights behind every optimizer step."""
+    """Keeps the weights after every optimizer step."""
 
     def __init__(self) -> None:
         self.weights: list[np.ndarray] = []
@@ -78,7 +78,7 @@ def train(
 @pytest.mark.parametrize("moves", [False, True], ids=["in_place", "moved"])
 @pytest.mark.parametrize("kind", ["QAT", "float"])
 def test_what_ships_is_the_average_of_the_weights(kind: str, moves: bool) -> None:
-    """Behind a training the parameters may have other memory: on another device, or in another order of axes."""
+    """After training, the parameters may be on another device or in another memory format."""
     decay, kept = 0.6, Keep()
     module: Learner = (
         qat(ema=decay) if kind == "QAT" else FloatModule(Small(), ScheduleConfig(ema=decay, float_lr=0.05))
@@ -109,7 +109,7 @@ def test_gradients_are_clipped_under_any_precision(optimizer: str, precision: An
             self.taken: list[float] = []
 
         def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-            self.given.append(norm(module))  # Lightning clips them behind this
+            self.given.append(norm(module))  # Lightning clips them after this hook
 
         def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
             self.taken.append(norm(module))
@@ -130,7 +130,7 @@ def _moved(ends: list[float], batch: Tensor, share: float) -> list[float]:
 
 
 def test_ranges_follow_steps_however_many_batches_make_one() -> None:
-    """The range of the images themselves, by hand: each step moves it once, by the ends of all that it takes."""
+    """Computes the input's range by hand: each step moves it once, by the extremes of all its batches."""
     module = qat(freeze_observers=1.0)
     train(module, 3, batch=4, accumulate_grad_batches=2)
     ends = [0.0, 0.0]
@@ -140,20 +140,20 @@ def test_ranges_follow_steps_however_many_batches_make_one() -> None:
         IMAGES[:8],
         IMAGES[8:16],
         IMAGES[16:],
-    ]  # two of calibration, three steps
+    ]  # two for calibration, three for steps
     for count, batch in enumerate(batches, 1):
         ends = _moved(ends, batch, max(1 / count, 0.01))
     observer = next(iter(fake_quantizers(module.graph).values())).observer
     assert observer is not None
     assert [observer.low.item(), observer.high.item()] == pytest.approx(ends)
-    module.calibrate([IMAGES[:8], IMAGES[:8]])  # each a batch again
+    module.calibrate([IMAGES[:8], IMAGES[:8]])  # each moves the range once
     ends = _moved(_moved(ends, IMAGES[:8], 1 / 6), IMAGES[:8], 1 / 7)
     assert [observer.low.item(), observer.high.item()] == pytest.approx(ends)
 
 
 @pytest.mark.parametrize("batch_norm", ["fold", "freeze", "train"])
 def test_frozen_parameters_stay(batch_norm: str) -> None:
-    """Of a stem that is frozen with its BatchNorm, and of one whose BatchNorm's scale alone trains."""
+    """Covers a stem frozen with its BatchNorm, and a frozen stem whose BatchNorm still trains."""
     model = Small()
     for part in (model.stem, model.bn):
         part.requires_grad_(False)
@@ -170,14 +170,14 @@ def test_frozen_parameters_stay(batch_norm: str) -> None:
 
 
 class Pair(NamedTuple):
-    """Two outputs by name."""
+    """Two named outputs."""
 
     logits: Tensor
     features: Tensor
 
 
 class Yielding(nn.Module):
-    """Logits, and beside them features that are none, in a form of choice."""
+    """A model that returns logits and other features, in a given form."""
 
     def __init__(self, form: str) -> None:
         super().__init__()
@@ -226,7 +226,7 @@ def test_channels_are_innermost_in_kernels_of_images_alone() -> None:
 
 @pytest.mark.parametrize("distill", [0.0, 0.5])
 def test_a_loss_under_autocast_is_that_of_its_logits_to_float32(distill: float) -> None:
-    """Autocast on the CPU leaves a cross entropy of bfloat16 logits in bfloat16, which has three digits."""
+    """On the CPU, autocast computes the cross entropy of bfloat16 logits in bfloat16, with three digits."""
     module = qat(distill=distill)
     module.set_phase(1.0)
     with torch.autocast("cpu", torch.bfloat16):

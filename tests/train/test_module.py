@@ -1,4 +1,4 @@
-"""QATModule: four hooks, the loss, the rate, and which phase a share of the steps is in."""
+"""Tests of QATModule: its four hooks, the loss, the learning rate, and the phases of training."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SCHEDULE = ScheduleConfig()
 
 
 class Classify(nn.Module):
-    """Chain with a pooled output: [N, 3, 12, 12] to [N, 4]."""
+    """Chain with a pooled output, from [N, 3, 12, 12] to [N, 4]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def _module(schedule: ScheduleConfig = SCHEDULE, **keywords: object) -> QATModul
 
 
 def test_the_hooks_used_alone_make_what_the_module_makes(tmp_path: Path) -> None:
-    """fuse, stub, prepare_qat and convert as plain calls, held against QATModule's file bit for bit."""
+    """Compares fuse, stub, prepare_qat and convert as plain calls with QATModule's file, byte for byte."""
     images = noise(16, 3, 12, 12)
     module = _module()
     module.calibrate([images])
@@ -137,8 +137,8 @@ def test_distillation_is_hintons_formula(share: float, temperature: float, smoot
     schedule = replace(SCHEDULE, distill=share, distill_temperature=temperature, label_smoothing=smoothing)
     module = _module(schedule)
     module.calibrate([noise(8, 3, 12, 12)])
-    module.eval()  # no dropout, so that logits can be computed once more
-    with torch.no_grad():  # far from the teacher, so that the divergence is no rounding error
+    module.eval()  # no dropout, so that the logits can be computed again
+    with torch.no_grad():  # far from the teacher, so that the divergence is not a rounding error
         module.graph.get_parameter("body.conv3.weight").mul_(-5)
     images, labels = noise(8, 3, 12, 12, seed=3), torch.arange(8) % 4
     student, teacher = (run_torch(m, images).astype(np.float64) for m in (module, _model()))
@@ -214,7 +214,7 @@ def _phase(module: QATModule) -> tuple[set[bool], set[bool], set[bool]]:
 )
 def test_phases_are_a_function_of_progress(progress: float, observing: bool, quantizing: bool) -> None:
     module = _module(replace(SCHEDULE, enable_fake_quant=0.2, freeze_observers=0.6))
-    for start in (0.0, 1.0):  # whatever phase it was in before
+    for start in (0.0, 1.0):  # from any previous phase
         module.set_phase(start)
         module.set_phase(progress)
         assert _phase(module) == ({observing}, {quantizing}, {quantizing})
@@ -233,7 +233,7 @@ def test_the_control_never_quantizes() -> None:
 
 
 def _batch_norms(module: QATModule) -> list[bool]:
-    """Whether each live BatchNorm would use batch statistics, as Lightning leaves it before a step."""
+    """Returns whether each remaining BatchNorm would use batch statistics in a step under Lightning."""
     module.eval()
     module.train()
     return [m.training for m in module.modules() if isinstance(m, nn.BatchNorm2d)]
@@ -252,7 +252,7 @@ def test_batchnorm_frozen_from_the_start() -> None:
 
 @pytest.mark.parametrize("batch_norm", ["freeze", "train"])
 def test_a_checkpoint_holds_every_tensor_once(batch_norm: str) -> None:
-    """A BatchNorm that lives on has one path, inside of its operator, and goes with it into training mode."""
+    """A remaining BatchNorm has one path, inside its operator, and follows it into training mode."""
     state = _module(replace(SCHEDULE, batch_norm=batch_norm)).state_dict()
     assert len({value.data_ptr() for value in state.values()}) == len(state)
     assert "graph.body.conv1.bn.running_var" in state and "graph.body.bn1.running_var" not in state
@@ -302,7 +302,7 @@ def _fit(module: lightning.LightningModule, steps: int) -> lightning.Trainer:
 
 @pytest.mark.parametrize("batch_norm", ["fold", "freeze", "train"])
 def test_fine_tuned_by_a_plain_trainer_and_shipped(batch_norm: str, tmp_path: Path) -> None:
-    """Without this project's pipeline: Lightning's Trainer, then the file, held against the converted module."""
+    """Trains with a plain Lightning Trainer, without the pipeline, and compares the file with the module."""
     module = _module(replace(SCHEDULE, lr=0.01, batch_norm=batch_norm), backend=QNNPACK)
     module.calibrate([noise(16, 3, 12, 12)])
     before = {k: v.clone() for k, v in module.graph.state_dict().items()}

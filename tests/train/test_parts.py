@@ -1,4 +1,4 @@
-"""Models that can't be traced as a whole: their parts against ONNX Runtime, in their place, and refused scopes."""
+"""Tests of models that cannot be traced as a whole: parts against ONNX Runtime, and refused scopes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from qatkit_verify.errors import ConfigError
 
 
 class Backbone(nn.Module):
-    """Two levels of features by name, with frozen BatchNorms."""
+    """A backbone with two named feature levels and frozen BatchNorms."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Backbone(nn.Module):
 
 
 class Head(nn.Module):
-    """Convolutions shared by all levels, then logic that no tracer follows."""
+    """A head with convolutions shared by all levels, followed by logic that cannot be traced."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Head(nn.Module):
 
 
 class Detector(nn.Module):
-    """Both."""
+    """A backbone with a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def run(path: Path, x: Tensor, *, optimize: bool) -> list[Any]:
 
 
 def check_files(parts: Parts, folder: Path) -> None:
-    """Every part's file against the converted part, on the tensors that the model gave it."""
+    """Compares every part's file with the converted part, on the inputs that the model gave to the part."""
     converted = parts.convert()
     for path, file in parts.export(folder).items():
         found = audit(file)
@@ -102,7 +102,7 @@ def test_parts_take_their_places_and_ship(tmp_path: Path) -> None:
 
 
 class TwoLevels(nn.Module):
-    """One head over two levels, the second so many times as large."""
+    """A model with one head for two levels, of which the second is scaled by `factor`."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ def test_the_traced_parts_of_a_detector(name: str, tmp_path: Path) -> None:
 
 
 class Neck(nn.Module):
-    """Takes a list of levels and a vector for all of them; gives levels by name in a tuple with their mean."""
+    """A part that takes a level and a vector, and returns named levels and a mean, as a tuple."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ class Neck(nn.Module):
 
 
 class WithNeck(nn.Module):
-    """Calls its neck by position and by keyword."""
+    """A model that calls its neck with positional and with keyword arguments."""
 
     def __init__(self) -> None:
         super().__init__()

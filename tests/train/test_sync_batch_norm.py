@@ -1,4 +1,7 @@
-"""BatchNorms of two processes against torch's own on the summed batch; with RANK PORT FOLDER this script is one."""
+"""Compares BatchNorms of two processes with one process on the whole batch.
+
+With the arguments RANK PORT FOLDER, this script is one of the two processes.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class WithActivation(nn.BatchNorm2d):
-    """As timm's: a forward of its own, by F.batch_norm, that calls an activation."""
+    """A BatchNorm as in timm, whose own forward calls F.batch_norm and an activation."""
 
     def forward(self, x: Tensor) -> Tensor:
         training, momentum = self.training or self.running_mean is None, self.momentum or 0.1
@@ -29,7 +32,7 @@ class WithActivation(nn.BatchNorm2d):
 
 
 class ByHand(nn.BatchNorm2d):
-    """Computes its statistics where nobody sees it."""
+    """A BatchNorm that computes its statistics without F.batch_norm, so that they cannot be synchronized."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x - x.mean((0, 2, 3), keepdim=True)
@@ -53,7 +56,7 @@ def _images() -> Tensor:
 
 
 def _step(model: nn.Module, images: Tensor, count: int) -> dict[str, Tensor]:
-    """Outputs, gradients and statistics of a step, its loss a sum over `count` images."""
+    """Returns outputs, gradients and statistics of a step, whose loss is a sum divided by `count`."""
     outputs = model(images)
     (outputs.pow(3).sum() / count).backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -84,7 +87,7 @@ def test_two_processes_are_one_with_the_summed_batch(tmp_path: Path) -> None:
     assert wanted.keys() == found[0].keys()
     for name, value in wanted.items():
         first, second = (one[name] for one in found)
-        gradient = name in parameters  # of a share of the images
+        gradient = name in parameters  # gradients are of half of the images each
         torch.testing.assert_close(first + second if gradient else first, value, rtol=1e-4, atol=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""The average of the weights, against NumPy."""
+"""Tests of the exponential moving average of the weights, against NumPy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _model() -> nn.Sequential:
 
 
 def _arrays(model: nn.Module) -> dict[str, np.ndarray]:
-    """Of what is averaged: parameters that train, and BatchNorm's statistics."""
+    """Returns what is averaged, as arrays: trained parameters and BatchNorm statistics."""
     return {
         name: value.double().numpy()
         for name, value in model.state_dict().items()
@@ -70,7 +70,7 @@ def test_a_stored_average_goes_on_to_the_last_bit() -> None:
             for parameter in (*whole.parameters(), *resumed.parameters()):
                 parameter.mul_(1.1).add_(0.01)
         one.update(step)
-        again = WeightAverage(resumed, 0.9, stored)  # as of a run that is stopped behind every step
+        again = WeightAverage(resumed, 0.9, stored)  # as in a run that is stopped after every step
         again.update(step)
         stored = again.state
     assert all(torch.equal(value, stored[name]) for name, value in one.state.items())
