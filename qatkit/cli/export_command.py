@@ -91,7 +91,7 @@ def _of_variants(node: DictConfig) -> DictConfig:
     for key in ("checkpoint", "onnx"):
         if node[key] is not None:
             raise ConfigError(
-                key, node[key], f"null with placement={VARIANTS}, which exports a model or a recipe"
+                key, node[key], f"null with placement={VARIANTS}; the model comes from model.name or a recipe"
             )
     return node
 

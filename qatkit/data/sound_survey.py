@@ -66,7 +66,7 @@ class SoundSurvey:
         """
         found = [one for one in map(self._recording, paths) if one is not None]
         self.seen += len(paths)
-        if self.unusable and self.bad == "refuse":
+        if found and self.unusable and self.bad == "refuse":
             told = f"{self._told()}; set data.bad=skip to leave them out"
             raise ConfigError("data.root", self.root, reason=told)
         if not found:

@@ -90,7 +90,8 @@ def survey(train: object, test: object, bad: str, *, progress: bool = False) -> 
     unread, root = {path: one.reason for path, one in looks.items() if one.reason}, _root(list(looks))
     told = f"{len(unread)} of {len(looks)} files can't be read as images: {_listed(unread, root)}"
     if unread and bad == "refuse":
-        raise ConfigError("data.root", root, reason=f"{told}; set data.bad=skip to leave them out")
+        advice = "; set data.bad=skip to leave them out" if len(unread) < len(looks) else ""
+        raise ConfigError("data.root", root, reason=f"{told}{advice}")
     usable = {"train": list(range(len(train))), "test": list(range(len(test)))}  # type: ignore[arg-type]
     for name, part in parts.items():
         usable[name] = [i for i, (path, _) in enumerate(part.samples) if not looks[path].reason]

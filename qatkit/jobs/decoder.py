@@ -73,7 +73,7 @@ class CheckDecoder(Conditional):
             )
         decoder, tokens = Decoder(state.model), _tokens(state)
         if tokens.shape[1] > decoder.longest:
-            allowed = f"at most {decoder.longest} with {KEY}=true, the attention window of the model"
+            allowed = f"at most {decoder.longest}, the attention window of the model, with {KEY}=true"
             raise ConfigError("data.context", tokens.shape[1], allowed)
         decoder.prove(tokens[:, :_PROVEN])
         return state

@@ -277,7 +277,7 @@ def test_a_text_is_at_most_as_long_as_a_window_of_attention(tmp_path: Path) -> N
     model, root = saved(tmp_path / "model", "Mistral", sliding_window=40), texts(tmp_path / "texts", 60)
     told = refused(asked(tmp_path / "run", model, root))
     assert told.startswith(
-        "data.context=48: expected at most 40 with export.decoder=true, the attention window"
+        "data.context=48: expected at most 40, the attention window"
     )
 
 

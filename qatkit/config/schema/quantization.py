@@ -40,8 +40,8 @@ class OverrideConfig:
     # Any: one number, or a list of numbers.
     weight_scale: Any = setting(
         None,
-        "scale of the weights, which neither calibration nor training changes; a list: one per output"
-        " channel",
+        "fixed scale of the weights, which calibration and training leave unchanged; a list: one per "
+        "output channel",
     )
     weight_zero_point: Any = setting(
         None,
@@ -81,7 +81,7 @@ class OverrideConfig:
         None, "use one bit less for activations: spread the range over 128 of 256 steps"
     )
     activation_scale: Any = setting(
-        None, "scale of the activation, which neither calibration nor training changes"
+        None, "fixed scale of the activation, which calibration and training leave unchanged"
     )
     activation_zero_point: int | None = setting(
         None, "zero point for activation_scale, if the activation is not symmetric"
@@ -105,13 +105,14 @@ class BackendConfig:
     )
     weight_dtype: str | None = setting(
         None,
-        "number type of all weights; number formats need backend=simulated; null: the backend's choice",
+        "number type of all weights; float16 and the types after it need backend=simulated; null: the "
+        "backend's choice",
         Choices((*SIGNED, *FORMAT_NAMES)),
     )
     activation_dtype: str | None = setting(
         None,
-        "number type of all activations, including the model's inputs; number formats need "
-        "backend=simulated; null: the backend's choice",
+        "number type of all activations, including the model's inputs; float16 and the types after it "
+        "need backend=simulated; null: the backend's choice",
         Choices((*ACTIVATIONS, *FORMAT_NAMES)),
     )
     activation_symmetric: bool | None = setting(
