@@ -1,4 +1,4 @@
-"""Roundings that are found or learned keep scales of their type, and lose nothing to the nearest."""
+"""Checks that GPTQ and AdaRound keep the scale type and lose little or nothing to rounding to nearest."""
 
 from __future__ import annotations
 

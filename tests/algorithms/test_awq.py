@@ -1,4 +1,4 @@
-"""AWQ: the float function stays, strengths are those of least error by NumPy, and large inputs cost less."""
+"""Tests of AWQ: it keeps the float function, finds the best strength and lowers the quantization error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from qatkit.quant.granularity import PerBlock, PerTensor
 
 
 class Gated(nn.Module):
-    """An RMSNorm that two Linears read, and a gate: the function of a language model's feed-forward block."""
+    """An RMSNorm read by two Linears and a gate, as in the feed-forward block of a language model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def quantized(graph: fx.GraphModule, images: Tensor) -> Tensor:
 
 
 def uneven(model: nn.Module) -> nn.Module:
-    """Six of the inputs of a norm's readers 12 times as large, and their weights as much smaller."""
+    """Makes six input channels of the norm's readers 12 times larger, and their weights 4 times smaller."""
     torch.manual_seed(0)
     gated = cast(Gated, model)
     with torch.no_grad():
@@ -84,7 +84,7 @@ def test_the_float_function_stays(name: str) -> None:
 
 
 def rounded(weight: np.ndarray, block: int) -> np.ndarray:
-    """int4 with a scale and a zero point for each block of a row, to the nearest; float32 as the package has it."""
+    """Rounds weights to int4 with a scale and zero_point per block of a row, in float32 like the package."""
     rows = weight.astype(np.float32).reshape(len(weight), -1, block)
     low, high = np.minimum(rows.min(2, keepdims=True), 0), np.maximum(rows.max(2, keepdims=True), 0)
     scale = (high - low) / np.float32(15)
@@ -159,7 +159,7 @@ def test_one_scale_for_all_stays() -> None:
 def test_weights_that_gain_nothing_stay() -> None:
     model, images = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8)), torch.ones(8, 32)
     graph = prepared(model, images, backend(8))
-    with torch.no_grad():  # every input of the second operator is as large as the others
+    with torch.no_grad():  # all inputs of the second operator are equally large
         graph.get_parameter("0.weight").zero_()
         graph.get_parameter("0.bias").fill_(1.0)
     assert AWQ()(graph, [images]).changed == 0

@@ -1,4 +1,4 @@
-"""Bias correction against means worked out in NumPy from the operators' own inputs and outputs."""
+"""Tests of bias correction against means that NumPy computes from the operators' inputs and outputs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Arrays = dict[str, NDArray[np.float64]]
 
 
 def _skewed(name: str) -> tuple[nn.Module, Tensor]:
-    """A small model and images whose means are far from zero: there rounding errors of weights add up."""
+    """Returns a small model, and images with means far from zero, for which weight rounding errors add up."""
     kind, shape = SMALL[name]
     torch.manual_seed(0)
     model = settle(kind(), *shape)
@@ -37,14 +37,14 @@ def _operator(graph: nn.Module, path: str) -> QATOperator:
 
 
 def _step(operator: QATOperator) -> float:
-    """The largest step of an operator's int32 bias."""
+    """Returns the largest scale of an operator's int32 bias."""
     fake = operator.weight_fake_quant
     assert fake is not None and fake._edges[0] is not None
     return float(fake.scale(operator.weight).max() * fake._edges[0].scale)
 
 
 def _means(graph: fx.GraphModule, images: Tensor, *, quantize: bool) -> Arrays:
-    """Mean output by image and channel of every operator; the graph is left as it was calibrated."""
+    """Returns each operator's mean output per image and channel; leaves the graph quantizing."""
     found: Arrays = {}
 
     def keep(name: str, linear: bool) -> Any:
@@ -79,7 +79,8 @@ def test_empirical_correction_leaves_no_mean_error_anywhere(name: str) -> None:
     assert result.changed == len(wanted)
     left = total = 0.0
     for path, means in wanted.items():
-        # Without the 2 lowest and 2 highest of 48 images; what is left is half a step of the int32 bias.
+        # The correction ignores the 2 lowest and 2 highest of 48 images; an error of up to half a step of
+        # the int32 bias remains.
         error, was = (np.sort(found[path] - means, axis=0)[2:-2].mean(0) for found in (after, before))
         assert np.abs(error).max() <= 0.51 * steps[path] + 1e-5, path
         left, total = left + np.abs(error).sum(), total + np.abs(was).sum()
@@ -87,7 +88,7 @@ def test_empirical_correction_leaves_no_mean_error_anywhere(name: str) -> None:
 
 
 def test_analytic_shift_is_the_expected_weight_rounding_error() -> None:
-    """Of a Linear: Σ_c (W'_oc - W_oc)·E[x_c], in NumPy from the weight's scale and the float inputs."""
+    """For a Linear, the shift is Σ_c (W'_oc - W_oc)·E[x_c], computed in NumPy from scale and float inputs."""
     torch.manual_seed(0)
     model, images = Mlp().eval(), noise(60, 12).abs() + 1
     graph = calibrated(model, images)
@@ -109,7 +110,7 @@ def test_analytic_shift_is_the_expected_weight_rounding_error() -> None:
 
 @pytest.mark.parametrize("name", ["chain", "residual", "gate"])
 def test_the_analytic_shift_is_that_of_a_run_over_all_images(name: str) -> None:
-    """Strides, borders and groups: the mean of op(x, W') - op(x, W) over the float inputs, one by one."""
+    """With strides, padding and groups, the shift is the mean of op(x, W') - op(x, W) over float inputs."""
     model, images = _skewed(name)
     graph = calibrated(model, images)
     float_means = _means(graph, images, quantize=False)
@@ -127,7 +128,7 @@ def test_the_analytic_shift_is_that_of_a_run_over_all_images(name: str) -> None:
 
 
 class Tokens(nn.Module):
-    """[N, 3, 8, 8] to 4 tokens of 16 x 3 values an image, tokens or images first, or all of them in one axis."""
+    """Two Linears on 4 tokens per image; the order is tokens first, images first or both in one axis."""
 
     def __init__(self, order: str) -> None:
         super().__init__()
@@ -161,7 +162,7 @@ def test_the_mean_is_that_of_all_places_whatever_comes_first(order: str) -> None
 
 
 def test_exact_weights_need_no_correction() -> None:
-    """The bias keeps its own value: that it will be rounded to a step is no shift."""
+    """The bias stays as it is: its later rounding to an int32 step doesn't count as a shift."""
     model, images = Mlp().eval(), noise(20, 12)
     with torch.no_grad():
         for layer in (m for m in model.modules() if isinstance(m, nn.Linear)):
@@ -242,7 +243,7 @@ def test_the_bias_ships_in_int32_steps() -> None:
 
 @pytest.mark.parametrize("algorithms", [[BiasCorrection()], [BiasCorrection(), MomentRounding()]])
 def test_without_quantization_the_graph_is_the_float_model_still(algorithms: list[Algorithm]) -> None:
-    """Also in a module that was read from its checkpoint."""
+    """This must also hold for a module restored from its checkpoint."""
     model, images = _skewed("chain")
     with torch.no_grad():
         wanted = model(images)

@@ -1,4 +1,4 @@
-"""Block reconstruction: its loss against the paper's equation, learned scales, and what of it reaches the file."""
+"""Tests of block reconstruction: its loss (the paper's equation), learned scales and the exported file."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _error(graph: fx.GraphModule, model: nn.Module, images: Tensor) -> float:
 
 
 class _Watcher:
-    """A learner that changes nothing and asks for the loss of each block."""
+    """A learner that changes nothing and calls `ask` with the lesson of each block."""
 
     def __init__(self, ask: Callable[[Lesson], None]) -> None:
         self.ask = ask
@@ -67,9 +67,9 @@ class _Watcher:
 
 @pytest.mark.parametrize("fisher", [False, True])
 def test_the_loss_is_equation_10(fisher: bool) -> None:
-    """E |F ∘ (y' - y)²| with y and y' of the whole graph, float and quantized, cut at the blocks' outputs."""
+    """The loss is E |F ∘ (y' - y)²|; y and y' are block outputs of the whole float and quantized graph."""
     model, images = _small("residual")
-    graph = calibrated(model, images, overrides={"*": INT4})  # errors far above those of y in float16
+    graph = calibrated(model, images, overrides={"*": INT4})  # far larger errors than caching y in float16
     found: dict[str, list[float]] = {}
     weights: dict[str, Tensor] = {}
 
@@ -108,7 +108,7 @@ class _Keep(fx.Interpreter):
 
 
 def test_a_learned_scale_has_the_gradient_of_lsq() -> None:
-    """Equation 3: round(v) - v inside, the range's end beyond it; of s = s0 exp(p), times s."""
+    """Equation 3: round(v) - v within the range, else the bound; times s, because s = s0 exp(p)."""
     quantizer = FakeQuantize(QuantSpec(), MinMaxObserver())
     quantizer.observe(torch.tensor([-1.0, 3.0]))
     x = torch.linspace(-2, 5, 57)
@@ -125,7 +125,7 @@ def test_a_learned_scale_has_the_gradient_of_lsq() -> None:
 
 def test_learned_scales_are_ranges_that_alignment_starts_from() -> None:
     model, images = _small("residual")
-    rare = torch.cat([images, 4 * images[:1]])  # ranges too wide for all but one
+    rare = torch.cat([images, 4 * images[:1]])  # one outlier image makes the ranges too wide for all others
     graph = calibrated(model, rare)
     before = _error(graph, model, images)
     algorithm = BlockReconstruction(images=32, batch_size=16, steps=40, scale_lr=0.02, operators=2)
@@ -160,7 +160,7 @@ CASES: list[tuple[str, Algorithm, OverrideConfig | None]] = [
 def test_the_file_holds_the_learned_rounding(
     name: str, algorithm: Algorithm, override: OverrideConfig | None, tmp_path: Path
 ) -> None:
-    """Integer by integer, and what ONNX Runtime computes of them; with less error than rounding to nearest."""
+    """Compares all integers and ONNX Runtime's outputs; rounding to nearest must have a larger error."""
     model, images = _small(name)
     overrides = None if override is None else {"*": override}
     graph = calibrated(model, images, overrides=overrides)
@@ -182,7 +182,7 @@ def test_the_file_holds_the_learned_rounding(
 
 
 def _integers(operator: QATOperator) -> NDArray[np.int8]:
-    """floor(W / s) + up in NumPy, or to the nearest where nothing better was found."""
+    """Computes floor(W / s) + up in NumPy, or rounds to nearest where nothing better was found."""
     fake = operator.weight_fake_quant
     assert fake is not None
     weight = operator.weight.detach().numpy()
@@ -197,7 +197,7 @@ def _integers(operator: QATOperator) -> NDArray[np.int8]:
 
 
 class Scaled(nn.Module):
-    """γ · Linear behind a residual, as ConvNeXt has it, with γ of either sign."""
+    """A residual branch that ends in γ · Linear, as in ConvNeXt; γ has both signs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ def test_a_layer_scale_is_folded_into_the_learned_integers() -> None:
 
 
 def test_no_better_rounding_is_said_and_nothing_is_changed() -> None:
-    """Weights and inputs that are whole steps already."""
+    """The weights and inputs are already integer multiples of their scales."""
     model = nn.Sequential(nn.Linear(6, 4)).eval()
     images = torch.randint(0, 256, (16, 6), generator=torch.Generator().manual_seed(0)) / 255
     images[0, 0], images[0, 1] = 0, 1

@@ -1,4 +1,4 @@
-"""The partition of graphs, the tensors kept between blocks, what is kept of a killed call, and what is left out."""
+"""Tests of block-wise learning: partition, tensor cache, Fisher importance, resume and skipped operators."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_blocks_are_cut_where_one_tensor_is_alive() -> None:
 
 
 class _TwoHeads(nn.Module):
-    """Two outputs of a file, and one for training alone, as a detector has them."""
+    """A net with two exported outputs and one only for training, like a detector."""
 
     inference_outputs = 2
 
@@ -119,7 +119,7 @@ def test_outputs_for_training_alone_are_not_learned_from(fisher: bool) -> None:
 
 
 def test_a_layer_has_the_activation_behind_it() -> None:
-    model, images = _small("block")  # GELU, which no quantizer stands for
+    model, images = _small("block")  # its GELU follows fc1 directly, without a fake quantizer between
     parts = {site(b.operators[0]): b for b in layers(calibrated(model, images)) if b.operators}
     assert [site(node) for node in parts["fc1"].nodes][:2] == ["fc1", "act"]
     assert [site(node) for node in parts["fc2"].nodes] == ["fc2"]
@@ -150,7 +150,7 @@ def test_cached_tensors_are_exact_on_a_grid_and_near_elsewhere(limit: int) -> No
 
 
 def test_importance_is_the_diagonal_of_the_fisher_information() -> None:
-    """Of softmax(W y): Σ_ab W_ai (diag(p) - p pᵀ)_ab W_bi, which the mean over draws comes to; in NumPy."""
+    """For softmax(W y), the mean over draws approaches Σ_ab W_ai (diag(p) - p pᵀ)_ab W_bi, from NumPy."""
     torch.manual_seed(0)
     graph = fx.Graph()
     x = graph.placeholder("x")
@@ -182,7 +182,7 @@ def test_a_killed_call_goes_on_and_comes_to_the_same_bits(algorithm: Algorithm, 
     whole, killed, resumed = (calibrated(model, images) for _ in range(3))
     with working(progress=False, seed=3, file=None):
         algorithm(whole, [images])
-    # The importance of the first block's output takes two chunks through the last operator.
+    # The importance of the first block's output sends two chunks through the last operator.
     calls = iter(range(3 if getattr(algorithm, "fisher", False) else 1))
     last = killed.get_submodule("fc").register_forward_pre_hook(lambda *_: _kill_after(calls))
     with pytest.raises(KeyboardInterrupt), working(progress=False, seed=3, file=file):
@@ -256,7 +256,7 @@ def test_what_stays_says_why() -> None:
 
 
 class Two(nn.Module):
-    """Images and numbers, tokens first."""
+    """A net with two inputs (images and numbers) whose inner tensors have tokens before images."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""How algorithms are chosen and ordered, what they are called with, and that a new one takes two files."""
+"""Tests of how algorithms are chosen, ordered and called, and that a new one needs only two files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from qatkit_verify.errors import ConfigError
 
 @dataclass(frozen=True)
 class Spy(Algorithm):
-    """Notes what it is called with."""
+    """An algorithm that records what it is called with."""
 
     stage: ClassVar[str]
     seen: list[tuple[str, bool, list[int]]] = field(default_factory=list, compare=False)
@@ -49,26 +49,26 @@ class Spy(Algorithm):
 
 
 class Fused(Spy):
-    """Before prepare_qat."""
+    """A Spy that runs before prepare_qat."""
 
     stage = STAGES[0]
 
 
 class Prepared(Spy):
-    """Before calibration."""
+    """A Spy that runs before calibration."""
 
     stage = STAGES[1]
 
 
 class Calibrated(Spy):
-    """After calibration."""
+    """A Spy that runs after calibration."""
 
     stage = STAGES[2]
 
 
 @dataclass(frozen=True)
 class Imageless(Algorithm):
-    """After calibration, without a number of images."""
+    """An algorithm that runs after calibration but has no `images` field."""
 
     stage: ClassVar[str] = STAGES[2]
 
@@ -77,7 +77,7 @@ class Imageless(Algorithm):
 
 
 class Stageless(Spy):
-    """At none of them."""
+    """A Spy with an unknown stage."""
 
     stage = "later"
 
@@ -89,7 +89,7 @@ def _entry(owner: type, **settings: Any) -> dict[str, Any]:
 def test_each_runs_at_its_stage_with_what_that_stage_has() -> None:
     torch.manual_seed(0)
     seen: list[tuple[str, bool, list[int]]] = []
-    # Listed backwards: within a module the stages decide.
+    # Listed in reverse: the stages determine the order.
     module = QATModule(
         nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU()),
         torch.randn(2, 3, 4, 4),
@@ -103,7 +103,8 @@ def test_each_runs_at_its_stage_with_what_that_stage_has() -> None:
     assert module.notes == skipped + [
         (stage, "noted") for stage in ("calibrated", "prepared", "fused", "fused")
     ]
-    assert not set(skipped) & set(module.skipped)  # no licence for the audit
+    # Notes must not make the audit accept float operators.
+    assert not set(skipped) & set(module.skipped)
 
 
 def test_the_order_is_that_of_the_stages_then_as_listed() -> None:
@@ -223,7 +224,7 @@ def test_settings_have_limits_in_python_too() -> None:
             {"equalize": False, "relu6": "keep", "bias_correction": "empirical", "bias_images": 9},
             {"bias_correction": BiasCorrection(images=9)},
         ),
-        ({"equalize": True}, {"equalize": Equalize()}),  # as far back as there was no more
+        ({"equalize": True}, {"equalize": Equalize()}),  # the oldest form, which had no other key
     ],
 )
 def test_a_configuration_of_before_still_loads(
@@ -266,7 +267,7 @@ class Level(Algorithm):
 
 @pytest.mark.slow  # three processes
 def test_a_new_algorithm_takes_two_files(tmp_path: Path) -> None:
-    """The module and the YAML, neither of them in qatkit, on the command line and in the help."""
+    """A module and a YAML file outside qatkit add an algorithm to the command line and the help."""
     (tmp_path / "my_package").mkdir()
     (tmp_path / "my_package" / "level.py").write_text(ZERO)
     (tmp_path / "my_conf" / "algorithm").mkdir(parents=True)

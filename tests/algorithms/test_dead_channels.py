@@ -1,4 +1,4 @@
-"""Dead channels and the overflow of int32 biases: each has a line with its path and its count."""
+"""Tests of the notes on dead channels and on int32 bias overflow, each with its path and count."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from qatkit.train.module import QATModule
 
 
 def _with_dead_channels() -> nn.Module:
-    """conv1 has two outputs of zero; conv2, in four groups, doesn't read inputs 0 and 5, and has output 9 dead."""
+    """Returns a Chain: conv1 has two dead outputs; conv2 (four groups) has one and ignores inputs 0 and 5."""
     model = settle(Chain(), 3, 12, 12)
     with torch.no_grad():
         model.get_parameter("conv1.weight")[[2, 6]] = 0.0
@@ -59,7 +59,7 @@ def test_a_module_notes_them_and_convert_repairs_their_bias() -> None:
     module.eval()
     module.ready_to_convert()
     converted = module.convert()
-    # The bias of a channel without weights has no scale to fit; what it adds is there all the same.
+    # A channel without weights has no scale that fits its bias; the outputs include the bias nevertheless.
     assert (
         "conv1",
         "the scale of 2 channels was raised so that the bias fits int32; no output changes",

@@ -1,4 +1,4 @@
-"""Cross-layer equalization: the function stays, ranges meet, and weights with per-tensor scales regain bits."""
+"""Tests of cross-layer equalization: same float function, equal ranges, better per-tensor SQNR."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PER_TENSOR = {"op/conv": OverrideConfig(weight_granularity="per_tensor")}
 
 
 class Separable(nn.Module):
-    """conv, depthwise, grouped, 1x1, pooled and flattened into a classifier; all of it positively homogeneous."""
+    """A net of full, depthwise, grouped and 1x1 convs, pools and a classifier, positively homogeneous."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Separable(nn.Module):
 
 
 class Clipped(nn.Module):
-    """conv, ReLU6, conv."""
+    """A conv, a ReLU6 and a conv."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def _opened(model: nn.Module, example: Tensor, batch_norm: str = "fold") -> fx.G
 
 
 def _uneven(model: nn.Module) -> nn.Module:
-    """Rescales the channels of every pair by 0.02 to 50, the function kept: what equalization has to undo."""
+    """Rescales the channels of every pair by 0.02 to 50 and keeps the function; equalization undoes this."""
     layers = [m for m in model.modules() if isinstance(m, (nn.Conv2d, nn.Linear))]
     with torch.no_grad():
         for i, layer in enumerate(layers[:-1]):
@@ -93,7 +93,7 @@ def test_the_float_function_stays(name: str) -> None:
     graph = _opened(model, example)
     Equalize()(graph, example)
     torch.testing.assert_close(graph(example), model(example), rtol=1e-5, atol=1e-5)
-    for key, value in model.state_dict().items():  # the float model itself is left alone
+    for key, value in model.state_dict().items():  # the float model itself doesn't change
         assert torch.equal(value, before[key])
 
 
@@ -110,7 +110,7 @@ def test_ranges_match_across_depthwise_grouped_and_flattened_ops() -> None:
     def outputs(weight: NDArray[np.float32]) -> NDArray[np.float32]:
         return np.asarray(np.abs(weight).reshape(len(weight), -1).max(1))
 
-    # Written out per channel, from what each output reads: the 8 inputs of the depthwise have 2 outputs each.
+    # The ranges of the inputs, written out per channel; each of the 8 depthwise inputs has 2 outputs.
     depthwise_in = outputs(w[3]).reshape(8, 2).max(1)
     np.testing.assert_allclose(outputs(w[0]), depthwise_in, rtol=1e-3)
     grouped_in = np.array([np.abs(w[5][c // 4 * 2 : c // 4 * 2 + 2, c % 4]).max() for c in range(16)])
@@ -121,7 +121,7 @@ def test_ranges_match_across_depthwise_grouped_and_flattened_ops() -> None:
 
 
 def test_one_pair_by_hand() -> None:
-    """Channels of range (8, 1) and (2, 16): s = (2, 1/4), both ranges 4 = sqrt(8·2) = sqrt(1·16)."""
+    """The ranges (8, 1) and (2, 16) give s = (2, 1/4); both become 4 = sqrt(8·2) = sqrt(1·16)."""
     model = nn.Sequential(nn.Linear(1, 2), nn.ReLU(), nn.Linear(2, 1))
     values = {"0.weight": [[8.0], [-1.0]], "0.bias": [3.0, 5.0], "2.weight": [[-2.0, 16.0]]}
     model.load_state_dict({key: torch.tensor(value) for key, value in values.items()}, strict=False)
@@ -173,7 +173,7 @@ def test_relu6_ends_a_pair_unless_it_may_become_a_relu() -> None:
     changed = _opened(model, example)
     assert Equalize(relu6="relu")(changed, example).changed == 1
     y = changed(40 * example)
-    assert not torch.allclose(y, model(40 * example), rtol=0.1)  # beyond 6 it is another function
+    assert not torch.allclose(y, model(40 * example), rtol=0.1)  # above 6 the function differs
     torch.testing.assert_close(y, model.second(torch.relu(model.first(40 * example))), rtol=1e-5, atol=1e-4)
 
 
@@ -206,7 +206,7 @@ def test_what_cannot_be_equalized_says_why(name: str, batch_norm: str, site: str
 
 
 class Tied(nn.Module):
-    """Three Linears; the last one reads a weight or a bias of the first, or of the second, once more."""
+    """Three Linears; a weight or bias of the first or the second is used a second time."""
 
     def __init__(self, shared: str) -> None:
         super().__init__()
@@ -239,7 +239,7 @@ def test_what_another_reader_sees_stays(shared: str, pairs: int) -> None:
 
 
 def test_a_checkpoint_fits_a_module_built_from_other_weights() -> None:
-    """As on export: the structure is a function of the configuration, all values are in the checkpoint."""
+    """On export, the configuration determines the structure, and all values come from the checkpoint."""
     images, algorithms = noise(16, 3, 32, 32), [Equalize(relu6="relu")]
     made = QATModule(build("mobilenet_v2", 32), images[:2], ScheduleConfig(), algorithms=algorithms)
     made.calibrate([images])
@@ -248,7 +248,8 @@ def test_a_checkpoint_fits_a_module_built_from_other_weights() -> None:
     other.load_state_dict(made.state_dict())
     assert torch.equal(other.convert().graph(images), made.convert().graph(images))
     assert made.notes
-    assert not {site for site, reason in made.skipped if "equalized" in reason}  # no licence for the audit
+    # Notes must not make the audit accept float operators.
+    assert not {site for site, reason in made.skipped if "equalized" in reason}
 
 
 def test_nothing_is_touched_by_default() -> None:

@@ -1,4 +1,4 @@
-"""Algorithms on number formats: what lowers the error of the outputs, and what reaches the file."""
+"""Tests of algorithms on number formats: the error of the outputs, and the exported file."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def of(weight: str, activation: str = "float16") -> Backend:
 
 
 def ready(model: nn.Module, x: Tensor, backend: Backend) -> fx.GraphModule:
-    """Calibrated, and quantizing."""
+    """Returns the calibrated graph of `model` with quantization on."""
     graph = calibrated(model.eval(), x, backend)
     set_phase(graph, observe=False, quantize=True)
     return graph
 
 
 def lost(graph: fx.GraphModule, model: nn.Module, x: Tensor) -> float:
-    """Returns the squared error of the outputs over their squared values."""
+    """Returns the squared error of the outputs divided by their squared values."""
     with torch.no_grad():
         wanted = model(x)
         return float((graph(x) - wanted).square().sum() / wanted.square().sum())
@@ -60,7 +60,7 @@ def images() -> nn.Module:
 
 
 def test_columns_of_a_float_grid_are_those_of_brain_surgeon() -> None:
-    """FP4 whose numbers up to 2 are whole halves: on weights that small its grid is that of integers."""
+    """FP4 values up to 2 are multiples of 0.5: weights this small have a uniform grid, as with integers."""
     x = correlated(160, 40).double()
     form = x.T @ x / len(x) + 0.5 * torch.eye(40)
     weight = noise(5, 40) / 10
@@ -68,8 +68,8 @@ def test_columns_of_a_float_grid_are_those_of_brain_surgeon() -> None:
     columns = Columns(form[None], order=True, damping=0.0)
     found = columns.rounded_to(weight[None], scale[None], FORMATS["mxfp4"].element)
     wanted = by_brain_surgeon(weight.double().numpy(), form.numpy(), np.full((5, 40), 0.5), (-4, 4), True)
-    assert np.abs(wanted).max() < 4  # no step of a larger number
-    assert np.mean(found[0].numpy() != wanted / 2) < 0.02  # a tie may fall otherwise in float32
+    assert np.abs(wanted).max() < 4  # no value above 2, where FP4 steps are larger
+    assert np.mean(found[0].numpy() != wanted / 2) < 0.02  # float32 may break ties differently
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "mxfp6_e2m3", "float8_e5m2"])
@@ -144,4 +144,4 @@ def test_bias_correction_takes_the_mean_error_of_formats(method: str, left: floa
     BiasCorrection(method=method, images=256)(graph, [x])
     assert (graph(x) - wanted).mean(0).abs().max() < left * before
     set_phase(graph, observe=False, quantize=False)
-    torch.testing.assert_close(graph(x), wanted)  # the correction belongs to the quantized weight
+    torch.testing.assert_close(graph(x), wanted)  # only quantized weights are corrected

@@ -1,4 +1,4 @@
-"""GPTQ against optimal brain quantization as its paper writes it, in NumPy, and against the outputs of operators."""
+"""Tests of GPTQ: the columns against optimal brain quantization in NumPy, and the outputs against float."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CHANNELS = replace(WEIGHT_ONLY, weight=replace(WEIGHT_ONLY.weight, granularity=P
 
 
 def correlated(rows: int, inputs: int, seed: int = 0) -> Tensor:
-    """Inputs of which a few directions have most of the variance, and whose means are not 0."""
+    """Returns inputs with most of their variance in a few directions, and with nonzero means."""
     directions = noise(inputs + 1, inputs)
     mixing = directions[:-1] * torch.linspace(2.0, 0.02, inputs)
     generator = torch.Generator().manual_seed(seed)
@@ -45,7 +45,7 @@ def correlated(rows: int, inputs: int, seed: int = 0) -> Tensor:
 
 
 def by_brain_surgeon(weight: Array, form: Array, scale: Array, ends: tuple[int, int], order: bool) -> Array:
-    """Column by column: round, move the other columns by the inverse form, take the column out of the inverse."""
+    """Rounds column by column, moves the others by the inverse form, and removes the column from it."""
     weight, inverse, found = weight.copy(), np.linalg.inv(form), np.zeros_like(weight)
     places = np.argsort(-np.diag(form), kind="stable") if order else np.arange(len(form))
     for at in places:
@@ -57,7 +57,7 @@ def by_brain_surgeon(weight: Array, form: Array, scale: Array, ends: tuple[int, 
 
 
 @pytest.mark.parametrize("order", [True, False])
-@pytest.mark.parametrize("inputs", [7, 200])  # less and more than are rounded at once
+@pytest.mark.parametrize("inputs", [7, 200])  # fewer and more columns than one block of the algorithm
 def test_columns_are_those_of_optimal_brain_quantization(inputs: int, order: bool) -> None:
     x = correlated(4 * inputs, inputs).double()
     form = x.T @ x / len(x) + 0.05 * torch.eye(inputs)
@@ -65,11 +65,11 @@ def test_columns_are_those_of_optimal_brain_quantization(inputs: int, order: boo
     scale = (weight.abs().amax(1, keepdim=True) / 7).expand_as(weight)
     found = Columns(form[None], order=order, damping=0.0).rounded(weight[None], scale[None], (-7, 7))
     wanted = by_brain_surgeon(weight.double().numpy(), form.numpy(), scale.double().numpy(), (-7, 7), order)
-    assert np.mean(found[0].numpy() != wanted) < 0.005  # a tie may fall otherwise in float32
+    assert np.mean(found[0].numpy() != wanted) < 0.005  # float32 may break ties differently
 
 
 def test_groups_and_inputs_that_are_always_zero() -> None:
-    """Every group is rounded by its own moments; weights of an input that is 0 to the nearest."""
+    """Each group uses its own moments; the weights of an input that is always 0 are rounded to nearest."""
     forms = torch.stack([torch.diag(torch.tensor([1.0, 2.0, 0.0])), correlated(50, 3).T.cov()])
     weight = noise(2, 4, 3)
     scale = torch.full_like(weight, 0.25)
@@ -85,7 +85,7 @@ def test_a_singular_form_is_damped_until_it_can_be_inverted() -> None:
     one = torch.ones(1, 6, 6)  # six copies of one input
     found = Columns(one, order=True, damping=0.0).rounded(noise(1, 3, 6), torch.full((1, 3, 6), 0.5), (-8, 7))
     sums = (found * 0.5).sum(2) - noise(1, 3, 6).sum(2)
-    assert float(sums.abs().max()) <= 0.26  # half a step of all six together
+    assert float(sums.abs().max()) <= 0.26  # the six errors add up to at most half a step
 
 
 def test_moments_that_are_not_finite_are_refused() -> None:
@@ -102,14 +102,14 @@ def prepared(model: nn.Module, x: Tensor, backend: Backend = WEIGHT_ONLY) -> fx.
 
 
 def lost(graph: fx.GraphModule, model: nn.Module, x: Tensor) -> float:
-    """Returns the squared error of the outputs over their squared values."""
+    """Returns the squared error of the outputs divided by their squared values."""
     with torch.no_grad():
         wanted = model(x)
         return float((graph(x) - wanted).square().sum() / wanted.square().sum())
 
 
 class Chain(nn.Module):
-    """Linears with and without a bias, behind activations."""
+    """Linears with and without a bias, and activations between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ def _weights(graph: fx.GraphModule) -> list[tuple[str, QATOperator, WeightFakeQu
 
 
 def test_a_bias_takes_the_mean_error() -> None:
-    """The mean of each output over the calibration images is that of the float operator."""
+    """Over the calibration images, each output must have the mean of the float operator."""
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(48, 24)), correlated(256, 48)
     graph = prepared(model, x)
@@ -193,7 +193,7 @@ def test_a_bias_takes_the_mean_error() -> None:
 
 
 def test_weights_of_eight_bits_with_quantized_activations_too() -> None:
-    """An algorithm of any backend: ranges are observed first."""
+    """GPTQ also works with a backend whose activation ranges are calibrated first."""
     torch.manual_seed(0)
     model, (_, x, unseen) = Chain(), CASES["linears"]
     four = replace(FBGEMM, weight=replace(FBGEMM.weight, dtype="int4"))
@@ -244,13 +244,13 @@ def test_a_tied_table_has_the_integers_of_the_head(tmp_path: Path) -> None:
     sizes = [
         len(one.raw_data) for one in onnx.load(path).graph.initializer if one.data_type == TensorProto.UINT8
     ]
-    assert sizes.count(50 * 16) == 1  # 50 rows of 32 weights in 4 bits, once
+    assert sizes.count(50 * 16) == 1  # the table of 50 x 32 weights in 4 bits is stored once
     found = ort.InferenceSession(path).run(None, {"input": words.numpy()})[0]
     np.testing.assert_allclose(found, graph(words).detach().numpy(), atol=1e-5)
 
 
 class Prompted(nn.Module):
-    """Puts a token before each sequence, behind a layer that stands between the batch's size and its use."""
+    """A net that prepends a token to each sequence; it reads the batch size a layer before it uses it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -274,7 +274,7 @@ def test_sizes_that_are_alive_between_layers_are_kept() -> None:
 
 
 def test_blocks_need_the_whole_row_of_moments() -> None:
-    """Moment rounding, which needs one scale per row, names GPTQ for blocks."""
+    """Moment rounding needs one scale per row, and recommends GPTQ for per-block scales."""
     from qatkit.algorithms import MomentRounding
 
     graph = prepared(Chain(), correlated(8, 48))
@@ -284,7 +284,7 @@ def test_blocks_need_the_whole_row_of_moments() -> None:
 
 
 def test_a_run_that_was_killed_goes_on(tmp_path: Path) -> None:
-    """Finished operators are read from the file, and the result is the same bit for bit."""
+    """Resuming reads the finished operators from the file; the result is the same bit for bit."""
     torch.manual_seed(0)
     model, x = Chain(), CASES["linears"][1]
     algorithm = GPTQ(images=64, batch_size=16)

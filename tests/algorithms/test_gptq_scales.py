@@ -1,4 +1,4 @@
-"""Scales for GPTQ against NumPy: candidates one by one, and least squares by its solver."""
+"""Tests of GPTQ's scales against NumPy: a search over all candidates, and a least-squares solver."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_no_candidate_costs_less_than_the_one_found(granularity: Granularity, sy
 
 
 def rounded(weight: Tensor, form: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
-    """Integers by GPTQ, and the scales of the range."""
+    """Returns GPTQ's integers, and the scales that follow from the weight ranges."""
     rows = weight.flatten(0, 1)
     scale = numerics.weight_scale(rows, spec)
     spread, low, high = (

@@ -1,4 +1,4 @@
-"""Rounding by the moments of inputs: its moments, its quadratic form and its choice against NumPy and enumeration."""
+"""Tests of moment rounding: moments against NumPy, choices against all roundings, and the exported file."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_moments_are_numpys() -> None:
 
 
 def test_no_single_other_choice_is_better_and_few_of_all_are() -> None:
-    """Against all 2^8 roundings of each of 20 rows."""
+    """Compares with all 2^8 roundings of each of 20 rows."""
     form, steps = _form(8), 30 * noise(1, 20, 8)
     up = best_rounding(steps, form[None], (-127, 127), 50)
     down = steps[0].floor().numpy()
@@ -100,7 +100,7 @@ def test_no_single_other_choice_is_better_and_few_of_all_are() -> None:
 
 
 def test_a_row_longer_than_a_block_is_solved_as_a_whole() -> None:
-    """The slope that is kept up across blocks is the one that the errors have."""
+    """No single flip lowers the error, so the slope that is updated across blocks is the true one."""
     form, steps = _form(150, seed=3) + torch.eye(150), 30 * noise(1, 4, 150)
     up = best_rounding(steps, form[None], (-127, 127), 60)
     e = (steps.floor() + up - steps)[0].double()
@@ -121,7 +121,7 @@ def test_the_ends_of_the_type_hold() -> None:
     "name", ["chain", "mlp", "residual", "block", "gate", "concat", "conv_flatten_linear"]
 )
 def test_outputs_are_nearer_to_float(name: str) -> None:
-    """On other images, with weights alone quantized."""
+    """Compares on other images, with only the weights quantized."""
     kind, shape = SMALL[name]
     torch.manual_seed(0)
     model = settle(kind(), *shape)
@@ -141,7 +141,7 @@ def test_outputs_are_nearer_to_float(name: str) -> None:
 
 
 def test_what_was_chosen_ships(tmp_path: Path) -> None:
-    """The simulation, the converted module and ONNX Runtime hold the same integers."""
+    """ONNX Runtime agrees with the simulation, and the integers are not all the nearest ones."""
     kind, shape = SMALL["residual"]
     torch.manual_seed(0)
     model, images = settle(kind(), *shape), noise(32, *shape)
@@ -162,12 +162,12 @@ def test_what_was_chosen_ships(tmp_path: Path) -> None:
 
 
 def test_the_bias_takes_the_mean_error_of_the_integers_that_ship() -> None:
-    """Also where two weights that are rounded up would saturate together, and one of them is moved again."""
+    """This must also hold where two weights, both rounded up, would saturate and one is changed again."""
     torch.manual_seed(0)
     model = Mlp().eval()
-    images = noise(60, 1, seed=1) + 0.3 * noise(60, 12) + 1  # correlated: errors make up for each other
+    images = noise(60, 1, seed=1) + 0.3 * noise(60, 12) + 1  # correlated, so that errors can cancel
     with torch.no_grad():
-        model.fc1.weight.abs_()  # so that pairs set the scale, and are at the limit
+        model.fc1.weight.abs_()  # so that pairs determine the scale and reach its limit
     graph = calibrated(model, images)
     operator = cast(QATOperator, graph.get_submodule("fc1"))
     fake = operator.weight_fake_quant
@@ -193,7 +193,7 @@ def test_a_checkpoint_holds_it_all() -> None:
 
 
 def test_a_later_bias_correction_takes_the_place_of_the_shift() -> None:
-    """Twice the same correction is once the correction: each starts from the float model's biases."""
+    """Correcting twice equals correcting once, because each correction starts from the float biases."""
     torch.manual_seed(0)
     model, images = Mlp().eval(), noise(60, 12) + 1
     graph = calibrated(model, images)
@@ -205,7 +205,7 @@ def test_a_later_bias_correction_takes_the_place_of_the_shift() -> None:
         BiasCorrection("analytic", images=60)(graph, [images])
         found.append(graph.get_parameter("fc1.bias").clone())
     assert torch.equal(found[0], found[1])
-    # fc1's shift is -e·μ both times.
+    # Both methods shift the bias of fc1 by -e·μ.
     torch.testing.assert_close(found[0], shifted, rtol=1e-4, atol=1e-6)
 
 

@@ -1,4 +1,4 @@
-"""A whole run with every correction: what it reports, and that its checkpoint is all that an export needs."""
+"""Tests of whole runs with several algorithms: the report, and that an export needs only the checkpoint."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from qatkit.train.module import QATModule
 
 
 class Net(nn.Module):
-    """conv, ReLU6, conv, ReLU, conv, pool, classifier; one channel of the second conv is dead."""
+    """A net of three convs, a ReLU6, a ReLU and a classifier; one channel of the second conv is dead."""
 
     def __init__(self, num_classes: int = 10) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def test_a_corrected_run_reports_resumes_and_exports_again(tmp_path: Path) -> No
     assert export_checkpoint.export(exported) == 0
     assert (again / "model.int8.onnx").read_bytes() == made
 
-    # Stopped after calibration: the corrections are in the checkpoint, and are not made twice.
+    # Resumed after calibration: the corrections are in the checkpoint and must not be applied twice.
     for name in ("report.json", "report.html", "model.int8.onnx"):
         (folder / name).unlink()
     assert pipeline.train(replace(config, resume=str(folder / "last.ckpt"), output_dir=None)) == 0
@@ -91,7 +91,7 @@ def test_a_corrected_run_reports_resumes_and_exports_again(tmp_path: Path) -> No
 
 
 class Normed(nn.Module):
-    """Pictures as 16 patches, a LayerNorm with two planted channels, a hidden layer, a classifier."""
+    """A net on 16 patches per image: LayerNorm with two outlier channels, hidden layer, classifier."""
 
     def __init__(self, num_classes: int = 10) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ def test_smoothing_is_part_of_cached_ranges_and_the_checkpoint(tmp_path: Path) -
     ranges = json.loads((folder / "ranges.json").read_text())
     assert (
         max(entry["high"] for site, entry in ranges.items() if "norm" in site) < 70
-    )  # planted: 70 times as wide
+    )  # the outlier channels were 70 times wider
     made = (folder / "model.int8.onnx").read_bytes()
 
     # Another run finds the ranges of the smoothed model in the cache.

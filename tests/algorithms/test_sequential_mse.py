@@ -1,4 +1,4 @@
-"""Sequential MSE against a grid search in NumPy, and its effect on weights with outliers."""
+"""Tests of sequential MSE against a grid search in NumPy, and on weights with outliers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Pair(nn.Module):
 
 @pytest.mark.parametrize("granularity", ["per_tensor", "per_channel"])
 def test_the_ranges_are_those_of_a_grid_search(granularity: str) -> None:
-    """Layer by layer, the second one on what the first gives with the ranges chosen for it."""
+    """Searches layer by layer; the second layer reads the output of the first with its chosen ranges."""
     model, images = _Pair().eval(), noise(40, 4, 12)
     override = OverrideConfig(weight_dtype="int4", weight_granularity=granularity)
     graph = calibrated(model, images, overrides={"fc*": override})

@@ -1,4 +1,4 @@
-"""Means that rounded weights shift: the biases take them back where inputs lie far from zero, and nowhere else."""
+"""Tests of mean shifts from rounded weights: biases correct them only where inputs are far from zero."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from qatkit.train.module import QATModule
 
 
 class Edges(nn.Module):
-    """Filters whose weights sum to zero, as those of a first convolution do."""
+    """A net whose first filters sum to zero, as edge detectors do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,12 +32,12 @@ class Edges(nn.Module):
 
 
 def pixels(seed: int, middle: float = 128.0) -> Tensor:
-    """[16, 3, 16, 16] of little contrast."""
+    """Returns images [16, 3, 16, 16] of low contrast around `middle`."""
     return (middle + 6 * noise(16, 3, 16, 16, seed=seed)).clamp(middle - 32, middle + 32)
 
 
 def shipped(path: Path, shifts: str, middle: float) -> QATModule:
-    """Calibrated and exported."""
+    """Returns a calibrated module, and exports it to `path`."""
     module = QATModule(Edges().eval(), pixels(0, middle)[:2])
     module.mean_shifts = shifts
     module.calibrate([pixels(0, middle)])
@@ -46,7 +46,7 @@ def shipped(path: Path, shifts: str, middle: float) -> QATModule:
 
 
 def mean_error(path: Path, middle: float) -> NDArray[np.float64]:
-    """[4]: of each channel of the file's output on other images."""
+    """Returns the absolute mean error of the file per output channel ([4]) on other images."""
     session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
     images = pixels(1, middle)
     found = session.run(None, {session.get_inputs()[0].name: images.numpy()})[0]
@@ -63,7 +63,7 @@ def test_the_bias_takes_a_shift_back(tmp_path: Path) -> None:
 
 
 def test_the_shift_is_that_of_the_mean_input(tmp_path: Path) -> None:
-    """Of inputs that are equal everywhere in the mean: the sums of the rounding errors, times that mean."""
+    """With the same mean everywhere in the image, the shift is the summed rounding error times that mean."""
     (one,) = shipped(tmp_path / "a.onnx", "report", 128.0).shifted
     graph = QATModule(Edges().eval(), pixels(0)[:2])
     graph.calibrate([pixels(0)])

@@ -1,4 +1,4 @@
-"""SmoothQuant: the float function stays, factors are the paper's, and outlier channels stop costing."""
+"""Tests of SmoothQuant: the float function, the paper's factors, and the error from outlier channels."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def _float(graph: fx.GraphModule, images: Tensor) -> Tensor:
 
 
 def _pairs(graph: fx.GraphModule) -> dict[str, list[str]]:
-    """Readers by source, where any channel can be scaled."""
+    """Returns the readers of each source of which at least one channel can be scaled."""
     return {site(s.node): [site(r.node) for r in s.followed.readers] for s in sources(graph)[0]}
 
 
 class Norm(nn.Module):
-    """LayerNorm, two Linears that read it, a gate: `wide` is homogeneous in its own input alone."""
+    """A LayerNorm read by two Linears, `wide` and `gate`; their product is linear only in `wide`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Norm(nn.Module):
 
 
 class Written(nn.Module):
-    """An RMSNorm written out, with a bias added; a conv, ReLU, pool and flatten; a view per head that is undone."""
+    """A written-out RMSNorm with a bias, a view per head that is undone, a conv, ReLU, pool and flatten."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Written(nn.Module):
 
 
 class Norms(nn.Module):
-    """GroupNorm, BatchNorm behind an Add, and torch's RMSNorm, each read by one operator."""
+    """A GroupNorm, a BatchNorm after an Add, and torch's RMSNorm, each read by one operator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ def test_the_float_function_stays_at_full_strength(name: str) -> None:
     assert any((graph.state_dict()[key] != value).any() for key, value in before.items()
                if key in graph.state_dict()) == bool(result.changed)  # fmt: skip
     torch.testing.assert_close(_float(graph, images), model(images), rtol=1e-4, atol=1e-5)
-    for key, value in model.state_dict().items():  # the float model itself is left alone
+    for key, value in model.state_dict().items():  # the float model itself doesn't change
         assert torch.equal(value, before[key])
 
 
@@ -131,7 +131,10 @@ def test_pairs_come_from_the_graph(name: str, found: dict[str, list[str]]) -> No
 
 
 def test_factors_are_the_papers() -> None:
-    """s_j = max|X_j|^α / max|W_j|^(1-α), W_j over both readers; γ and β divided, both weights multiplied."""
+    """γ and β are divided by s_j = max|X_j|^α / max|W_j|^(1-α), and the weights of both readers multiplied.
+
+    W_j covers both readers.
+    """
     model, images = Norm(), 3 * noise(40, 5, 6)
     x = F.layer_norm(images, (6,)).flatten(0, 1).numpy()
     w = np.concatenate([model.wide.weight.detach().numpy(), model.gate.weight.detach().numpy()])
@@ -143,13 +146,13 @@ def test_factors_are_the_papers() -> None:
     np.testing.assert_allclose(
         get["gate.weight"].detach().numpy(), model.gate.weight.detach().numpy() * s, rtol=1e-5
     )
-    # `wide` is divided by the factors of the pair that it begins, channel by channel.
+    # `wide` is also divided, per channel, by the factors of the pair that starts with it.
     ratio = get["wide.weight"].detach().numpy() / (model.wide.weight.detach().numpy() * s)
     np.testing.assert_allclose(ratio, np.repeat(ratio[:, :1], 6, 1), rtol=1e-4)
 
 
 def test_only_the_values_of_an_attention_are_scaled() -> None:
-    """Queries and keys meet in a product; v, the last third of in_proj, goes to out_proj head by head."""
+    """Queries and keys meet in a product; only channels of v (the last third of in_proj) reach out_proj."""
     kind, shape = SMALL["block"]
     graph = prepared(settle(kind(), *shape), noise(2, *shape))
     source = next(s for s in sources(graph)[0] if site(s.node) == "attn.qkv")
@@ -159,7 +162,7 @@ def test_only_the_values_of_an_attention_are_scaled() -> None:
 
 
 def _planted() -> nn.Module:
-    """Three channels of each LayerNorm of a block times 60 to 100, undone in the Linear that reads it."""
+    """Returns a block whose LayerNorms have three outlier channels that the next weight undoes."""
     torch.manual_seed(0)
     model = SMALL["block"][0]().eval()
     scale = torch.ones(16)
@@ -199,7 +202,7 @@ def _error(model: nn.Module, images: Tensor, algorithm: SmoothQuant | None) -> f
 
 @pytest.mark.parametrize("outlier", [1.0, 5.0, 200.0])
 def test_the_search_finds_the_strength_of_least_error(outlier: float) -> None:
-    """Each strength is tried as a whole model, whose ranges calibration finds (the extremes: one batch)."""
+    """Compares with one calibrated model per strength; with a single batch, its ranges are the extremes."""
     torch.manual_seed(0)
     norm, linear, images = nn.LayerNorm(12), nn.Linear(12, 7), noise(16, 12)
     model = nn.Sequential(norm, linear).eval()
@@ -213,7 +216,7 @@ def test_the_search_finds_the_strength_of_least_error(outlier: float) -> None:
 
 
 class Tied(nn.Module):
-    """A LayerNorm called twice; its second result is added up as well."""
+    """A LayerNorm that is called twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,7 +227,7 @@ class Tied(nn.Module):
 
 
 class Shared(nn.Module):
-    """A LayerNorm whose result goes into a Linear and, around it, into a sum."""
+    """A LayerNorm whose output is read by a Linear and by the sum after it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -258,7 +261,7 @@ def test_what_cannot_be_scaled_says_why(kind: Callable[[], nn.Module], reason: s
 
 
 def test_operators_that_stay_float_take_their_factors_too() -> None:
-    """One of two readers is left float: its weight is scaled all the same, and only the other judges."""
+    """One of the two readers stays float; its weight must be scaled too, or the function changes."""
     torch.manual_seed(0)
     model, images = Norm(), noise(32, 5, 6)
     graph = prepared(model, images[:2], overrides={"gate": OverrideConfig(float=True)}).eval()
@@ -267,7 +270,7 @@ def test_operators_that_stay_float_take_their_factors_too() -> None:
 
 
 class Scaled(nn.Module):
-    """A Linear whose result a parameter scales, then another Linear."""
+    """A Linear whose output is multiplied by a parameter, then another Linear."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The learned rounding against the paper's formulas in NumPy, and against all roundings that there are."""
+"""Tests of learned rounding against the paper's formulas in NumPy, and against all possible roundings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Array = NDArray[np.float64]
 
 
 def _h(v: Array) -> Array:
-    """Equation 23, with ζ = 1.1 and γ = -0.1."""
+    """Computes equation 23, with ζ = 1.1 and γ = -0.1."""
     return np.clip(1 / (1 + np.exp(-v)) * 1.2 - 0.1, 0, 1)
 
 
@@ -49,7 +49,7 @@ def test_the_regularizer_is_equation_24(beta: float) -> None:
     wanted = (1 - np.abs(2 * _h(v) - 1) ** beta).sum()
     found = float(regularizer(rectified_sigmoid(torch.from_numpy(v)), beta))
     assert found == pytest.approx(wanted, rel=1e-12)
-    assert float(regularizer(torch.tensor([0.0, 1.0]), beta)) == 0  # nothing left to pull
+    assert float(regularizer(torch.tensor([0.0, 1.0]), beta)) == 0  # no penalty once all are rounded
 
 
 def test_beta_falls_from_20_to_2_after_the_warm_start() -> None:
@@ -89,14 +89,14 @@ def test_hard_rounding_is_what_ships_where_pairs_would_saturate() -> None:
 
 
 def fake_quantized(fake: WeightFakeQuantize, weight: Tensor) -> Tensor:
-    """By rounding to nearest, clipped."""
+    """Returns the weight rounded to nearest and clipped."""
     scale = fake.scale(weight).reshape(-1, 1)
     return (weight / scale).round().clamp(-7, 7) * scale
 
 
 @pytest.mark.parametrize("clip", [1.0, 0.5])
 def test_fixed_rounding_is_equal_in_simulation_and_as_integers(clip: float) -> None:
-    """Where weights lie at the range's end or beyond it, too."""
+    """This must also hold for weights at or beyond the bounds of the range."""
     weight = noise(8, 40)
     fake = WeightFakeQuantize(QuantSpec("int8", symmetric=True, granularity=PerChannel(0)), (8, 40))
     fake.enabled = True
@@ -123,13 +123,14 @@ def test_rows_that_are_multiplied_keep_their_fixed_integers() -> None:
 
 @pytest.mark.parametrize(("relu", "bound"), [(False, 1.15), (True, 1.25)])
 def test_adaround_comes_near_the_best_of_all_roundings(relu: bool, bound: float) -> None:
-    """All 2⁸ of each of 200 rows, in NumPy, on the inputs as the layer gets them: rounding to nearest leaves 1.7
-    to 2.7 times the least error, since inputs that are positive make the errors of a row add up.
+    """Compares with all 2⁸ roundings of each of 200 rows, in NumPy, on the inputs that the layer gets.
 
-    Of 20 drawings AdaRound leaves 1.05 times the least error (1.10 at most), with a ReLU behind 1.12 (1.17). That is
-    not for want of a gradient through clamped outputs (straight through the ReLU it is 1.12 as well): the ReLU leaves
-    a row fewer images, to fewer images eight roundings can be fitted better, and such an optimum is harder to find.
-    Without a ReLU 64, 16 and 8 images give 1.05, 1.26 and 1.60.
+    Rounding to nearest leaves 1.7 to 2.7 times the least error, because positive inputs make the errors of a
+    row add up. Over 20 draws, AdaRound leaves 1.05 times the least error (at most 1.10), and with a ReLU
+    after the layer 1.12 (at most 1.17). The missing gradient through clamped outputs is not the reason: a
+    straight-through ReLU gives 1.12 as well. The ReLU leaves each row fewer images; eight roundings can fit
+    fewer images better, and such an optimum is harder to find. Without a ReLU, 64, 16 and 8 images give 1.05,
+    1.26 and 1.60.
     """
     torch.manual_seed(0)
     images = noise(64, 8).abs()

@@ -1,4 +1,4 @@
-"""An analysis as a part of a run: what it writes, on the page and on the terminal, and what is refused at once."""
+"""Tests of analyses within a run: report, page, pictures, terminal output, resume and rejected settings."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FULL = AnalysisConfig(isolation=True, sensitivity="exact", top=3, images=400, te
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of the whole chain with everything asked for."""
+    """Returns the folder of a complete run with every analysis enabled."""
     folder = tmp_path_factory.mktemp("analysis") / "run"
     assert pipeline.train(tiny(folder, analysis=FULL)) == 0
     return folder
@@ -101,7 +101,7 @@ def test_pictures_are_files(finished: Path) -> None:
 def test_a_run_that_is_killed_in_its_analysis_goes_on(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stopped after the second of eight batches; the rest alone is measured, and the end is the same."""
+    """The run is killed after two batches; resuming measures only the others, with the same result."""
     folder = tmp_path / "run"
     config = tiny(folder, analysis=FULL)
     measured: list[int] = []

@@ -1,4 +1,4 @@
-"""Which images are followed: those that ranges clip hardest, the others by lot, and right on the average."""
+"""Tests of drawing images: the most clipped ones always, the others at random, with unbiased weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from qatkit.records.analysis import ACTIVATION
 
 
 def subject() -> tuple[fx.GraphModule, Tensor]:
-    """A graph whose ranges fit 128 images but for the 77th, which is ten times as large."""
+    """Returns a graph and 128 images that fit its ranges, except the one at index 77 (ten times larger)."""
     torch.manual_seed(0)
     images = noise(128, 12, seed=1)
     graph = calibrated(Mlp(), images)
@@ -29,7 +29,7 @@ def subject() -> tuple[fx.GraphModule, Tensor]:
 
 
 def drawn(graph: fx.GraphModule, images: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-    """Images and weights of one batch behind as many others."""
+    """Returns the images and weights drawn from `images`, after a first batch of 64 others."""
     with inference(graph):
         set_phase(graph, observe=False, quantize=False)
         drawing = DrawnImages(graph, switches(graph))
@@ -64,9 +64,9 @@ def test_every_image_counts_once_on_the_average() -> None:
     for seed in range(400):
         chosen, weights = drawn(graph, images, seed)
         found = (chosen[:, None] == images[None]).all(2).nonzero()[:, 1]
-        assert len(set(found.tolist())) == 22  # none twice
+        assert len(set(found.tolist())) == 22  # no image twice
         counts[found.numpy()] += weights.numpy() / 400
-    # One image's weight is 0 or about 7, of a spread of 2.5: a mean of 400 is within 5 standard errors.
+    # An image weighs 0 or about 7 (standard deviation 2.5): a mean of 400 is within 5 standard errors.
     np.testing.assert_allclose(counts, 1, atol=5 * 2.5 / 20)
 
 
@@ -82,8 +82,10 @@ def test_first_images_and_fixed_batches_are_used_whole() -> None:
 
 
 def test_the_estimate_of_some_images_is_that_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the input's range, too, where one image in 640 makes nearly all of the loss: what it makes of a random vector
-    has a spread of 1.4 of its mean, so that means of 20 seeds differ by less than a factor of 2.
+    """Includes the input's range, where one image in 640 causes nearly all of the loss.
+
+    Its estimate from a random vector has a standard deviation of 1.4 times the mean, so that means over 20
+    seeds differ by less than a factor of 2.
     """
     graph, images = subject()
     more = torch.cat([images, noise(512, 12, seed=3)])

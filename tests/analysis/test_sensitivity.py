@@ -1,4 +1,4 @@
-"""Sensitivity and isolation against whole runs with phases set by hand, their figures against NumPy's formulas."""
+"""Tests of sensitivity and isolation against whole runs with phases set by hand, and metrics from NumPy."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Array = NDArray[np.float64]
 
 
 class Segmenter(nn.Module):
-    """[N, 3, 8, 8] to [N, 5, 8, 8], with a second output."""
+    """A segmentation net from [N, 3, 8, 8] to [N, 5, 8, 8], with a second output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Segmenter(nn.Module):
 
 @functools.cache
 def subject(name: str) -> tuple[fx.GraphModule, tuple[tuple[Tensor, Tensor], ...]]:
-    """A calibrated graph and three labelled batches of unequal size."""
+    """Returns a calibrated graph and three labelled batches of unequal size."""
     torch.manual_seed(0)
     shape = {"mlp": (12,), "vit": (3, 32, 32)}.get(name, (3, 8, 8))
     model = {
@@ -70,7 +70,7 @@ def subject(name: str) -> tuple[fx.GraphModule, tuple[tuple[Tensor, Tensor], ...
 
 
 def by_hand(graph: fx.GraphModule, batches: tuple[tuple[Tensor, Tensor], ...], on: set[int]) -> list[Array]:
-    """The graph's first output of every batch, with those quantizers on alone (by `id`)."""
+    """Returns the graph's first output per batch, with only the quantizers `on` (by `id`) enabled."""
     for module in graph.modules():
         if isinstance(module, Quantizer):
             module.enabled = id(module) in on
@@ -83,14 +83,14 @@ def by_hand(graph: fx.GraphModule, batches: tuple[tuple[Tensor, Tensor], ...], o
 
 
 def rows(outputs: list[Array]) -> Array:
-    """[rows, classes]."""
+    """Returns the outputs as one array [rows, classes]."""
     return np.concatenate([np.moveaxis(one, 1, -1).reshape(-1, one.shape[1]) for one in outputs])
 
 
 def figures(
     exact: Array, found: Array, labels: NDArray[np.int64]
 ) -> tuple[float, float, float, float, float]:
-    """top-1, agreement, KL, cross entropy, SQNR, from their formulas."""
+    """Computes top-1, agreement, KL divergence, cross entropy and SQNR from their formulas."""
     p, q = (np.exp(one - one.max(1, keepdims=True)) for one in (exact, found))
     p, q = p / p.sum(1, keepdims=True), q / q.sum(1, keepdims=True)
     kl = (p * np.log(p / q)).sum(1).mean()
@@ -170,7 +170,7 @@ def test_modes_and_phases_are_as_before() -> None:
 
 
 class KilledError(Exception):
-    """Stands for what ends a process."""
+    """An error that simulates a killed process."""
 
 
 def test_a_killed_measurement_goes_on_and_ends_the_same(tmp_path: Path) -> None:
@@ -186,14 +186,14 @@ def test_a_killed_measurement_goes_on_and_ends_the_same(tmp_path: Path) -> None:
         sensitivity(graph, dying(), kept=kept)
     assert json.loads(kept.path.read_text())["batches"] == 2
     wrong = [(torch.full_like(images, torch.nan), labels) for images, labels in batches[:2]]
-    assert sensitivity(graph, [*wrong, batches[2]], kept=kept) == whole  # what was done is not done again
+    assert sensitivity(graph, [*wrong, batches[2]], kept=kept) == whole  # finished batches aren't repeated
     assert sensitivity(graph, batches, kept=kept) == whole
 
     other = Kept(kept.path, key_of(graph, "other images"))
     assert other.read() == (0, {}) and kept.read()[0] == 3
     scale = next(iter(fake_quantizers(graph).values())).scale
     scale.mul_(2)
-    assert key_of(graph, "images") != kept.key  # other ranges
+    assert key_of(graph, "images") != kept.key  # the ranges changed
     scale.div_(2)
     kept.path.write_text("{")
     assert kept.read() == (0, {})
@@ -201,9 +201,8 @@ def test_a_killed_measurement_goes_on_and_ends_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["residual", "vit", "concat"])
 def test_the_estimate_is_near_the_exact_loss(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In size and in order, though one random vector an image stands for all directions; every image is followed,
-    since of 256 a sixth is too few for these bounds (what a draw is worth: test_drawn_images.py).
-    """
+    """Sizes and ranks must be near, although one random vector per image replaces all directions."""
+    # All 256 images are used; a sixth is too few for these bounds (test_drawn_images.py tests the drawing).
     monkeypatch.setattr(drawn_images, "SHARE", 1)
     graph, _ = subject(name)
     shape = (3, 32, 32) if name == "vit" else (3, 8, 8)
@@ -255,7 +254,7 @@ def test_a_ranking_is_by_the_figure_that_is_asked_for() -> None:
     assert [r.site for r in ranked(made, direction=ALL_BUT)] == [
         "e",
         "d",
-    ]  # float there leaves the least loss
+    ]  # with e in float, the loss is the smallest
     with pytest.raises(ConfigError, match=r"by=accuracy: expected one of top1, agreement, loss, sqnr"):
         ranked(made, "accuracy")
 
@@ -301,7 +300,7 @@ def test_isolation_is_the_graph_with_one_kind_of_quantizers(name: str) -> None:
 
 
 class LastState(nn.Module):
-    """Maps [6, N, 4] to [N, 5] by the last state of an LSTM; the outputs of its steps are unused."""
+    """An LSTM that maps [6, N, 4] to [N, 5] by its last state; the outputs of its steps are unused."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Tensor by tensor: figures against NumPy's, and planted faults, in a scale and in the file, that have to be named."""
+"""Tests of per-tensor metrics against NumPy, and of faults planted in a scale or in the file."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def _made(name: str) -> fx.GraphModule:
 
 
 def residual() -> fx.GraphModule:
-    """A calibrated graph to spoil."""
+    """Returns a calibrated residual net that a test may damage."""
     return copy.deepcopy(_made("residual"))
 
 
 def vit() -> fx.GraphModule:
-    """The same of a transformer."""
+    """Returns a calibrated transformer that a test may damage."""
     return copy.deepcopy(_made("vit"))
 
 
@@ -128,7 +128,7 @@ def test_a_weight_is_compared_on_its_own() -> None:
 
 
 def test_weights_with_zero_points_fill_their_type() -> None:
-    """Within the range by half a step, hence none clipped; the range reaches from the least to the largest value."""
+    """The range goes from the smallest to the largest value, within half a step, so that none is clipped."""
     torch.manual_seed(0)
     model = settle(Residual(), 3, 12, 12)
     for weight in (one for one in model.parameters() if one.ndim > 1):
@@ -151,7 +151,7 @@ def test_weights_with_zero_points_fill_their_type() -> None:
 
 
 def widened(switch: Switch, by: float) -> None:
-    """A fault: the scale that many times as large."""
+    """Plants a fault: multiplies the scale by `by`."""
     (quantizer,) = switch.quantizers
     if isinstance(quantizer, FakeQuantize):
         quantizer.scale.mul_(by)
@@ -180,7 +180,7 @@ def test_a_planted_scale_is_named_wherever_it_is(
 
 @functools.cache
 def exported() -> tuple[fx.GraphModule, fx.GraphModule, bytes]:
-    """The simulation, the converted module and its file."""
+    """Returns the simulation, the converted module and the bytes of its file."""
     graph = residual()
     converted = convert(graph).graph
     with tempfile.TemporaryDirectory() as folder:
@@ -189,7 +189,7 @@ def exported() -> tuple[fx.GraphModule, fx.GraphModule, bytes]:
 
 
 def compared(path: Path, fault: Fault | None = None) -> Comparison:
-    """Every tensor, with a fault in the file alone."""
+    """Compares every tensor, with the fault only in the file."""
     graph, converted, content = exported()
     path.write_bytes(content)
     if fault is not None:
@@ -209,7 +209,7 @@ def test_a_faithful_file_computes_what_the_simulation_does(tmp_path: Path) -> No
 
 
 def scaled(name: str) -> Fault:
-    """The scale of a weight, four times as large."""
+    """Returns a fault that makes a weight's scale four times larger."""
 
     def change(model: onnx.ModelProto) -> None:
         (node,) = [n for n in model.graph.node if n.op_type == "DequantizeLinear" and n.input[0] == name]
@@ -222,7 +222,7 @@ def scaled(name: str) -> Fault:
 
 
 def turned(name: str) -> Fault:
-    """A weight with one scale per output channel, read as if it were one per input channel."""
+    """Returns a fault that applies a weight's per-output-channel scales to its input channels."""
 
     def change(model: onnx.ModelProto) -> None:
         (node,) = [n for n in model.graph.node if n.op_type == "DequantizeLinear" and n.input[0] == name]
@@ -244,7 +244,7 @@ def test_a_fault_of_the_file_is_named_with_its_operator(
         and found.first.startswith(f"'{module}_quant/")
         and f"of '{module}/" in found.first
     )
-    assert found.suspect is None  # the simulation is as it should be
+    assert found.suspect is None  # the simulation has no fault
     rows = [row for row in found.rows if row.kind == ACTIVATION and row.runtime and row.simulated]
     away = [row.site for row in rows if row.runtime.mse > 2 * row.simulated.mse]  # type: ignore[union-attr]
     assert away[0] == module
@@ -269,7 +269,7 @@ def test_what_cannot_be_run_is_a_note(tmp_path: Path) -> None:
 
 
 def test_a_range_that_is_fixed_is_no_suspect() -> None:
-    """A sigmoid whose values stay near a half uses little of 0..1."""
+    """A sigmoid whose values stay near 0.5 uses little of its fixed range from 0 to 1."""
     torch.manual_seed(0)
     model = settle(Gate(), 3, 8, 8)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What calibration saw comes back as it was, or is refused with the reason."""
+"""Tests of the calibration cache: it restores everything, or rejects the file with the reason."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def kept(tmp_path: Path) -> tuple[fx.GraphModule, Path]:
     seen = graph()
     before = key(seen)
     calibrate(seen, [noise(8, 3, 12, 12)])
-    assert key(seen) == before  # ranges are no part of the model
+    assert key(seen) == before  # ranges aren't part of the model's key
     save(tmp_path / "kept" / "cache.safetensors", seen, before, {"notes": ["n"]})
     assert [p.name for p in (tmp_path / "kept").iterdir()] == ["cache.safetensors"]
     return seen, tmp_path / "kept" / "cache.safetensors"
@@ -78,7 +78,7 @@ def test_another_model_other_data_or_another_method_is_refused(kept: tuple[fx.Gr
 
 
 class Strided(nn.Module):
-    """Settings that neither code nor tensors show."""
+    """A net with settings that appear neither in its code nor in its tensors."""
 
     def __init__(self, stride: int, six: bool, pool: int) -> None:
         super().__init__()

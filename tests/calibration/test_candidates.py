@@ -1,4 +1,4 @@
-"""Ranges are judged by what the operators behind a tensor make of their errors."""
+"""Tests of candidate ranges, which are ranked by the output errors of the next operators."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from qatkit.quant.weight_fake_quantize import Quantizers
 
 
 def chain() -> tuple[fx.GraphModule, Tensor]:
-    """Three convolutions, calibrated on one batch."""
+    """Returns a net of three convolutions, calibrated on one batch, and this batch."""
     torch.manual_seed(0)
     model, x = settle(Chain(), 3, 12, 12), noise(8, 3, 12, 12)
     graph = prepare_qat(
@@ -38,7 +38,7 @@ def chain() -> tuple[fx.GraphModule, Tensor]:
 
 
 def quantized(x: Tensor, low: float, high: float) -> Tensor:
-    """uint8, in NumPy."""
+    """Quantizes to uint8 and back, in NumPy."""
     low, high = min(low, 0.0), max(high, 0.0)
     scale = np.float32((high - low) / 255)
     zero = np.clip(np.round(-low / scale), 0, 255)

@@ -1,4 +1,4 @@
-"""A calibration set that is too small, or lacks classes, is named with figures."""
+"""Tests of the notes on calibration sets that are too small or lack classes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def graph(observer: type[Observer]) -> fx.GraphModule:
 
 
 def batches(growth: float, labels: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Ten batches of eight images; the last four are `growth` times as large."""
+    """Yields ten batches of eight images; the last four batches are `growth` times larger."""
     for i in range(10):
         x = noise(8, 3, 12, 12, seed=0 if growth == 1 else i) * (growth if i >= 6 else 1)
         yield x, torch.arange(8) % labels

@@ -1,4 +1,4 @@
-"""Operators that move values and compute none have the range of their input: it is observed once."""
+"""Checks that operators that only move values share the range of their input, which is observed once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ IMAGES = noise(16, 3, 8, 8)
 
 
 class Moved(nn.Module):
-    """conv-relu, then pooled, transposed, flattened and multiplied."""
+    """A Conv and a ReLU, then a max pool, a transpose, a flatten and a Linear."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Moved(nn.Module):
 
 
 def moved_file(path: Path) -> Path:
-    """The same operators as a given file."""
+    """Writes an ONNX file with the same operators."""
     draw = np.random.default_rng(0)
     weights = {
         "w": draw.normal(size=(16, 3, 3, 3)),
@@ -54,9 +54,7 @@ def moved_file(path: Path) -> Path:
 
 
 def check(module: QATModule, file: Path) -> None:
-    """Two ranges are observed, of the input and behind the ReLU; all pairs between the Conv and the product have one
-    scale.
-    """
+    """Checks that only the input and the ReLU's output are observed; the moved tensors share its scale."""
     ranges = {name: q.observer for name, q in fake_quantizers(module.graph).items()}
     assert list(ranges) == ["input", "conv"]
     graph = onnx.load(file).graph

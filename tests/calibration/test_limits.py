@@ -1,4 +1,4 @@
-"""Limits of ranges behind which a function tells nothing apart: the same bytes as before, by finer steps."""
+"""Tests of range limits: where the next function is flat, the range ends, which makes its steps finer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FUNCTIONS = {
 
 
 def _net(function: Callable[[], nn.Module], low: float = -60.0) -> nn.Sequential:
-    """A Conv whose outputs lie in low..20, a function, a Conv."""
+    """Returns a Conv with outputs from `low` to 20, a function, and a second Conv."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(3, 8, 3), function(), nn.Conv2d(8, 4, 1)).eval()
     with torch.no_grad():
@@ -63,7 +63,7 @@ def test_a_function_that_goes_on_at_both_ends_has_none() -> None:
 
 
 def test_a_flat_place_with_another_value_behind_it_is_no_end() -> None:
-    net = _net(nn.SiLU, low=-1.3)  # its least value: training may reach beyond
+    net = _net(nn.SiLU, low=-1.3)  # ends near SiLU's minimum, which training may pass
     quantizers = list(fake_quantizers(_calibrated(net).graph).values())
     assert quantizers[1].range_limits is None
 
@@ -101,7 +101,7 @@ def test_simulation_is_closer_to_float_by_half() -> None:
 
 
 def test_a_float_result_keeps_the_whole_range() -> None:
-    net = _net(nn.Sigmoid)[:2]  # who reads it may take its logarithm
+    net = _net(nn.Sigmoid)[:2]  # a reader of the float output may take its logarithm
     module = QATModule(net, _images()[:2], overrides={"1": OverrideConfig(float=True)})
     module.calibrate([_images()])
     quantizers = list(fake_quantizers(module.graph).values())

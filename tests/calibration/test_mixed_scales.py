@@ -1,4 +1,4 @@
-"""Tensors that one scale does not hold: found where values are lost, left float, and found nowhere else."""
+"""Tests of tensors with mixed scales: they are found only where values are lost, and left float."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ IMAGES = noise(32, 3, 12, 12)
 
 
 class Detector(nn.Module):
-    """Boxes in pixels beside scores: [N, 7, H, W]."""
+    """A detector that concatenates boxes (in pixels) and scores: [N, 7, H, W]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,14 +41,14 @@ class Detector(nn.Module):
 
 
 class LastAxis(Detector):
-    """The same as a list of boxes: [N, H·W, 7]."""
+    """A Detector whose output is a list of boxes: [N, H·W, 7]."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).flatten(2).transpose(1, 2)
 
 
 class OneHead(nn.Module):
-    """Boxes and logits are channels of one convolution."""
+    """A detector whose boxes and logits are channels of one convolution."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class OneHead(nn.Module):
 
 
 class FrontEnd(nn.Module):
-    """Logarithms of the energies behind a filter bank, which span six orders of magnitude."""
+    """A filter bank, the logarithm of its energies (over six orders of magnitude), and a convolution."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class FrontEnd(nn.Module):
 
 
 class Spectrum(nn.Module):
-    """Logarithms of a sum over bands, whose energies span six orders of magnitude, and an operator behind them."""
+    """A net that sums energies (over six orders of magnitude) per band, then has a logarithm and a Linear."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Spectrum(nn.Module):
 
 
 class Selected(nn.Module):
-    """Features of the cells with the best scores, by a convolution; `wide` puts scores beside boxes."""
+    """A net that reads the features of the best-scored cells; `wide` makes one score 300 times larger."""
 
     def __init__(self, wide: bool) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class Selected(nn.Module):
 def shipped(
     model: nn.Module, images: Tensor, path: Path, mixed: str = "float", **options: object
 ) -> QATModule:
-    """Calibrated and exported."""
+    """Returns a calibrated module, and exports it to `path`."""
     module = QATModule(model.eval(), images[:2], **options)  # type: ignore[arg-type]
     module.mixed_scales = mixed
     assert module.calibrate(images.split(16)) == len(images)
@@ -121,13 +121,13 @@ def shipped(
 
 
 def run(path: Path, images: Tensor) -> NDArray[np.float32]:
-    """What ONNX Runtime computes."""
+    """Returns the first output of ONNX Runtime."""
     session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
     return cast("NDArray[np.float32]", session.run(None, {session.get_inputs()[0].name: images.numpy()})[0])
 
 
 def decibel(exact: NDArray[np.float32], found: NDArray[np.float32], axis: int) -> NDArray[np.float64]:
-    """Variance of each channel over the power of its error."""
+    """Returns each channel's variance divided by its error power, in dB."""
     others = tuple(i for i in range(exact.ndim) if i != axis)
     errors = np.square(found - exact.astype(np.float64)).mean(others)
     return np.asarray(10 * np.log10(exact.astype(np.float64).var(others) / errors))
@@ -160,7 +160,7 @@ def test_nothing_of_mixed_scale_is_left(tmp_path: Path) -> None:
 
 
 def report_and_float(model: nn.Module, sound: Tensor, axis: int, folder: Path) -> tuple[Any, Any, Any]:
-    """Returns decibels of the file whose tensors of mixed scale are reported, of the one without, and its module."""
+    """Returns the mean dB with mixed scales only reported, that with them left float, and its module."""
     exact = model(sound).detach().numpy()
     before, after = folder / "before.onnx", folder / "after.onnx"
     shipped(model, sound, before, "report")
@@ -202,7 +202,7 @@ def test_an_override_has_the_last_word(tmp_path: Path) -> None:
 
 
 def test_corrections_stay_behind_the_change(tmp_path: Path) -> None:
-    """Ranges and weights of what stays int8 are those that were there."""
+    """The ranges and weights of operators that stay int8 must not change."""
     modules = [shipped(Detector(), IMAGES, tmp_path / "a.onnx", mixed) for mixed in ("float", "report")]
     states = [module.state_dict() for module in modules]
     assert states[0].keys() < states[1].keys()

@@ -1,4 +1,4 @@
-"""Calibration: the ranges are those of the float activations, and bad numbers are reported by name."""
+"""Tests of calibration: ranges are those of the float activations, and NaN and infinity are reported."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _residual(
     ).graph
 
 
-# FakeQuantize → the module of the float model whose output it stands on, and whether a ReLU lies between
+# Maps each FakeQuantize to whether a ReLU lies between the float module and it.
 SITES = {"stem": True, "conv1": True, "conv2": False, "avgpool": False}
 
 
@@ -72,7 +72,7 @@ def test_ranges_are_those_of_hooks_on_the_float_model(
         columns = list(zip(*ends, strict=True))
         if observer is MinMaxObserver:
             low, high = min(columns[0]), max(columns[1])
-        else:  # three batches weigh a third each
+        else:  # each of the three batches has a weight of 1/3
             low, high = (sum(c) / 3 for c in columns)
         quantizer = quantizers[name]
         assert quantizer.observer is not None
@@ -137,7 +137,7 @@ def test_no_images_are_refused() -> None:
 
 
 class Sometimes(nn.Module):
-    """A head that gets the rows with a positive first value, which may be none."""
+    """A head whose batches may be empty."""
 
     def __init__(self) -> None:
         super().__init__()

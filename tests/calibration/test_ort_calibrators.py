@@ -1,4 +1,4 @@
-"""Ranges of a module and of the same network as a given file against ONNX Runtime's own calibrators."""
+"""Tests of ranges, of a module and of the same net as a file, against ONNX Runtime's calibrators."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TENSORS = ("input", "relu", "conv2")
 
 
 class Net(nn.Module):
-    """conv-relu-conv-silu: values of one sign, of both, and with a short tail below."""
+    """A net whose tensors have one sign (after ReLU), both signs, and a short negative tail (after SiLU)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ours(given: Path | nn.Module, observer: Callable[[], Observer]) -> Ranges:
-    """The ranges of the first three quantizers, which are in the order of the graph."""
+    """Returns the ranges of the first three quantizers in graph order."""
     of_file = isinstance(given, Path)
     batches: list[Any] = [{"input": one} if of_file else one for one in IMAGES.split(8)]
     model = import_onnx(given) if isinstance(given, Path) else given
@@ -78,7 +78,7 @@ def ours(given: Path | nn.Module, observer: Callable[[], Observer]) -> Ranges:
 
 
 def theirs(source: Path, method: CalibrationMethod, folder: Path, **options: Any) -> Ranges:
-    """The ranges of ONNX Runtime's calibrator of the same tensors."""
+    """Returns the ranges of the same tensors by ONNX Runtime's calibrator."""
     nodes = onnx.load(source).graph.node
     relu = next(node.output[0] for node in nodes if node.op_type == "Relu")
     conv2 = [node.output[0] for node in nodes if node.op_type == "Conv"][1]
@@ -92,7 +92,7 @@ def theirs(source: Path, method: CalibrationMethod, folder: Path, **options: Any
 
 
 def values() -> dict[str, NDArray[np.float64]]:
-    """The same tensors by PyTorch."""
+    """Returns the values of the same tensors, computed by PyTorch."""
     model = net()
     with torch.no_grad():
         behind = model.relu(model.conv1(IMAGES))
@@ -115,7 +115,7 @@ def test_min_max_is_that_of_ort(given: Path | nn.Module, source: Path, tmp_path:
 def test_percentiles_clip_as_many_values_as_ort(
     percentile: float, given: Path | nn.Module, source: Path, tmp_path: Path
 ) -> None:
-    """At each end, to those of a bin; behind a ReLU, where ONNX Runtime clips half as many, twice as many."""
+    """Counts agree at each bound up to a histogram bin; after a ReLU, ONNX Runtime clips half as many."""
     found = ours(given, lambda: PercentileObserver(percentile))
     wanted = theirs(
         source, CalibrationMethod.Percentile, tmp_path, num_bins=8192, percentile=percentile, symmetric=False
@@ -141,7 +141,7 @@ def test_least_error_is_below_that_of_ort(
 
 
 def _error(x: NDArray[np.float64], ends: tuple[float, float]) -> float:
-    """Mean squared error of 8 bits."""
+    """Returns the mean squared error of 8-bit quantization."""
     low, high = min(ends[0], 0.0), max(ends[1], 0.0)
     scale = (high - low) / 255
     zero = np.rint(-low / scale)

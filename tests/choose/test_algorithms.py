@@ -1,4 +1,4 @@
-"""Algorithms that compete: what pays is kept, what spoils is not, and the file is the one that was judged."""
+"""Tests of competing algorithms: only those that help are kept, and the file is the one that was judged."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from qatkit_verify.errors import ConfigError
 
 @dataclass(frozen=True)
 class Spoil(Algorithm):
-    """Moves every bias far away."""
+    """An algorithm that moves every bias far away."""
 
     stage: ClassVar[str] = CALIBRATED
     images: int = 8
@@ -43,7 +43,7 @@ class Spoil(Algorithm):
 
 @dataclass(frozen=True)
 class Costly(Spoil):
-    """Must not be tried where the target is not missed."""
+    """An expensive algorithm that must not be tried when the target is met."""
 
     expensive: ClassVar[bool] = True
 
@@ -52,7 +52,7 @@ class Costly(Spoil):
 
 
 def competing(folder: Path, *names: str) -> Config:
-    """One scale per weight, no training: the float model without the algorithms is far from its file."""
+    """Returns a run without training and with one scale per weight: without algorithms, its file is poor."""
     config = calibrate_only(folder)
     config.model.name = "tiny_run.Uneven"
     config.calibration = replace(config.calibration, images=128)
@@ -103,7 +103,7 @@ def test_figures_are_those_of_the_file_on_held_out_images(finished: Config) -> N
 
 
 def test_the_checkpoint_knows_what_was_kept(finished: Config, tmp_path: Path) -> None:
-    """The file is exported again, byte for byte, and a resumed run says the same."""
+    """Exporting again gives the same bytes, and a resumed run reports the same."""
     folder = folder_of(finished)
     again = replace(finished, checkpoint=str(folder / "last.ckpt"), output_dir=str(tmp_path / "again"))
     assert export_checkpoint.export(again) == 0
@@ -162,7 +162,7 @@ def test_nothing_competes_without_algorithms_or_images() -> None:
 
 @dataclass(frozen=True)
 class Idle(Algorithm):
-    """Finds nothing, on a graph or on images."""
+    """An algorithm that finds nothing to change."""
 
     stage: ClassVar[str] = CALIBRATED
     images: int = 8
@@ -173,7 +173,7 @@ class Idle(Algorithm):
 
 @dataclass(frozen=True)
 class IdleBefore(Idle):
-    """The same before there are ranges."""
+    """An Idle that runs before there are ranges."""
 
     stage: ClassVar[str] = FUSED
 
@@ -200,7 +200,7 @@ def test_pre_range_algorithms_are_first_judged_by_ranges_alone(tmp_path: Path) -
     pipeline.train(config)
     rows = {row["name"]: row for row in report_of(tmp_path / "run")["algorithms"]}
     assert rows["bias_correction"]["kept"]
-    # It changes nothing, and its figures are those of ranges alone: the correction was not repeated for it.
+    # It changes nothing; its figures are those with ranges only, without another bias correction.
     assert rows["idle"]["why"] == "with ranges only: finds nothing to change"
     assert rows["idle"]["sqnr_db"] == rows["none"]["sqnr_db"] < rows["bias_correction"]["sqnr_db"]
     assert rows["equalize"]["kept"] and rows["equalize"]["sqnr_db"] > rows["bias_correction"]["sqnr_db"]

@@ -1,4 +1,4 @@
-"""The engine of all contests by itself, with verdicts that are worked out by hand; and a chooser on it alone."""
+"""Tests of the engine of all contests with verdicts worked out by hand, and of a new chooser built on it."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_what_a_killed_run_has_found_is_not_found_again(tmp_path: Path) -> None:
 
 
 def verdict(right: str, errors: list[float] | float = 0.1, same: str | None = None) -> Verdict:
-    """`right` as one of 1 and 0 an image, "" without labels; `same` likewise, all ones if it is not given."""
+    """Returns a verdict from a 1 or 0 per image: `right` ("" without labels) and `same` (default: all 1)."""
     images = len(right or same or "")
     flags = [
         None if text == "" else np.array([c == "1" for c in text]) for text in (right, same or "1" * images)
@@ -108,7 +108,7 @@ def verdict(right: str, errors: list[float] | float = 0.1, same: str | None = No
         (verdict("0000000111", 0.0), verdict("1111111001", 0.2), ""),
         # Gains 1, 1, 1, 2: mean 1.25, standard deviation 0.5, two standard errors 0.5.
         (verdict("1111", [1, 1, 1, 0]), verdict("1111", [2, 2, 2, 2]), ""),
-        # Gains 2, 0, 0, 0: mean 0.5, standard deviation 1, two standard errors 1; and the other way about.
+        # Gains 2, 0, 0, 0: mean 0.5, standard deviation 1, two standard errors 1; and the reverse.
         (verdict("1111", [0, 2, 2, 2]), verdict("1111", [2, 2, 2, 2]), "no difference beyond noise"),
         (verdict("1111", [2, 2, 2, 2]), verdict("1111", [0, 2, 2, 2]), "no difference beyond noise"),
         (verdict("1111", [2, 2, 2, 2]), verdict("1111", [1, 1, 1, 0]), "worse"),
@@ -116,7 +116,7 @@ def verdict(right: str, errors: list[float] | float = 0.1, same: str | None = No
             verdict("1", 0.0),
             verdict("1", 1.0),
             "no difference beyond noise",
-        ),  # of one image there is no noise
+        ),  # one image gives no estimate of noise
         (verdict("11"), verdict("11"), "finds nothing to change"),
         (verdict("11", math.nan), verdict("11"), "its outputs are not finite"),
         (verdict("11"), verdict("11", math.inf), "nothing to compare with"),
@@ -182,10 +182,10 @@ PERCENTILES = ("percentile 99.999", "percentile 99.9")
 
 
 def choose_percentile(graph: fx.GraphModule, judge: Judge) -> tuple[str, dict[str, float | None]]:
-    """Gives a graph whose histograms are filled the better of two ranges; of equals the wider one.
+    """Applies the better of two percentiles to a graph with filled histograms; if equal, the wider one.
 
     Returns:
-        Which it is, and decibels of both.
+        The chosen percentile, and the SQNR of both in dB.
     """
     offered = candidates(graph, {name: METHODS[name] for name in PERCENTILES})
 
@@ -207,7 +207,7 @@ def choose_percentile(graph: fx.GraphModule, judge: Judge) -> tuple[str, dict[st
 def test_a_new_chooser_is_its_entrants_its_rule_and_its_record(
     far: float, winner: str, tmp_path: Path
 ) -> None:
-    """One pixel in five thousand that is far out, and that nobody listens to, is better left out of the range."""
+    """A rare outlier pixel whose weight is 0 is better left out of the range."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 4)).eval()
     x = noise(96, 3, 8, 8)
@@ -221,6 +221,6 @@ def test_a_new_chooser_is_its_entrants_its_rule_and_its_record(
     found, decibels = choose_percentile(module.graph, judge)
     assert found == winner and found == max(decibels, key=lambda name: decibels[name] or 0)
     with torch.no_grad():
-        exact, int8 = net(x[64:]).double(), module.convert().graph(x[64:]).double()  # of the winner's ranges
+        exact, int8 = net(x[64:]).double(), module.convert().graph(x[64:]).double()  # the winner's ranges
     size = (exact - exact.mean(1, keepdim=True)).square().mean()
     assert decibels[found] == pytest.approx(-10 * math.log10((int8 - exact).square().mean() / size), abs=0.01)

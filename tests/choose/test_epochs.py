@@ -1,4 +1,4 @@
-"""Epochs that are chosen by their files: which one is kept, on which images, and what a stop changes (nothing)."""
+"""Tests of choosing epochs by their files: which one is kept, by which images, and resuming after a stop."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TAUGHT: dict[str, Any] = {"lr": 0.02, "distill": 0.3, "distill_features": ["pool
 
 
 def _config(folder: Path, every: int | None = 1, **schedule: Any) -> Config:
-    """A rate so high, and so constant, that epochs differ and none knows how many there are."""
+    """Returns a config with a high, constant rate: epochs differ and don't depend on their number."""
     settings: dict[str, Any] = {
         "epochs": 1,
         "lr": 0.3,
@@ -52,7 +52,7 @@ def _config(folder: Path, every: int | None = 1, **schedule: Any) -> Config:
 def _trained(
     config: Config, module_type: type[QATModule] = QATModule, **options: Any
 ) -> tuple[QATModule, Run]:
-    """The stage alone, from one random float model with one calibration."""
+    """Runs only the training stage, on a random float model that is calibrated once."""
     run, data = Run(config, Path(config.output_dir or "")), data_of(config)
     run.folder.mkdir(exist_ok=True)
     torch.manual_seed(0)
@@ -76,7 +76,7 @@ def _top1(file: Path, data: DataModule) -> float:
 
 @pytest.mark.slow
 def test_the_kept_epoch_is_the_one_whose_file_is_best(tmp_path: Path) -> None:
-    """Every epoch is exported by a run that ends there; the bytes of the best file are those of the run that chose."""
+    """A run that ends there exports each epoch; the best file must equal that of the run that chooses."""
     epochs, files, figures = 4, list[bytes](), list[float]()
     for count in range(1, epochs + 1):
         config = _config(tmp_path / str(count), every=count, epochs=count)
@@ -85,10 +85,10 @@ def test_the_kept_epoch_is_the_one_whose_file_is_best(tmp_path: Path) -> None:
         figures.append(_top1(run.folder / "model.onnx", data_of(config)))
     config = _config(tmp_path / "chosen", epochs=epochs)
     module, run = _trained(config)
-    rows = run.curves["QAT"][1:]  # behind the start
+    rows = run.curves["QAT"][1:]  # after the start
     assert [row["score"] for row in rows] == pytest.approx(figures)
     best = max(range(epochs), key=lambda i: (figures[i], i))
-    assert best != epochs - 1 and len(set(figures)) > 2  # or the last one would do
+    assert best != epochs - 1 and len(set(figures)) > 2  # otherwise the last one would do
     assert [row["kept"] for row in rows] == [i == best for i in range(epochs)]
     assert _exported(module, run.folder) == files[best]
 
@@ -99,7 +99,7 @@ def _exported(module: QATModule, folder: Path) -> bytes:
 
 
 class Seeing(QATModule):
-    """Keeps what it trains on, and is stopped where a test says so."""
+    """A module that records its training images, and is interrupted at step `stop_at`."""
 
     stop_at: int | None = None
     seen: list[Tensor]
@@ -142,11 +142,11 @@ def test_a_stopped_and_resumed_training_ends_bit_identical(settings: dict[str, A
     whole, _ = _trained(_config(tmp_path / "whole", epochs=2, **settings))
     wanted = torch.load(tmp_path / "whole" / "last.ckpt", weights_only=True)
     config = _config(tmp_path / "stopped", epochs=2, **settings)
-    for step in (8, 14, None):  # in the first epoch, and behind the first judgement
+    for step in (8, 14, None):  # in the first epoch, and after it was judged
         kind = type("Here", (Seeing,), {"seen": [], "stop_at": step})
         try:
             module, _ = _trained(config, kind)
-        except SystemExit:  # what Lightning makes of KeyboardInterrupt
+        except SystemExit:  # Lightning's reaction to KeyboardInterrupt
             assert step is not None
     found = torch.load(tmp_path / "stopped" / "last.ckpt", weights_only=True)
     assert found["state_dict"].keys() == wanted["state_dict"].keys()
@@ -175,7 +175,7 @@ def test_of_a_stopped_run_the_average_is_exported(tmp_path: Path) -> None:
 def test_a_run_stopped_while_it_judges_judges_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, _ = _trained(_config(tmp_path / "whole", epochs=2))
     config = _config(tmp_path / "stopped", epochs=2)
-    for judged in (1, 0):  # the start, and nothing
+    for judged in (1, 0):  # first after judging the start, then at once
         monkeypatch.setattr("qatkit.choose.epochs.accuracy", _interrupted_after(judged))
         with pytest.raises(SystemExit):
             _trained(config)
@@ -191,7 +191,7 @@ def test_a_run_stopped_while_it_judges_judges_again(tmp_path: Path, monkeypatch:
 
 
 def _interrupted_after(judged: int) -> Callable[..., Any]:
-    """Returns `accuracy`, which is interrupted after so many calls."""
+    """Returns a version of `accuracy` that is interrupted after `judged` calls."""
     calls = iter(range(judged))
 
     def interrupted(*args: Any, **options: Any) -> Any:
@@ -267,7 +267,7 @@ def test_the_start_is_kept_where_training_made_it_worse(tmp_path: Path) -> None:
 
 
 def unlabelled(root: str | None, download: bool, seed: int) -> Any:
-    """The digits without their labels."""
+    """Returns the digits without their labels."""
     splits = digits(root, download, seed)
     parts = [TensorImages(one.images, [NO_LABEL] * len(one)) for one in (splits.train, splits.test)]  # type: ignore[attr-defined]
     return replace(splits, train=parts[0], test=parts[1], classes=())
@@ -275,7 +275,7 @@ def unlabelled(root: str | None, download: bool, seed: int) -> Any:
 
 @pytest.mark.parametrize("kind", ["QAT", "control"])
 def test_a_training_that_runs_away_is_one_line_with_what_to_try(kind: str, tmp_path: Path) -> None:
-    """Of a fine-tuning that is judged as a file, and of one that is judged in PyTorch."""
+    """Covers fine-tuning that is judged by its file (QAT) and in PyTorch (control)."""
     with pytest.raises(
         ConfigError,
         match=r"schedule.lr=1e\+25: expected a smaller value, such as 1e\+24, .*; the training had diverged by",

@@ -1,4 +1,4 @@
-"""Operators that stay float: one type for the records of precision and placement, read and made overrides once."""
+"""Tests of the float operators in precision and placement records, and of the overrides made from them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from qatkit_verify.placement.sites import Sites, read_float_sites
 def test_both_records_come_back_from_their_files() -> None:
     point = PrecisionPoint(0, ("conv2", "conv1"), 2, 1.0, 1.0, 2.0, None, 0.9, 20.0, chosen=True)
     front = Precision((point,), 2, 1, 32, "")
-    assert Precision.from_dict(json.loads(json.dumps(front.as_dict()))) == front  # in its own order
+    assert Precision.from_dict(json.loads(json.dumps(front.as_dict()))) == front  # the order is kept
     sites = Sites(frozenset({"b", "a"}), frozenset({"silu"}))
     assert sites.as_dict() == {"float": ["a", "b"], "int8": ["silu"]}
     assert Sites.from_dict(json.loads(json.dumps(sites.as_dict()))) == sites and sites.float_sites == (

@@ -1,4 +1,4 @@
-"""The tournament never does worse than min-max on its own images, and finds its way around outliers."""
+"""Tests of the tournament: on its own images it is never worse than min-max, and it copes with outliers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RUNTIME = Runtime(ExportConfig(), {}, 1, False)
 
 
 def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Images [N, 1, 8, 8] in -1..1 and labels: 1,437 to train, 360 to test."""
+    """Returns images [N, 1, 8, 8] in -1..1 and labels: 1,437 for training, 360 for testing."""
     bunch = load_digits()
     images = torch.from_numpy((bunch.images[:, None] / 8 - 1).astype(np.float32))
     parts = train_test_split(
@@ -67,7 +67,7 @@ def trained(x: Tensor, y: Tensor) -> Net:
 
 
 def plant(net: Net, x: Tensor) -> None:
-    """Channel 0 of conv1 fires for one in 3,000 patches, up to 2,000, and nobody listens to it."""
+    """Makes channel 0 of conv1 fire (up to 2,000) for one in 3,000 patches, and conv2 ignore it."""
     with torch.no_grad():
         sums = F.conv2d(x, torch.ones(1, 1, 3, 3), padding=1)
         threshold = sums.flatten().kthvalue(int(sums.numel() * (1 - 1 / 3000))).values
@@ -88,7 +88,7 @@ def test_outliers_cost_min_max_accuracy_but_not_the_winner(tmp_path: Path) -> No
     plant(net, x)
     fitted, held_out = x[:384], [(x[384:512], y[384:512])]
     module = QATModule(net, x[:2], quantizers=Quantizers(observer=MSEObserver))
-    module.mixed_scales = "report"  # else what has outliers stays float, and nothing is lost
+    module.mixed_scales = "report"  # otherwise tensors with outliers stay float and lose nothing
     module.calibrate([fitted])
     rows = {
         row.method: row for row in tournament(module.graph, x[:2], [(fitted, y[:384])], held_out, RUNTIME)
@@ -115,13 +115,13 @@ def test_outliers_cost_min_max_accuracy_but_not_the_winner(tmp_path: Path) -> No
 
 
 def test_a_method_whose_scales_have_another_shape_competes_too() -> None:
-    """One scale for a weight, and a bias that fits int32 in steps of min-max's wide range alone."""
+    """The weight has one scale, and the bias fits int32 only with the large scale of min-max."""
     x, y, _, _ = digits()
     torch.manual_seed(0)
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).eval()
     with torch.no_grad():
         net.get_parameter("1.bias")[3] = -1e6
-        net.get_parameter("1.weight")[:, 0] = 0  # nobody listens to the pixel that is far out
+        net.get_parameter("1.weight")[:, 0] = 0  # the outlier pixel is ignored
     x[300, 0, 0, 0] = 1e4
     overrides = {"1": OverrideConfig(weight_granularity="per_tensor")}
     module = QATModule(net, x[:2], overrides=overrides, quantizers=Quantizers(observer=MSEObserver))
@@ -134,7 +134,7 @@ def test_a_method_whose_scales_have_another_shape_competes_too() -> None:
 
 
 def row(method: str, top1: int, error: float) -> tuple[str, Verdict]:
-    """Of 100 images."""
+    """Returns the verdict of a method on 100 images."""
     return method, Verdict(np.arange(100) < top1, np.ones(100, bool), np.full(100, error))
 
 
@@ -143,8 +143,8 @@ def row(method: str, top1: int, error: float) -> tuple[str, Verdict]:
     [
         ([row("min-max", 80, 0.5), row("a", 81, 0.2), row("b", 80, 0.1)], "b"),  # one image in 100 is chance
         ([row("min-max", 80, 0.5), row("a", 95, 0.4), row("b", 80, 0.1)], "a"),  # fifteen are not
-        ([row("min-max", 80, 0.5), row("a", 79, 0.1), row("b", 78, 0.1)], "min-max"),  # never worse than it
-        ([row("min-max", 80, 0.5), row("a", 80, 0.1005), row("mix", 80, 0.1)], "a"),  # half a percent is none
+        ([row("min-max", 80, 0.5), row("a", 79, 0.1), row("b", 78, 0.1)], "min-max"),  # never worse
+        ([row("min-max", 80, 0.5), row("a", 80, 0.1005), row("mix", 80, 0.1)], "a"),  # 0.5 % is no gain
         ([row("min-max", 80, math.nan), row("a", 80, 0.2)], "a"),
     ],
     ids=["chance", "better", "never worse", "equal", "no figure"],
@@ -156,7 +156,7 @@ def test_the_least_error_of_the_logits_wins_among_equals(
 
 
 def test_a_refilled_template_is_the_exported_file(tmp_path: Path) -> None:
-    """Bit for bit in what it computes, with and without optimizations."""
+    """Outputs must be equal bit for bit, with and without graph optimizations."""
     torch.manual_seed(0)
     net = Net()
     x = noise(16, 1, 8, 8)

@@ -17,11 +17,11 @@ TOKENS: tuple[int | str, ...] = ("N", 5, 16)
 
 
 class QdqGraph:
-    """Collects nodes and initializers; every method returns the name of the tensor it made.
+    """Collects nodes and initializers; methods that add nodes return the name of their output.
 
     Args:
-        seed: of the weights and biases.
-        largest: magnitude of the weights; up to 64 no CPU saturates, so every one answers with the same bits.
+        seed: seed of the weights and biases.
+        largest: largest magnitude of the weights; up to 64, no CPU saturates and all give the same bits.
     """
 
     def __init__(self, seed: int = 0, largest: int = 64) -> None:
@@ -39,7 +39,7 @@ class QdqGraph:
         return f"{name}_out"
 
     def quantize(self, tensor: str, name: str, scale: float, zero: int = 128, dtype: Any = np.uint8) -> str:
-        """A QuantizeLinear `name` whose output is `name`_out, then its DequantizeLinear."""
+        """Adds a QuantizeLinear `name` with output `name`_out, and its DequantizeLinear."""
         pair = [
             self.constant(f"{name}_scale", scale),
             self.constant(f"{name}_zero", zero, dtype),
@@ -48,7 +48,7 @@ class QdqGraph:
         return self.node("DequantizeLinear", [f"{name}_out", *pair], f"{name}_dq")
 
     def weight(self, name: str, shape: tuple[int, ...], axis: int = 0) -> str:
-        """A per-channel int8 weight behind a DequantizeLinear."""
+        """Adds a per-channel int8 weight and its DequantizeLinear."""
         values = self._random.integers(-self.largest, self.largest + 1, shape)
         scales = self._random.uniform(0.001, 0.01, shape[axis])
         parts = [
@@ -59,7 +59,7 @@ class QdqGraph:
         return self.node("DequantizeLinear", parts, f"{name}_dq", axis=axis)
 
     def bias(self, name: str, weight: str, input_scale: float, error: float = 1.0) -> str:
-        """An int32 bias at input scale times weight scale (times `error`)."""
+        """Adds an int32 bias whose scale is input scale times weight scale (times `error`)."""
         scales = self.initializers[f"{weight}_scale"] * input_scale * error
         parts = [
             self.constant(f"{name}_q", self._random.integers(-500, 500, len(scales)), np.int32),
@@ -69,19 +69,19 @@ class QdqGraph:
         return self.node("DequantizeLinear", parts, f"{name}_dq", axis=0)
 
     def conv(self, tensor: str, name: str, scale: float = INPUT_SCALE, bias_error: float = 1.0) -> str:
-        """A 3x3 convolution of 16 channels with an int32 bias; no output pair."""
+        """Adds a 3x3 convolution of 16 channels with an int32 bias, without an output pair."""
         weight = self.weight(f"{name}.weight", (16, 16, 3, 3))
         bias = self.bias(f"{name}.bias", f"{name}.weight", scale, bias_error)
         return self.node("Conv", [tensor, weight, bias], name, pads=[1, 1, 1, 1])
 
     def gemm(self, tensor: str, name: str, scale: float = INPUT_SCALE, outputs: int = 16) -> str:
-        """A Linear of 16 inputs with an int32 bias; no output pair."""
+        """Adds a Linear of 16 inputs with an int32 bias, without an output pair."""
         weight = self.weight(f"{name}.weight", (outputs, 16))
         bias = self.bias(f"{name}.bias", f"{name}.weight", scale)
         return self.node("Gemm", [tensor, weight, bias], name, transB=1)
 
     def layer_norm(self, tensor: str, name: str) -> str:
-        """LayerNorm over the last 16 features, decomposed as opset 13 needs it."""
+        """Adds a LayerNorm over the last 16 features, decomposed as opset 13 requires."""
         mean = self.node("ReduceMean", [tensor], f"{name}/mean", axes=[-1])
         centred = self.node("Sub", [tensor, mean], f"{name}/sub")
         squared = self.node("Pow", [centred, self.constant(f"{name}.two", 2)], f"{name}/pow")
@@ -94,7 +94,7 @@ class QdqGraph:
     def save(
         self, path: Path, last: str, input_shape: Sequence[int | str], output_rank: int, opset: int = 13
     ) -> Path:
-        """Writes a file whose output is an Identity of `last`, checked by onnx."""
+        """Writes a file whose output is an Identity of `last`, after onnx has checked it."""
         nodes = [*self.nodes, helper.make_node("Identity", [last], ["output"], name="output_identity")]
         graph = helper.make_graph(
             nodes,
@@ -110,20 +110,20 @@ class QdqGraph:
 
 
 def float_weight(graph: QdqGraph) -> str:
-    """A Conv `c1` whose weight is float."""
+    """Adds a Conv `c1` with a float weight."""
     weight = graph.constant("c1.weight", np.random.default_rng(0).normal(size=(16, 16, 3, 3)))
     return graph.node("Conv", ["input", weight], "c1", pads=[1, 1, 1, 1])
 
 
 def self_quantized(graph: QdqGraph) -> str:
-    """The same between pairs: ONNX Runtime quantizes the weight by itself."""
+    """Adds the same Conv between QDQ pairs, where ONNX Runtime itself quantizes the weight."""
     weight = graph.constant("c1.weight", np.random.default_rng(0).normal(size=(16, 16, 3, 3)))
     image = graph.quantize("input", "in_q", INPUT_SCALE)
     return graph.quantize(graph.node("Conv", [image, weight], "c1", pads=[1, 1, 1, 1]), "c1_q", OUTPUT_SCALE)
 
 
 def matmul_add(graph: QdqGraph) -> str:
-    """A MatMul `fc` of int8 weights, and the Add of its float bias."""
+    """Adds a MatMul `fc` with int8 weights, and the Add of its float bias."""
     image = graph.quantize("input", "in_q", INPUT_SCALE)
     product = graph.node("MatMul", [image, graph.weight("fc.weight", (16, 16), axis=1)], "fc")
     return graph.node("Add", [product, graph.constant("fc.bias", np.ones(16))], "fc/add")
@@ -132,7 +132,7 @@ def matmul_add(graph: QdqGraph) -> str:
 def classifier(
     path: Path, batch: int | str = "N", classes: int = 10, output_pair: bool = True, largest: int = 64
 ) -> QdqGraph:
-    """Writes conv, ReLU, pool, Linear on [batch, 16, 8, 8], every tensor quantized; returns its numbers."""
+    """Writes a quantized conv, ReLU, pool and Linear on [batch, 16, 8, 8]; returns nodes and constants."""
     graph = QdqGraph(largest=largest)
     image = graph.quantize("input", "input_q", INPUT_SCALE)
     hidden = graph.node("Relu", [graph.conv(image, "conv")], "relu")

@@ -1,4 +1,4 @@
-"""One real network, exported and quantized once by ONNX Runtime's own tool, shared by the tests of verify."""
+"""A real network, exported and then quantized by ONNX Runtime's own tool, shared by the tests of verify."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Noise(CalibrationDataReader):  # type: ignore[misc]
 
 
 def export(module: nn.Module, path: Path, size: int, channels: int = 3) -> None:
-    """A float ONNX file with a dynamic batch, in one file."""
+    """Exports a float ONNX file with a dynamic batch axis and no external data."""
     batch = torch.export.Dim("N", min=1, max=1024)
     torch.onnx.export(
         module,
@@ -53,7 +53,7 @@ def export(module: nn.Module, path: Path, size: int, channels: int = 3) -> None:
 
 @functools.cache
 def quantized_resnet18() -> Files:
-    """resnet18 of random weights and random BN statistics at 64 pixels, 10 classes."""
+    """Returns a resnet18 with random weights and BN statistics, for 64 pixels and 10 classes."""
     holder = tempfile.TemporaryDirectory()
     atexit.register(holder.cleanup)
     torch.manual_seed(0)

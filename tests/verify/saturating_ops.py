@@ -1,4 +1,4 @@
-"""One operator a model, with values that overflow 16 bits in pairs, and a plain scalar reference of each."""
+"""Models of one operator whose pairs of products overflow 16 bits, each with a scalar reference."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ LOW, HIGH = -32768, 32767
 
 @dataclass(frozen=True)
 class Op:
-    """An operator: its constants, and how it is called.
+    """An operator with its constants and attributes.
 
     Attributes:
-        kind: its type; QGemm may have a float output, as `floats` says.
+        kind: the operator's type; a QGemm has a float output if `floats` is true.
         x: uint8 input, [N, C, H, W] or [..., K].
-        weight: int8, as the operator takes it.
-        zeros: of input and weight.
+        weight: int8 weight in the operator's layout.
+        zeros: zero points of input and weight.
     """
 
     kind: str
@@ -43,7 +43,7 @@ class Op:
 
     @property
     def scales(self) -> tuple[np.float32, Array, np.float32]:
-        """Of input, weight (a channel) and output: outputs of a few hundred thousand fill the bytes."""
+        """Scales of input, weight (per channel) and output; sums of a few hundred thousand fill the bytes."""
         draw = np.random.default_rng(1)
         return (
             np.float32(0.02),
@@ -58,7 +58,7 @@ class Op:
         return np.random.default_rng(2).integers(-5000, 5000, self.channels, dtype=np.int32)
 
     def model(self) -> onnx.ModelProto:
-        """A file of this one node."""
+        """Returns a model with only this node."""
         x_scale, w_scale, y_scale = self.scales
         constants = {
             "xs": x_scale, "xz": np.uint8(self.zeros[0]), "w": self.weight, "ws": w_scale,
@@ -92,7 +92,7 @@ class Op:
         return helper.make_model(graph, opset_imports=opsets, ir_version=8)
 
     def scalar(self, *, saturate: bool) -> Array:
-        """The output, one product after the other."""
+        """Computes the output one product after the other."""
         found: dict[tuple[int, ...], float] = {}
         x_scale, w_scale, y_scale = self.scales
         for place, m, a, w in self._convolved() if self.kind == "QLinearConv" else self._multiplied():
@@ -117,7 +117,7 @@ class Op:
                 yield (*row, m), m, self.x[row].tolist(), self.weight[:, m].tolist()
 
     def _convolved(self) -> Iterator[Terms]:
-        """Kernel positions in order, and at each the channels of the group; the input's zero point around it."""
+        """Yields the terms by kernel position, then by channel of the group; zero points pad the input."""
         ends, kernel = self.x.shape[2:], self.weight.shape[2:]
         size = [
             (n + 2 * self.pad - (k - 1) * self.dilation - 1) // self.stride + 1
@@ -159,8 +159,8 @@ def _bytes(*shape: int) -> Array:
     return np.random.default_rng(4).choice(np.array([255, 254, 250, 128, 130, 0, 7], np.uint8), shape)
 
 
-# Of MLAS's paths: ConvSym (channels in fours), im2col and GEMM, groups, rank 1 and 3, vectors, odd depths, strides of
-# 128 and 384 along K, zero points of both operands.
+# Cases for the paths in MLAS: ConvSym (channels in fours), im2col and GEMM, groups, rank 1 and 3, vectors,
+# odd depths, strides of 128 and 384 along K, and zero points of both operands.
 CONVOLUTIONS = {
     "1x1, symmetric kernel": _conv(16, 32, 1),
     "1x1, odd depth": _conv(5, 7, 1),
@@ -186,7 +186,7 @@ PRODUCTS = {
     )
 }  # fmt: skip
 OPS = CONVOLUTIONS | PRODUCTS
-# Multiply in 32 bits everywhere.
+# Depthwise convolutions multiply in 32 bits on every CPU.
 DEPTHWISE = {
     "16 channels": _conv(16, 16, 3, group=16, pad=1, zeros=(130, 0)),
     "12 channels": _conv(12, 12, 5, group=12, pad=2, zeros=(255, 0)),

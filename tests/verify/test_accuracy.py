@@ -1,4 +1,4 @@
-"""Accuracy against counting with torch.topk on logits of a plain session."""
+"""Tests of accuracy against counts with torch.topk on the logits of a plain session."""
 
 from __future__ import annotations
 

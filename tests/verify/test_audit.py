@@ -1,4 +1,4 @@
-"""The audit against what ONNX Runtime really does, of good files, and what it is asked to let pass."""
+"""Tests of the audit on good files against what ONNX Runtime really does, and of its exceptions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def resnet18() -> Files:
 
 
 def _count_macs(module: nn.Module, image: torch.Tensor) -> int:
-    """Multiply-accumulates of one image, counted in PyTorch."""
+    """Returns the multiply-accumulates of one image, counted in PyTorch."""
     total = 0
 
     def hook(layer: nn.Module, _: object, output: torch.Tensor) -> None:
@@ -59,7 +59,7 @@ def test_a_quantized_resnet_is_clean(resnet18: Files) -> None:
     assert result.problems == ()
     assert len(result.matrix_nodes) == 21
     assert {node.precision for node in result.matrix_nodes} == {"int8"}
-    # The exporter writes the global pool as a ReduceMean, which has no 8-bit kernel: the one float node.
+    # The exporter writes the global pool as a ReduceMean, which has no 8-bit kernel: the only float node.
     floats = [(node.op, node.reason) for node in result.nodes if node.precision == "float"]
     assert floats == [("ReduceMean", "ONNX Runtime has no 8-bit ReduceMean on the CPU")]
     assert result.macs == result.int8_macs == _count_macs(resnet18.module, torch.zeros(1, 3, 64, 64))
@@ -69,7 +69,7 @@ def test_a_quantized_resnet_is_clean(resnet18: Files) -> None:
 
 
 def test_a_float_resnet_is_float_throughout(resnet18: Files) -> None:
-    """NCHWc convolutions, named after their outputs and with reordered weights, are still found."""
+    """NCHWc convolutions must be found although ONNX Runtime renames them and reorders their weights."""
     result = audit(resnet18.float_path)
     assert result.int8_share == 0
     assert result.macs == _count_macs(resnet18.module, torch.zeros(1, 3, 64, 64))
@@ -80,7 +80,7 @@ def test_a_float_resnet_is_float_throughout(resnet18: Files) -> None:
 
 
 def test_precision_is_what_the_profiler_saw(resnet18: Files, tmp_path: Path) -> None:
-    """An own profile, read independently: every node called int8 got 8-bit inputs."""
+    """In an independent profile, every node that the audit calls int8 must have 8-bit inputs."""
     settings = ort.SessionOptions()
     settings.log_severity_level, settings.enable_profiling = 3, True
     settings.profile_file_prefix = str(tmp_path / "p")
@@ -112,7 +112,7 @@ def test_attention_in_float_is_listed_but_no_problem(tmp_path: Path) -> None:
     attention = {node.source: node.reason for node in result.matrix_nodes if node.precision == "float"}
     assert set(attention) == {"scores", "mix"}
     assert all("kept float by the backend" in reason for reason in attention.values())
-    # By hand, for 5 tokens (the dynamic batch is 1): 5x16x16 in int8, 2 times 5x5x16 in float.
+    # By hand for 5 tokens (the dynamic batch is 1): 5x16x16 in int8, and twice 5x5x16 in float.
     tokens, width = 5, 16
     assert result.int8_macs == tokens * width * width
     assert result.macs == tokens * width * width + 2 * tokens * tokens * width
@@ -149,7 +149,7 @@ def test_patterns_name_operators_or_modules_above(pattern: str, matches: bool) -
 
 
 def test_session_options_reach_the_audit(tmp_path: Path) -> None:
-    """int8 activations whose QuantizeLinear has two readers: only fused when the option allows it."""
+    """ONNX Runtime fuses int8 activations whose QuantizeLinear has two readers only with this option."""
     graph = QdqGraph()
     image = graph.quantize("input", "in_q", INPUT_SCALE, zero=0, dtype=np.int8)
     pairs = [

@@ -1,4 +1,4 @@
-"""What the audit says of files with one thing broken each, against what ONNX Runtime makes of them."""
+"""Tests of the audit on files with one fault each, as ONNX Runtime executes them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from qatkit.verify.audit import audit
 from qatkit_verify.installed import version_numbers
 from qatkit_verify.session import open_session
 
-# Each case breaks one thing; its line is the operator's name and what a user has to read.
+# Each case breaks one thing; its line has the operator's name and the reason.
 
 
 def _no_output_pair(graph: QdqGraph) -> str:
@@ -99,7 +99,7 @@ IMAGE_CASES: dict[str, tuple[Callable[[QdqGraph], str], str]] = {
     "silu": (_silu, "float Conv 'c1': its output has no QuantizeLinear (it goes to Sigmoid 'sigmoid')"),
     "bias scale": (
         _bias_scale,
-        # A Conv takes it as it is before 1.27, and is float from there on.
+        # Before ONNX Runtime 1.27, a Conv accepts such a bias; since then, the Conv runs in float.
         "{} 'c1': its bias scale is off from input scale x weight scale by 10.0 %".format(
             "int8 QLinearConv" if version_numbers(ort.__version__) < (1, 27) else "float Conv"
         ),
@@ -143,7 +143,7 @@ def test_float_bias_without_output_pair(build: Callable[[QdqGraph], str], op: st
 
 
 def test_an_int8_gemm_whose_bias_has_another_scale_is_a_problem(tmp_path: Path) -> None:
-    """It computes something else than the file says, in every version: the bias at the product of the scales."""
+    """Every version deviates from the file: it uses the product of the scales for the bias."""
     graph = QdqGraph()
     image = graph.quantize("input", "in_q", INPUT_SCALE)
     inputs = [
@@ -198,7 +198,7 @@ def test_weight_behind_a_reshape(tmp_path: Path) -> None:
     [(256, 0), (70_000, 1)],
 )
 def test_large_constants_dequantized_at_run_time(elements: int, problems: int, tmp_path: Path) -> None:
-    """A position embedding stored in 8 bits costs a conversion on every run: reported when it is large."""
+    """A position embedding stored in 8 bits is converted on every run, which is reported if it is large."""
     graph = QdqGraph()
     parts = [
         graph.constant("position_q", np.zeros(elements), np.uint8),

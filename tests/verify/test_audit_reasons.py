@@ -1,4 +1,4 @@
-"""Models whose files have float operators for good reasons: the audit finds no problem in them."""
+"""Checks that the audit reports no problem in models with float operators for good reasons."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from qatkit.verify.audit import audit
 
 
 class Of(nn.Module):
-    """A function between a convolution and Linears."""
+    """A model with a convolution, followed by a function that may use a norm and Linears."""
 
     def __init__(self, function: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()
@@ -36,13 +36,13 @@ def tokens(x: Tensor) -> Tensor:
 
 
 def there_and_back(m: Any, x: Tensor) -> Any:
-    """Two Transposes around a norm cancel for ONNX Runtime's optimizer."""
+    """Applies a norm between two Transposes, which ONNX Runtime's optimizer cancels."""
     x = m.norm(tokens(x)).transpose(1, 2).unflatten(2, (6, 6))
     return m.one(m.norm(tokens(x)))
 
 
 def mixed_tokens(m: Any, x: Tensor) -> Any:
-    """A norm behind an Identity, and one behind a sum with what was turned back."""
+    """Applies a norm after an Identity, and one after a sum with a transposed branch."""
     x = F.dropout(tokens(x)[:, :8], 0.1, m.training)
     x = x + m.one(m.norm(x).transpose(1, 2)).transpose(1, 2)
     return m.two(nn.functional.layer_norm(x, (8,), m.norm.weight, m.norm.bias))
@@ -73,7 +73,7 @@ def with_coordinates(m: Any, x: Tensor) -> Any:
 
 
 def read_twice(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    """A Linear's result is an output, and quantized for the next Linear."""
+    """Returns a Linear's result as an output, which is also quantized for the next Linear."""
     mean = m.one(x.mean((2, 3)))
     return mean, m.two(mean)
 

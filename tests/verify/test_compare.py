@@ -1,4 +1,4 @@
-"""Batches by name, and several outputs compared, against NumPy on the same numbers."""
+"""Tests of batches by input name, and of the comparison of several outputs, against NumPy."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_ties_are_decisions_within_half_a_step_of_the_reference(shape: tuple[int
         found = output.comparisons(step)[0]
         assert found.ties == sum(one <= step / 2 for one in lost) / (a.size // 5)
         assert found.held == pytest.approx(1 - sum(one > step / 2 for one in lost) / (a.size // 5))
-    assert output.comparisons(0.1)[0].held < output.comparisons(0.4)[0].held < 1  # neither is all or nothing
+    assert output.comparisons(0.1)[0].held < output.comparisons(0.4)[0].held < 1  # no extremes
 
 
 def test_ties_of_outputs_without_classes() -> None:
@@ -113,7 +113,7 @@ def test_outputs_without_classes() -> None:
 
 
 def several(path: Path, batch: int | str = "batch") -> None:
-    """Logits = 2·x + y, squares = x·x, best = argmax of the logits, and y taken from a table of three by ids."""
+    """Writes a file with logits = 2·x + y (y is table[ids]), squares = x·x and best = argmax(logits)."""
     table = helper.make_tensor("table", TensorProto.FLOAT, [3, 4], np.arange(12, dtype=np.float32))
     two = helper.make_tensor("two", TensorProto.FLOAT, [], [2.0])
     nodes = [
@@ -144,7 +144,7 @@ def several(path: Path, batch: int | str = "batch") -> None:
 
 
 class Computed:
-    """The same in NumPy, the logits off by `off`, the first `wrong` of the best raised by one."""
+    """The same model in NumPy, with `off` added to the logits and 1 to the first `wrong` values of best."""
 
     def __init__(self, off: float = 0.0, wrong: int = 0) -> None:
         self.off, self.wrong = off, wrong
@@ -171,7 +171,7 @@ def test_the_worst_of_several_outputs_is_reported(tmp_path: Path) -> None:
     assert "'logits', the worst of 2 outputs" in found.step_source
     assert found.optimized.max_abs == pytest.approx(0.5, abs=1e-5)
     assert found.optimized.max_steps == pytest.approx(0.5 / found.step, rel=1e-4)
-    assert found.agreement == 0.7  # of the integers; the order of the squares is as it was
+    assert found.agreement == 0.7  # of the integers; the squares are the same
 
 
 def test_inputs_of_other_types_and_noise_for_them(tmp_path: Path) -> None:

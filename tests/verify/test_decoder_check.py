@@ -1,4 +1,4 @@
-"""A decoder falls short by each of the ways in which it is compared, and by the price of its accuracy level."""
+"""Checks that a decoder falls short in each comparison, and if its accuracy level costs too much."""
 
 from __future__ import annotations
 

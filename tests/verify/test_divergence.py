@@ -1,4 +1,4 @@
-"""Planted faults: one number of one tensor is changed, and that tensor has to be named."""
+"""Tests with planted faults: when one tensor is changed, it must be named."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ MEAN, STD = (0.5, 0.5, 0.5), (0.15, 0.16, 0.17)
 
 @functools.cache
 def _exported(name: str, dynamic: bool) -> tuple[fx.GraphModule, bytes]:
-    """The converted module for a backend, and its file."""
+    """Returns the converted module for a backend, and its file."""
     (backend,) = [one for one in (FBGEMM, QNNPACK, TENSORRT) if one.name == name]
     torch.manual_seed(0)
     model = settle(Residual(), 3, 12, 12)
-    with torch.no_grad():  # so that the images are of several classes, and small changes show
+    with torch.no_grad():  # so that the images have several classes, and small changes matter
         model.get_submodule("fc").bias.sub_(model(IMAGES).mean(0))  # type: ignore[operator]
     converted = convert(calibrated(model, IMAGES, backend)).graph
     with tempfile.TemporaryDirectory() as folder:
@@ -50,7 +50,7 @@ def _exported(name: str, dynamic: bool) -> tuple[fx.GraphModule, bytes]:
 
 
 class Made:
-    """A file and the converted module that it was made of."""
+    """A file and the converted module that it was exported from."""
 
     def __init__(self, path: Path, kind: str, backend: Backend = FBGEMM) -> None:
         self.path, self.backend = path, backend
@@ -61,7 +61,7 @@ class Made:
             to_integer_io(path, path, MEAN, STD, (float(logits.min()), float(logits.max())))
 
     def check(self, converted: fx.GraphModule | None = None) -> Results:
-        """What the check of parity measures, of the file against `converted`."""
+        """Returns what the parity check measures for the file against `converted`."""
         subject = Subject(
             folder=self.path.parent,
             files={"float": self.path, "int8": self.path},
@@ -74,7 +74,7 @@ class Made:
         return ParityCheck().measure(subject, Results("run", "m", "out"))
 
     def spoil_weight(self, name: str) -> None:
-        """Turns the sign of one filter of a weight around, in the file alone."""
+        """Flips the sign of one filter of a weight, only in the file."""
         model = onnx.load(str(self.path))
         (tensor,) = [t for t in model.graph.initializer if t.name == name]
         values = numpy_helper.to_array(tensor).copy()
@@ -97,7 +97,7 @@ KINDS = [
 def test_every_quantized_tensor_is_found_by_name_in_the_module(
     kind: str, backend: Backend, tmp_path: Path
 ) -> None:
-    """The module's integers, counted again from a graph that is run node by node, are those of the file."""
+    """The recorded integers must equal those computed by running the module node by node."""
     made = Made(tmp_path / "m.onnx", kind, backend)
     images = IMAGES[:3].numpy()
     recorded = ConvertedReference(made.converted).integers(images, made.path)
@@ -135,7 +135,7 @@ def test_a_faithful_file_has_no_first_difference(kind: str, backend: Backend, tm
 
 
 def _rescaled(converted: fx.GraphModule, path: str) -> fx.GraphModule:
-    """The module with one scale changed after export."""
+    """Returns the module with one scale changed after export."""
     changed = copy.deepcopy(converted)
     scale = changed.get_submodule(path).scale
     assert isinstance(scale, Tensor)
@@ -154,7 +154,7 @@ def test_a_scale_that_is_changed_after_export_is_named(kind: str, backend: Backe
         assert found.reference == "the converted module"
 
 
-# The first quantized tensor behind each operator. TensorRT's outputs of convolutions stay float.
+# The first quantized tensor after each operator. With TensorRT, outputs of convolutions stay float.
 BEHIND = {
     "fbgemm": {"stem": "stem_quant", "conv1": "conv1_quant", "conv2": "conv2_quant", "fc": "output"},
     "tensorrt": {"stem": "pool_quant", "conv1": "relu_1_quant", "conv2": "avgpool_quant", "fc": "output"},
@@ -166,7 +166,7 @@ BEHIND = {
 def test_a_weight_that_is_changed_in_the_file_is_named(
     module: str, kind: str, backend: Backend, tmp_path: Path
 ) -> None:
-    """A Linear's output has no quantization: there the logits are the first tensor that differs."""
+    """The output of the Linear is not quantized; for it, the logits are the first tensor that differs."""
     made = Made(tmp_path / "m.onnx", kind, backend)
     made.spoil_weight(f"{module}.weight")
     found = made.check().divergence
@@ -178,7 +178,7 @@ def test_a_weight_that_is_changed_in_the_file_is_named(
 
 
 def _of_wrong_axis(path: Path) -> Path:
-    """A weight with a scale for each row, read as if by columns: legal QDQ, which ONNX Runtime 1.31 fuses anyway."""
+    """Writes a weight with scales along the wrong axis: legal QDQ, which ONNX Runtime 1.31 fuses anyway."""
     graph = QdqGraph()
     x = graph.quantize("input", "input_q", INPUT_SCALE)
     first = graph.quantize(graph.gemm(x, "first"), "first_q", LOGITS_SCALE)
@@ -189,7 +189,7 @@ def _of_wrong_axis(path: Path) -> Path:
 
 
 def test_what_the_optimizer_computes_otherwise_is_named(tmp_path: Path) -> None:
-    """Without a module, and with one that the unoptimized file agrees with."""
+    """Covers no reference module, and one that agrees with the unoptimized file."""
     path = _of_wrong_axis(tmp_path / "m.onnx")
     images = np.random.default_rng(0).standard_normal((24, 16), dtype=np.float32)
     found = optimizer_divergence(path, images[:4])
@@ -203,7 +203,7 @@ def test_what_the_optimizer_computes_otherwise_is_named(tmp_path: Path) -> None:
     session = ort.InferenceSession(path, options)
 
     class Written:
-        """What the file says, as a module that computes it would."""
+        """A module that computes what the file says."""
 
         def __call__(self, images: object) -> np.ndarray:
             return session.run(None, {"input": np.asarray(images)})[0]  # type: ignore[no-any-return]
@@ -229,7 +229,7 @@ def test_what_the_optimizer_computes_otherwise_is_named(tmp_path: Path) -> None:
 
 
 def test_floats_are_compared_in_steps_of_their_range(tmp_path: Path) -> None:
-    """A file without a QuantizeLinear: every float tensor that both graphs have, and none differs."""
+    """In a file without QuantizeLinear, all float tensors of both graphs are compared, and none differs."""
     graph = QdqGraph()
     weight = graph.constant("w", np.random.default_rng(0).standard_normal((16, 16)))
     y = graph.node("Sigmoid", [graph.node("MatMul", ["input", weight], "fc")], "sigmoid")
@@ -240,7 +240,7 @@ def test_floats_are_compared_in_steps_of_their_range(tmp_path: Path) -> None:
 
 
 class Off(nn.Module):
-    """A module whose logits alone differ."""
+    """A module of which only the logits differ."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Free runs of two files against NumPy: agreement and SQNR over growing numbers of steps."""
+"""Tests of free runs of two files against NumPy: agreement and SQNR over growing numbers of steps."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _measured(folder: Path, **changes: Any) -> Results:
 
 
 def _wanted(steps: int) -> tuple[float, float, float]:
-    """Agreement, and the SQNR of y and of hN, over the first steps of each sequence."""
+    """Returns the agreement, and the SQNR of y and of hN, over the first steps of each sequence."""
     pairs = []
     for seed, length in enumerate(LENGTHS):
         x, start = sequence(length, seed)[:steps], np.full((1, HIDDEN), 0.1 * seed)

@@ -1,4 +1,4 @@
-"""The report's line on ONNX Runtime's dynamic int8 beside the file that is judged."""
+"""Tests of the report's line on ONNX Runtime's dynamic int8, for comparison with the INT8 file."""
 
 from __future__ import annotations
 

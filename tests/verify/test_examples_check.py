@@ -1,4 +1,4 @@
-"""A task of a user's own says how its samples are drawn; the check chooses those that differ most."""
+"""Tests of example drawings: the check chooses the samples that differ most, and a user's task draws them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from qatkit.verify.checks.examples import ExamplesCheck
 
 
 class Waves(Drawing):
-    """A signal in 16 shades, and the outputs of both files as lines."""
+    """A drawing of a signal in 16 shades, with the outputs of both files as lines."""
 
     measure = "of the range lies between float and INT8"
 
@@ -40,14 +40,14 @@ class Waves(Drawing):
 
 
 class WaveTask(Regression):
-    """Numbers of signals."""
+    """A regression task on signals with its own drawing."""
 
     def drawing(self) -> Drawing:
         return Waves()
 
 
 def summed(path: Path, weights: Sequence[float]) -> Path:
-    """A file that gives the sum of x with these weights, [N, 1]."""
+    """Writes a file that computes the weighted sum of x, [N, 1]."""
     values = [
         helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", size])
         for name, size in (("x", 4), ("y", 1))

@@ -1,4 +1,4 @@
-"""Nearness to the float file against PyTorch's own divergence and figures worked out by hand; its bounds."""
+"""Tests of fidelity to the float file against PyTorch's KL divergence and figures by hand; its bounds."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ def test_each_measure_is_what_it_says(shape: tuple[int, ...]) -> None:
     assert measured.sqnr_db == pytest.approx(10 * np.log10(ratio), rel=1e-6)
     assert measured.images == 8
     assert measured.kl is not None
-    assert 0.3 < measured.agreement < 1 and 0.1 < measured.kl < 1  # nothing of this is at an end of its scale
+    assert 0.3 < measured.agreement < 1 and 0.1 < measured.kl < 1  # neither is at a limit
 
 
 def test_figures_by_hand() -> None:
-    """Two images of two classes: halves against quarters, and the same."""
+    """Two images of two classes: 1/2, 1/2 against 1/4, 3/4, and an image without a difference."""
     exact = np.log(np.array([[0.5, 0.5], [0.9, 0.1]], np.float32))
     found = np.log(np.array([[0.25, 0.75], [0.9, 0.1]], np.float32))
     measured = fidelity(
         lambda _: exact, {"a": lambda _: found, "b": lambda _: exact}, [(np.arange(2), [0, 0])]
     )
     assert measured["a"].kl == pytest.approx(0.5 * (0.5 * np.log(2) + 0.5 * np.log(0.5 / 0.75)), rel=1e-6)
-    assert measured["a"].agreement == 0.5  # of equal values the first is the top
+    assert measured["a"].agreement == 0.5  # of equal values, the first is the top-1
     assert measured["b"] == Fidelity(1.0, 0.0, None, 2)
 
 
@@ -95,7 +95,7 @@ def test_bounds_of_images_without_labels() -> None:
     ]  # fmt: skip
     assert (
         shortfalls(default_checks(), STRICT, replace(GOOD, fidelity=BLIND.fidelity)) == []
-    )  # accuracy is the bound
+    )  # with labels, only accuracy is bounded
 
 
 def test_what_would_mend_it_needs_no_labels() -> None:

@@ -1,4 +1,4 @@
-"""export.py onnx=FILE mode=summary: operators with their types, bytes, and what ran int8."""
+"""Tests of `export.py onnx=FILE mode=summary`: operators, their types and bytes, and what ran in int8."""
 
 from __future__ import annotations
 

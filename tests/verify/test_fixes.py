@@ -1,4 +1,4 @@
-"""What a shortfall advises: keys that this run can take, and nothing that it has done already."""
+"""Tests of the fixes for shortfalls: only settings that this run accepts and has not used already."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def test_a_node_of_an_imported_file_is_overridden_by_its_name() -> None:
     of_a_file = {"model": {"name": "onnx/net.onnx"}, "schedule": {}, "export": {"mode": "static"}}
     asked = RequestedSettings(replace(GOOD, config=of_a_file))
     assert asked.override("/head.0/Conv_3") == "'+backend.overrides={/head.0/Conv_3:{float:true}}'"
-    assert asked.override("Conv: 3") == ""  # Hydra takes no quoted keys
+    assert asked.override("Conv: 3") == ""  # Hydra accepts no quoted keys
     assert (
         RequestedSettings(replace(GOOD, config={})).override("fc_quant/Gemm").endswith("{fc:{float:true}}'")
     )
 
 
 def fixes(results: Results, config: Config, without: tuple[str, ...] = ()) -> dict[str, str]:
-    """By the key of the bound."""
+    """Returns the fix for each bound, by its key."""
     told = {key: value for key, value in asdict(config).items() if key not in without}
     found = shortfalls(default_checks(), STRICT, replace(results, config=told))
     return {one.line.partition("=")[0].removeprefix("verify."): one.fix for one in found}
@@ -93,7 +93,7 @@ def test_a_large_file_names_what_calibration_left_in_float() -> None:
     ],
 )
 def test_what_no_kernel_computes_is_not_measured_away(config: Config, setting: str) -> None:
-    """No placement makes it faster, and the operators that the audit finds in float are those that were asked for."""
+    """No placement makes the file faster, and its float operators in the audit are the requested ones."""
     slow = replace(
         BAD, latency={"int8": Latency(9.0, 8.9, 9.2, 0.56, 0.5, 0.6, 1, 2, 50)}, config=asdict(config)
     )
@@ -113,8 +113,8 @@ def test_what_no_kernel_computes_is_not_measured_away(config: Config, setting: s
         (
             (0.0, 0.00002, 0.0007, 0.013, 0.06),
             True,
-        ),  # a transformer's: one value in 50,000, then some of its rows
-        ((0.0, 0.00002, 0.0007, 0.013, 0.5), False),  # and then an operator that computes something else
+        ),  # as in a transformer: first one value in 50,000, then some rows
+        ((0.0, 0.00002, 0.0007, 0.013, 0.5), False),  # here the last operator computes something else
         ((0.0, 0.0, 0.0, 0.0, 0.06), False),
     ],
 )
@@ -144,7 +144,7 @@ def test_roundings_that_add_up_are_no_operators_fault(shares: tuple[float, ...],
     ("control", "by_training"), [(76.9, True), (77.4, True), (77.6, False), (79.0, False)]
 )
 def test_a_drop_that_float_shares_is_blamed_on_fine_tuning(control: float, by_training: bool) -> None:
-    """Of 2.4 points; at least half of them."""
+    """Fine-tuning is blamed if float also lost at least half of the 2.4 points."""
     found = replace(BAD, accuracy={**BAD.accuracy, "control": classified(control, None, 1000)})
     fix = fixes(found, Config(schedule=ScheduleConfig(epochs=3, lr=2e-3)))["max_drop"]
     lost = f"the float control also lost {78.6 - control:.2f} points by this fine-tuning"
@@ -169,7 +169,7 @@ def test_a_drop_that_float_shares_is_blamed_on_fine_tuning(control: float, by_tr
     ],
 )  # fmt: skip
 def test_accuracy_advises_what_was_not_done(typed: list[str], expected: str) -> None:
-    """The configurations are those that the command line makes of what is typed."""
+    """The configurations are composed as on the command line."""
     config = compose_config(CONF, typed)
     assert fixes(BAD, config)["max_drop"] == expected
 

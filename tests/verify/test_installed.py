@@ -1,4 +1,4 @@
-"""The commands that install what is missing, which differ between a checkout and an installed package."""
+"""Tests of the commands that install an extra, which differ between a checkout and an installed package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""uint8 x int8 in pairs: against products written out one by one, against ONNX Runtime, and on an emulated Haswell."""
+"""Tests of uint8 x int8 kernels against scalar products, ONNX Runtime here, and an emulated Haswell."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_both_forms_against_products_one_by_one(name: str) -> None:
     op, kernel = OPS[name], kernel_of(OPS[name])
     assert kernel is not None and kernel.can_saturate
     exact, saturated = op.scalar(saturate=False), op.scalar(saturate=True)
-    assert (exact != saturated).mean() > 0.1  # the case says something
+    assert (exact != saturated).mean() > 0.1  # otherwise the case shows nothing
     np.testing.assert_array_equal(kernel(op.x, saturate=False), exact)
     np.testing.assert_array_equal(kernel(op.x, saturate=True), saturated)
 
@@ -51,7 +51,7 @@ def test_a_depthwise_convolution_is_none_of_them(name: str) -> None:
 
 
 def test_overflowing_pairs_are_found_for_all_activations() -> None:
-    """Weights at the edge of the proof, with every value of both activations."""
+    """Checks weights at the limit of the proof, with all values of both activations."""
     columns = np.array(list(product(range(256), repeat=2)), np.uint8).T
     weights = np.array(
         [[127, 2], [1, 127], [-128, -1], [-1, -128], [65, 64], [-128, 127], [127, 127]], np.int8
@@ -76,7 +76,7 @@ for file in sorted(Path(sys.argv[1]).glob("*.onnx")):
     QEMU is None, reason="needs qemu-x86_64 (apt-get install qemu-user), for a CPU without VNNI"
 )
 def test_onnx_runtime_on_an_emulated_haswell(tmp_path: Path) -> None:
-    """MLAS's AVX2 kernels: saturated as emulated, and exact where nothing is said to saturate."""
+    """MLAS's AVX2 kernels must saturate as emulated, and be exact where there is no emulated kernel."""
     every = [*OPS.values(), *DEPTHWISE.values()]
     for i, op in enumerate(every):
         onnx.save(op.model(), tmp_path / f"{i}.onnx")

@@ -1,4 +1,4 @@
-"""Latency: order of files, ratios within a round, fixed batches."""
+"""Tests of latency: the order of files, ratios within a round, and fixed batches."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_file_of_a_hundredth_of_the_work_is_much_faster(resnet18: Files, tmp_p
 
 
 def test_ratios_are_taken_within_a_round() -> None:
-    """A machine that gets slower from round to round: the medians drift, the ratio stays."""
+    """On a machine that gets slower from round to round, the medians drift but the ratio stays."""
     slowdown = np.linspace(1, 9, 41)
     result = from_times(10 * slowdown, 4 * slowdown, batch=1, threads=2)
     assert (result.ratio, result.ratio_p10, result.ratio_p90) == pytest.approx((2.5, 2.5, 2.5))

@@ -1,4 +1,4 @@
-"""Shifts that an NPU needs (`broken_pairs`), of weights behind operators that move values."""
+"""Tests of the shifts that an NPU needs (`broken_pairs`), for weights after operators that move values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from clean_nets import Arrays, save
 from qatkit.verify.graph_view import read_model
 from qatkit.verify.npu_pairs import broken_pairs
 
-# Only the weight's type and scale change: w has 2^-position.
+# Only the weight's type and scale vary; the scale is 2^-position.
 _TURNED = """<ir_version: 10, opset_import: ["" : 21]> net (float[2, 4] x) => (float[2, 3] y) {
   q = QuantizeLinear (x, s, z)  d = DequantizeLinear (q, s, z)  v = DequantizeLinear (w, t, n)
   u = Transpose <perm: ints = [1, 0]> (v)  m = MatMul (d, u)  c = DequantizeLinear (b, t, n)

@@ -1,4 +1,4 @@
-"""The figures of every output against formulas in NumPy, in reports of modules and of given files."""
+"""Tests of the figures of every output against NumPy, in reports of modules and of given files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from qatkit.verify.fidelity import SampleDistance
 
 
 def check(told: dict[str, float], exact: NDArray[np.float32], found: NDArray[np.float32]) -> None:
-    """Compares with the same figures, sample by sample."""
+    """Checks the reported figures against NumPy, sample by sample."""
     cosines = [float(a @ b / np.sqrt((a @ a) * (b @ b))) for a, b in zip(exact, found, strict=True)]
     lengths = [float(np.sqrt(np.square(a - b).sum())) for a, b in zip(exact, found, strict=True)]
     assert told["samples"] == len(exact)
@@ -63,7 +63,7 @@ def test_an_output_of_integers_is_not_called_equal() -> None:
 
 
 def test_equal_and_empty_outputs_have_a_cosine() -> None:
-    """Two equal rows of zeros are alike; zeros and ones are not."""
+    """Two rows of zeros have a cosine of 1; zeros and ones have a cosine of 0."""
     distance = SampleDistance()
     distance.add(np.zeros((2, 3), np.float32), np.array([[0, 0, 0], [1, 1, 1]], np.float32), 2)
     found = distance.figures()

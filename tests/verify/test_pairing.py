@@ -1,7 +1,7 @@
-"""Which weights meet in a pair, operator by operator (docs/onnxruntime-qdq.md, 3f), on an emulated Haswell.
+"""Tests of which weights form a pair, by operator (docs/onnxruntime-qdq.md, 3f), on an emulated Haswell.
 
-All weights are 0 but two along the depth K, and all activations are the largest: the answers differ from those of this
-processor where the two are added in 16 bits, and are equal elsewhere.
+All weights are 0 except two along the depth K, and all activations are the largest. The outputs differ from
+those of this CPU where the two products are added in 16 bits, and are equal elsewhere.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from third_party_files import MS, File, conv, file_of, gemm, integers, product, 
 from qatkit_verify.saturation import saturates_here
 from qatkit_verify.session import open_session
 
-Weights = NDArray[np.int8]  # [K, 8]: two rows of them are 127
+Weights = NDArray[np.int8]  # [K, 8]; two rows are 127
 
 
 def full(*shape: int) -> NDArray[np.uint8]:
@@ -32,7 +32,7 @@ def full(*shape: int) -> NDArray[np.uint8]:
 
 
 def convolution(weights: Weights, channels: int, *kernel: int, **how: Any) -> File:
-    """K as documented: over the kernel's positions and, innermost, the channels of the group."""
+    """Returns a convolution; K runs over the kernel's positions and, innermost, the channels of the group."""
     weight = np.moveaxis(weights.T.reshape(-1, *kernel, channels), -1, 1)
     inputs = channels * how.get("group", 1)
     return conv(full(1, inputs, *(size + 1 for size in kernel)), np.ascontiguousarray(weight), zero=0, **how)
@@ -56,7 +56,7 @@ def attention(weights: Weights) -> File:
 
 
 def lstm(weights: Weights, *, recurrent: bool) -> File:
-    """Two hidden units; of the recurrent weights eight, since they are as deep as they are many."""
+    """Returns an LSTM with two hidden units, or K if `recurrent`, because R has a row per unit."""
     hidden, depth = (len(weights), 4) if recurrent else (2, len(weights))
     gates = np.tile(weights[:, :1], 4 * hidden)
     stored = {
@@ -79,7 +79,7 @@ def exact_convolution(weights: Weights) -> File:
 
 
 def blockwise(weights: Weights) -> File:
-    """Bytes around 128, with activations that are quantized as they come."""
+    """Returns a product with 8-bit weights around 128, which quantizes its activations at run time."""
     stored = {
         "w": np.where(weights.T, 255, 128).astype(np.uint8).reshape(8, 1, 32), "s": np.full(8, 0.01, np.float32)
     }  # fmt: skip
@@ -88,7 +88,7 @@ def blockwise(weights: Weights) -> File:
     return file_of([node], stored, [{"x": np.ones((2, 32), np.float32)}])
 
 
-# The depth K, and the file of weights [K, 8].
+# The depth K of each case, and a function from weights [K, 8] to a file.
 CASES: dict[str, tuple[int, Callable[[Weights], File]]] = {
     "QLinearConv, 1x1": (16, lambda w: convolution(w, 16, 1, 1)),
     "QLinearConv, 3 channels": (27, lambda w: convolution(w, 3, 3, 3)),
@@ -116,7 +116,7 @@ EXACT = ("ConvInteger", "MatMulNBits", "depthwise")
 
 
 def places(depth: int) -> list[tuple[int, int]]:
-    """Pairs and others: neighbours of both kinds at both ends, and a few apart."""
+    """Returns places that form pairs and others that don't: neighbours at both ends, and a few apart."""
     last = depth - 1 - depth % 2
     found = [(0, 1), (1, 2), (2, 3), (3, 4), (0, 2), (0, 4), (1, 3), (last - 1, last), (last - 2, last - 1)]
     return sorted({*found, (depth - 2, depth - 1)})

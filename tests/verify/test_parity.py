@@ -1,4 +1,4 @@
-"""Parity of a file with a module written apart from it, in plain torch arithmetic on the same numbers."""
+"""Tests of parity between a file and an independent module in plain torch arithmetic on the same integers."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from qatkit_verify.errors import ConfigError
 from qatkit_verify.records import Comparison
 
 _RANDOM = torch.Generator().manual_seed(5)
-# Each image has its own level per channel, so that the pooled features, and the classes, differ.
+# Each image has its own level per channel, so that pooled features and classes differ.
 IMAGES = torch.randn(64, 16, 8, 8, generator=_RANDOM) + torch.randn(64, 16, 1, 1, generator=_RANDOM)
 
 
 class Reference(nn.Module):
-    """The classifier of `qdq_graphs`, in float64 on exact integers; keeps what each quantizer gave."""
+    """The classifier of `qdq_graphs` in float64 on exact integers; it records each quantizer's output."""
 
     def __init__(self, graph: QdqGraph, output_pair: bool = True) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Reference(nn.Module):
         self.recorded: dict[str, NDArray[Any]] = {}
 
     def _pair(self, name: str, value: torch.Tensor, scale: float, zero: int) -> torch.Tensor:
-        # The true division of ONNX Runtime: in float32, round half to even.
+        # ONNX Runtime divides in float32 and rounds half to even.
         steps = torch.round(value.float() / torch.tensor(scale)) + zero
         steps = steps.clamp(0, 255)
         self.recorded[f"{name}_out"] = steps.to(torch.uint8).numpy()
@@ -71,14 +71,14 @@ def test_a_faithful_file(tmp_path: Path) -> None:
     assert result.step == pytest.approx(LOGITS_SCALE)
     assert result.step_source == "the output's quantization scale"
     assert result.unoptimized is not None
-    for comparison in (result.unoptimized, result.optimized):  # not one step, with or without fusions
+    for comparison in (result.unoptimized, result.optimized):  # no difference, with or without fusions
         assert comparison.max_abs == comparison.mean_abs == comparison.max_steps == 0
         assert comparison.agreement == 1
     assert result.agreement == 1
 
 
 def test_figures_are_those_of_numpy(tmp_path: Path) -> None:
-    """A module that is off by known amounts: one step everywhere, and the sign of a quarter of the images."""
+    """The module is off by known amounts: one step everywhere, and flipped signs for a quarter of images."""
     path = tmp_path / "m.onnx"
     classifier(path)
 
@@ -111,7 +111,7 @@ def test_a_float_output_is_measured_in_a_stated_proxy(tmp_path: Path) -> None:
 
 
 def test_a_tie_of_float_logits_is_told_and_no_shortfall(tmp_path: Path) -> None:
-    """What a transformer's float operators leave: two classes a tenth of a step apart, and the other one chosen."""
+    """A tie: as after float operators of a transformer, another class wins by a tenth of a step."""
     path = tmp_path / "m.onnx"
     module = Reference(classifier(path, output_pair=False), output_pair=False)
     logits = module(IMAGES)
@@ -209,7 +209,7 @@ def _differing(count: int, images: int) -> Parity:
     ("images", "least"), [(64, 0.98), (512, 0.999), (512, 0.99), (10_000, 0.999), (300, 0.5)]
 )
 def test_a_file_is_in_doubt_where_chance_does_as_much(images: int, least: float) -> None:
-    """Against 40,000 samples of a file that just meets the bound."""
+    """Compares with 40,000 random samples of a file that just meets the bound."""
     drawn = np.random.default_rng(0).binomial(images, 1 - least, 40_000)
     for count in range(int(images * (1 - least)) + 1, images, max(1, images // 500)):
         share = float((drawn >= count).mean())
@@ -224,7 +224,7 @@ def test_a_file_is_in_doubt_where_chance_does_as_much(images: int, least: float)
 def test_more_images_decide_where_few_cannot(
     nudged: int, everywhere: bool, images: int, kept: bool, tmp_path: Path
 ) -> None:
-    """`nudged` images of 64 are decided otherwise, in the first batch of eight or in each; a dark corner tells them."""
+    """The decision differs for `nudged` of 64 images (with a dark corner), in one or all of eight batches."""
     path = tmp_path / "m.onnx"
     written = Reference(classifier(path, output_pair=False), output_pair=False)
     marked = IMAGES.clone()

@@ -1,4 +1,4 @@
-"""Other runtimes that read the same file: made-up ones on ONNX's reference evaluator, and OpenVINO where it is."""
+"""Tests of other runtimes for the same file: made-up ones on ONNX's reference evaluator, and OpenVINO."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from qatkit_verify.records import Comparison, Latency
 from qatkit_verify.runtimes.base import Runtime, load_runtimes
 from qatkit_verify.runtimes.timing import times_in_turns
 
-OF_A_MODULE = {"schedule": {}, "export": {"mode": "static"}}  # what was asked of a run that has one
+OF_A_MODULE = {"schedule": {}, "export": {"mode": "static"}}  # the config of a run with a module
 IMAGES = noise(24, 3, 12, 12)
 needs_openvino = pytest.mark.skipif(
     find_spec("openvino") is None, reason="the extra openvino is not installed"
@@ -46,13 +46,13 @@ needs_openvino = pytest.mark.skipif(
 
 
 class Files(NamedTuple):
-    """What is checked, and the labels of `IMAGES`."""
+    """The subject of the check, and the labels of `IMAGES`."""
 
     subject: Subject
     labels: NDArray[np.int64]
 
     def check(self, *runtimes: str, **settings: Any) -> Results:
-        """What the check measures, in a run of a module."""
+        """Returns what the check measures in a run with a module."""
         wanted = replace(self.subject.settings, runtimes=["onnxruntime", *runtimes], **settings)
         told = Results("run", "m", "out", config=OF_A_MODULE)
         return RuntimesCheck().measure(replace(self.subject, settings=wanted), told)
@@ -60,14 +60,14 @@ class Files(NamedTuple):
 
 @functools.cache
 def files() -> Files:
-    """A small network in float and INT8; the labels are those of the float module, but for every third image."""
+    """Returns a small network in float and INT8; labels are those of float, except for every third image."""
     torch.manual_seed(0)
     model = settle(Residual(), 3, 12, 12)
-    with torch.no_grad():  # so that the images are of several classes
+    with torch.no_grad():  # so that the images have several classes
         model.get_submodule("fc").bias.sub_(model(IMAGES).mean(0))  # type: ignore[operator]
         labels = model(IMAGES).argmax(1)
     labels[::3] = (labels[::3] + 1) % 5
-    shipped = ship(model, IMAGES, "runtimes", opset=19)  # the reference evaluator knows pairs from 19 on
+    shipped = ship(model, IMAGES, "runtimes", opset=19)  # the evaluator supports QDQ pairs from 19 on
     path = shipped.path.with_name("runtimes.float.onnx")
     export_onnx(float_baseline(model, IMAGES[:2]), IMAGES[:2], path)
     subject = Subject(
@@ -112,7 +112,7 @@ def test_each_file_is_timed_in_a_process_of_its_own() -> None:
     given = files().subject.files
     feeds = {name: {"input": np.zeros((2, 3, 12, 12), np.float32)} for name in given}
     slow = times_in_turns(["other_runtimes.SLOW"], given, feeds, threads=1, runs=7)["other_runtimes.SLOW"]
-    assert not isinstance(slow, str) and [len(one) for one in slow.values()] == [7, 7]  # over two turns
+    assert not isinstance(slow, str) and [len(one) for one in slow.values()] == [7, 7]  # in two turns
     assert slow["float"].min() >= 5.0 and slow["int8"].min() >= 5.0 + 1000 * DELAY
     alone = {"int8": given["int8"]}
     found = times_in_turns(["other_runtimes.DYING", "other_runtimes.BROKEN"], alone, feeds, threads=1, runs=7)
@@ -128,7 +128,7 @@ def _divergence(runtime: Runtime) -> Divergence:
 
 
 def _told(divergence: Divergence) -> Shortfall:
-    """What falls short where nine of ten images agree."""
+    """Returns the shortfall when nine of ten images agree."""
     near = Comparison(0.9, 1.0, 0.1, 10.0, 1.0)
     one = InRuntime({}, images=24, with_onnxruntime=near, divergence=divergence)
     results = Results("run", "m", "out", config=OF_A_MODULE, runtimes={"other": one})
@@ -144,12 +144,12 @@ def _told(divergence: Divergence) -> Shortfall:
 def test_a_wrong_operator_is_named_with_the_override_to_avoid_it() -> None:
     found, site = _divergence(WRONG), SPOILED.removesuffix(".weight")
     assert found.operator == f"{site}/Conv" and found.first is not None and found.first.max_steps > 1
-    assert [one for one in found.tensors if one.max_steps] == [found.first]  # nothing behind it is blamed
+    assert [one for one in found.tensors if one.max_steps] == [found.first]  # no later tensor is blamed
     assert f"'+backend.overrides={{{site}:{{float:true}}}}'" in _told(found).fix
 
 
 def test_rounding_elsewhere_is_told_apart_from_a_wrong_operator() -> None:
-    """A runtime that leaves a pair out where it runs the whole file: alone nothing is wrong."""
+    """The runtime skips a QDQ pair only in the whole file, so that each operator alone is right."""
     found = _divergence(FUSING)
     assert (found.reference, found.operator) == (WHOLE, "add/Add")
     fix = _told(found).fix
@@ -158,7 +158,7 @@ def test_rounding_elsewhere_is_told_apart_from_a_wrong_operator() -> None:
 
 def test_the_evaluator_computes_what_onnx_runtime_does() -> None:
     found = _divergence(REFERENCE)
-    assert found.first is None and len(found.tensors) == 1  # the output, which is looked at first
+    assert found.first is None and len(found.tensors) == 1  # the output, which is compared first
 
 
 def test_a_runtime_that_fails_costs_its_own_figures_alone() -> None:
@@ -227,7 +227,7 @@ def test_the_report_names_the_fastest_runtime() -> None:
 
 
 class Gated(nn.Module):
-    """SiLU, one com.microsoft.QuickGelu in the file."""
+    """A net whose SiLUs become com.microsoft.QuickGelu in the file."""
 
     def __init__(self) -> None:
         super().__init__()

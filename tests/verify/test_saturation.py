@@ -1,4 +1,4 @@
-"""A whole file without VNNI: walked operator by operator, measured, and guarded weights that rule saturation out."""
+"""Tests of whole files without VNNI: emulation, measured saturation, and guarded weights that prevent it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ OPTIONS: dict[str, Any] = {"options": {}, "threads": 1}
 
 
 def two_products(path: Path, soft: Array = SOFT) -> tuple[Array, Array, Path]:
-    """X · HARD · `soft`, in uint8: its answers with VNNI and without where the first alone saturates; the file."""
+    """Writes X · HARD · `soft` in uint8; returns its outputs with and without VNNI, and the file.
+
+    Without VNNI, only the first product saturates.
+    """
     answers = []
     for saturate in (False, True):
         between = HARD.scalar(saturate=saturate)
@@ -102,7 +105,7 @@ def test_the_answers_with_and_without_vnni(tmp_path: Path) -> None:
     labels = exact.argmax(1)
     found = measure_saturation(emulated(path), [(X, labels)])
     assert found.emulated is not None and found.exact is not None
-    # The output is integers: every value decides.
+    # The output is integers, so that every value counts as a decision.
     assert found.emulated.agreement == float((exact == saturated).mean())
     assert (found.exact.agreement, found.exact.score, found.exact.sqnr_db) == (1.0, 100, None)
     assert found.emulated.score == pytest.approx(100 * (saturated.argmax(1) == labels).mean())
@@ -117,7 +120,7 @@ def test_uint8_weights_asked_for_by_the_session_never_saturate(tmp_path: Path) -
 
 
 def checked(path: Path, config: Config, **changes: Any) -> tuple[Results, list[tuple[str, str]], list[str]]:
-    """What the check finds, its shortfalls with their fixes, and what it says."""
+    """Returns the results of the check, its shortfalls with their fixes, and its lines."""
     check, config.verify.target_isa = SaturationCheck(), "avx2"
     timed = ImageInputs((30,)).timed
     subject = Subject(
@@ -165,7 +168,7 @@ def test_the_fix_is_what_the_run_does_not_do_yet(change: dict[str, Any], fix: st
 
 
 def test_asymmetric_weights_are_told_of_fewer_bits() -> None:
-    """No guard takes them, so none is proposed."""
+    """No guard supports them, so none is advised."""
     answers = {"agreement": 0.5, "top1": 50.0, "sqnr_db": 3.0}
     found = {"images": 12, "layers": {}, "others": [], "here": True, "emulated": answers, "exact": answers}
     results = Results("r", "m", "", config={"backend": {"reduce_range": False}})
@@ -190,7 +193,7 @@ def test_asymmetric_weights_are_told_of_fewer_bits() -> None:
 def test_where_saturation_is_the_cause_its_fix_is_the_only_one(
     line: str, emulated: dict[str, Any], caused: bool, here: bool
 ) -> None:
-    """Float 99 %, the file 93 % and 10 dB, on a processor that saturates (`here`) or not."""
+    """Float has 99 %, the file 93 % and 10 dB, on a processor that saturates (`here`) or doesn't."""
     exact = {"agreement": 1.0, "top1": 98.0, "sqnr_db": None}
     found = {"images": 12, "layers": {}, "others": [], "here": here, "emulated": emulated, "exact": exact}
     results = Results(
@@ -246,7 +249,7 @@ def test_unmeasured_saturation_is_short_only_where_requested(tmp_path: Path) -> 
         tmp_path, {"int8": path}, lambda: [(X, [0] * len(X))], ImageInputs((30,)).timed, VerifyConfig()
     )
     results = check.measure(subject, nothing)
-    # On a processor without VNNI it is measured by itself.
+    # On a processor without VNNI, saturation is measured without being requested.
     assert bool(results.measured["saturation"]["images"]) == saturates_here()
     if not saturates_here():
         assert not check.shortfalls(VerifyConfig(), results)
@@ -286,7 +289,7 @@ def test_outputs_of_other_shapes_are_not_compared(tmp_path: Path) -> None:
 
 
 def trained(folder: Path, reduce_range: bool | str) -> tuple[int, dict[str, Any]]:
-    """Status and report of a trained ResNet-18."""
+    """Returns the status and report of a run that trains a small network."""
     config = tiny(folder)
     config.verify.target_isa, config.verify.max_drop = "avx2", None
     config.backend.reduce_range = reduce_range
@@ -318,6 +321,6 @@ def test_only_an_unguarded_file_saturates_and_haswell_agrees(
         everywhere = [kernel.name for kernel in emulation.kernels]
         seen = np.load(path.with_suffix(".npy"))
         np.testing.assert_array_equal(seen, emulation.outputs(images, everywhere)[0])
-    if not saturates_here():  # the guarded file: the same bits with VNNI
+    if not saturates_here():  # the guarded file gives the same bits with VNNI
         session = open_session(path, threads=1)
         np.testing.assert_array_equal(seen, run_outputs(session, images)[0])

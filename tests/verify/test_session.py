@@ -1,4 +1,4 @@
-"""Sessions: what can't be loaded says so in one line, and any batch size gets its logits."""
+"""Tests of sessions: a file that cannot be loaded gives a one-line error, and any batch size works."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_optimization_level_decides_the_graph(tmp_path: Path) -> None:
 
 
 def test_weights_beside_the_file_are_found_by_every_optimizer(tmp_path: Path) -> None:
-    """The graph that ONNX Runtime saves of it would refer to a folder where they are not."""
+    """The optimized graph that ONNX Runtime saves would refer to a folder without these weights."""
     images = np.random.default_rng(0).standard_normal((2, 16, 8, 8), dtype=np.float32)
     found = []
     for name in ("inside", "beside"):
@@ -102,7 +102,7 @@ def test_inputs_of_other_lengths_are_one_batch() -> None:
 
 def test_outputs_that_are_not_per_image_are_kept_whole() -> None:
     def run(given: Mapping[str, Array]) -> list[Array]:
-        x = given["x"]  # one row per image, three boxes per image, a number
+        x = given["x"]  # outputs: one row per image, three boxes per image, one number
         return [x * 2, np.repeat(x, 3, axis=0), np.asarray(x.sum())]
 
     x = np.arange(4.0).reshape(4, 1)

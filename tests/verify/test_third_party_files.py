@@ -1,4 +1,4 @@
-"""Files of strangers emulated as a whole, against ONNX Runtime on this processor and on an emulated Haswell."""
+"""Tests of emulated third-party files against ONNX Runtime on this processor and on an emulated Haswell."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ for file in sorted(Path(sys.argv[1]).glob("*.onnx")):
     QEMU is None, reason="needs qemu-x86_64 (apt-get install qemu-user), for a CPU without VNNI"
 )
 def test_whole_files_on_an_emulated_haswell(tmp_path: Path) -> None:
-    """MLAS's AVX2 kernels: saturated as emulated in every bit, wherever all is said to be emulated."""
+    """MLAS's AVX2 kernels must match the emulation in every bit, for files that are emulated completely."""
     whole = {str(i): file for i, file in enumerate(FILES.values()) if not file.others}
     for i, file in whole.items():
         onnx.save(file.model, tmp_path / f"{i}.onnx")
@@ -85,7 +85,7 @@ def test_whole_files_on_an_emulated_haswell(tmp_path: Path) -> None:
                     name = list(FILES)[int(i)]
                     if (
                         "LSTM" in name
-                    ):  # its float kernels differ between AVX2 and AVX-512; saturation moves by 0.05
+                    ):  # its float kernels differ between AVX2 and AVX-512; saturation changes 0.05
                         np.testing.assert_allclose(one, right, rtol=0, atol=1e-3)
                     else:
                         np.testing.assert_array_equal(one, right, err_msg=name)

@@ -1,4 +1,4 @@
-"""Bounds: each shortfall names its key, what was measured and what was asked."""
+"""Tests of bounds: each shortfall names its key, the required value and the measured value."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STRICT = VerifyConfig(max_drop=1.0, min_agreement=0.999, max_size_ratio=0.27, mi
 
 
 def broken(config: VerifyConfig, results: Results) -> list[str]:
-    """The lines of the shortfalls."""
+    """Returns the lines of the shortfalls."""
     return [one.line for one in shortfalls(default_checks(), config, results)]
 
 
@@ -34,7 +34,7 @@ def test_a_good_run_passes() -> None:
 
 
 def test_a_loss_of_just_the_bound_keeps_it() -> None:
-    """In binary 78.5 - 78.3 is a little more than 0.2."""
+    """In floating point, 78.5 - 78.3 is slightly more than 0.2."""
     accuracy = {"float": classified(78.5, None, 1000), "int8": classified(78.3, None, 1000)}
     found = dataclasses.replace(GOOD, accuracy=accuracy)
     assert broken(dataclasses.replace(STRICT, max_drop=0.2), found) == []

@@ -1,4 +1,4 @@
-"""A small network with what placement chooses between: SiLUs, a depthwise Conv, a gate, a sum, a pool, a Linear."""
+"""A small net of operators that placement decides on: SiLUs, a depthwise Conv, a gate, a sum and a pool."""
 
 from __future__ import annotations
 
@@ -31,5 +31,5 @@ class Gated(nn.Module):
 
 
 def narrow(num_classes: int = 10) -> Gated:
-    """The same names at another width."""
+    """Returns a net with the same names and half the width."""
     return Gated(num_classes, width=8)

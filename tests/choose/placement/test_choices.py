@@ -1,4 +1,4 @@
-"""What a placement means, against files: the borders that a layout has are those that ONNX Runtime runs."""
+"""Tests of placements against files: ONNX Runtime changes types at the borders that the layout predicts."""
 
 from __future__ import annotations
 
@@ -51,8 +51,9 @@ def choices(layouts: Layouts) -> Choices:
 
 
 def drawn() -> list[Sites]:
-    """Of the pool, the gate and the product none is float alone: ONNX Runtime runs such a one in int8 all the same,
-    since it stands between pairs.
+    """Returns fixed and random placements.
+
+    Pools, the sigmoid and the product aren't drawn: between QDQ pairs, ONNX Runtime runs them in int8 anyway.
     """
     draw = random.Random(0)
     sites = ("stem", *SILUS, "expand", "depthwise", "gate", "project", "fc")
@@ -87,7 +88,7 @@ def moves(node: ir.Node) -> bool:
 def test_the_borders_of_a_layout_are_those_of_the_file(
     sites: Sites, layouts: Layouts, tmp_path: Path
 ) -> None:
-    """Kernels that quantize and dequantize in the optimized graph, by their number and their sizes."""
+    """Compares the number and sizes of the quantize and dequantize kernels in the optimized graph."""
     path = tmp_path / "model.onnx"
     export_onnx(of(sites).convert().graph, EXAMPLE, path)
     optimized = run_optimized(path, input_shape=(1, 3, 12, 12), runs=2)
@@ -127,7 +128,10 @@ def test_an_override_of_silus_names_one(tmp_path: Path) -> None:
 
 
 def made_up(layouts: Layouts, choices: Choices, slow: dict[str, tuple[float, float]]) -> Costs:
-    """A machine: (int8, float) microseconds of operators, 10 and 20 by default; of a border 1 + values / 1000."""
+    """Returns the costs of a made-up machine, in microseconds.
+
+    Operators take (10, 20) in (int8, float) or the times in `slow`, and a border takes 1 + values / 1000.
+    """
 
     def file(sites: Sites) -> Measured:
         layout = layouts(sites.floats, sites.opened)
@@ -150,7 +154,7 @@ def made_up(layouts: Layouts, choices: Choices, slow: dict[str, tuple[float, flo
 
 
 def test_operators_slow_in_int8_stay_float_with_their_neighbours(layouts: Layouts, choices: Choices) -> None:
-    """The depthwise Conv is slow in int8, and so are SiLUs: the interior of the block is float."""
+    """The depthwise Conv and the SiLUs are slow in int8, so that the inside of the block is float."""
     slow = {"depthwise": (90.0, 10.0), **dict.fromkeys(SILUS, (60.0, 10.0))}
     costs = made_up(layouts, choices, slow)
     found = choices(costs)

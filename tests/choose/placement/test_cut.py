@@ -1,4 +1,4 @@
-"""The cheapest placement against all placements there are, on drawn networks."""
+"""Tests of the cheapest placement against all possible placements, on random graphs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from qatkit.choose.placement.cut import Edge, Times, cheapest, total
 
 
 def network(seed: int) -> tuple[dict[str, Times], list[Edge]]:
-    """A graph of ten operators with branches; some can't be int8, some are float whatever is chosen."""
+    """Returns ten operators with branches; some can't be int8, and some tensors are always float."""
     draw = random.Random(seed)
     names = [f"op{i}" for i in range(10)]
     operators = {
@@ -22,7 +22,7 @@ def network(seed: int) -> tuple[dict[str, Times], list[Edge]]:
     edges = [Edge(None, {names[0]: True}, False, draw.uniform(0, 4), 0.0)]
     for i, name in enumerate(names):
         later = draw.sample(names[i + 1 :], min(len(names) - i - 1, draw.choice((1, 1, 2, 3))))
-        source = None if draw.random() < 0.2 else name  # a Linear gives floats
+        source = None if draw.random() < 0.2 else name  # the output of a Linear is float
         may = {one: draw.random() < 0.6 for one in later}
         ends = not later or draw.random() < 0.1
         edges.append(Edge(source, may, ends, draw.uniform(0, 4), draw.uniform(0, 4)))
@@ -42,7 +42,7 @@ def test_nothing_is_cheaper(seed: int) -> None:
 
 
 def test_a_chain_by_hand() -> None:
-    """conv, SiLU, depthwise, SiLU, conv: 2 + 1 + 3 + 1 + 2 with two pairs each of 1 + 1, or the middle in float."""
+    """conv, SiLU, depthwise, SiLU, conv: 9 plus four borders of 1, or 10 plus two with a float depthwise."""
     times = {"a": Times(2, 5), "silu": Times(math.inf, 1), "depthwise": Times(3, 4), "silu2": Times(math.inf, 1),
              "b": Times(2, 5)}  # fmt: skip
     names = list(times)

@@ -1,4 +1,4 @@
-"""Which file is taken, by times that are made up."""
+"""Tests of which file is chosen, with made-up times."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from qatkit_verify.placement.quiet import Timed, quiet_ones, summed_up
     ("table", "other", "chosen"),
     [
         ([4.0, 4.1, 4.0], [3.4, 3.5, 3.4], "a"),
-        ([4.0, 6.1, 4.0], [3.4, 5.4, 3.5], "a"),  # one session of a slow machine, for both
-        ([4.0, 4.1, 4.0], [3.9, 4.2, 3.9], "fixed"),  # slower in one
-        ([4.0, 4.4, 4.0], [3.95, 4.0, 3.98], "fixed"),  # faster in each, by less than they differ
+        ([4.0, 6.1, 4.0], [3.4, 5.4, 3.5], "a"),  # the machine was slow in one session, for both
+        ([4.0, 4.1, 4.0], [3.9, 4.2, 3.9], "fixed"),  # slower in one session
+        ([4.0, 4.4, 4.0], [3.95, 4.0, 3.98], "fixed"),  # always faster, but by less than the noise
         ([4.0, 4.0, 4.0], [4.5, 4.6, 4.5], "fixed"),
     ],
 )
@@ -36,7 +36,7 @@ def test_noise_is_the_spread_of_ratios() -> None:
     ("quiet", "threads", "other", "name"),
     [
         (True, 2, [3.0, 3.0, 3.0], "a"),
-        (False, 2, [3.0, 3.0, 3.0], "fixed"),  # a missing core could be all of it
+        (False, 2, [3.0, 3.0, 3.0], "fixed"),  # one busy core could explain the lead
         (False, 2, [1.5, 1.6, 1.5], "a"),
         (False, 4, [1.5, 1.6, 1.5], "fixed"),
         (False, 1, [3.0, 3.0, 3.0], "a"),
@@ -50,15 +50,15 @@ def test_a_busy_machine_requires_a_lead_beyond_one_busy_core(
 
 
 def session(ms: float, waited: float = 0.0) -> Session:
-    """Of three files, all as slow."""
+    """Returns a session in which all three files are `ms` times slower."""
     return Session({"float": 5.0 * ms, "fixed": 4.0 * ms, "a": 3.0 * ms}, waited)
 
 
 def test_sessions_with_waits_or_slower_files_do_not_count() -> None:
     calm, waiting, slow = session(1.0), session(1.0, 0.2), session(1.4)
-    assert quiet_ones([slow]) == [slow]  # nothing says yet that it is slow
+    assert quiet_ones([slow]) == [slow]  # nothing shows yet that it is slow
     assert quiet_ones([slow, waiting, calm]) == [calm]
-    unlucky = Session({**calm.ms, "a": 4.5}, 0.0)  # one file's weights lie badly
+    unlucky = Session({**calm.ms, "a": 4.5}, 0.0)  # one file's weights are badly placed in memory
     assert quiet_ones([calm, unlucky]) == [calm, unlucky]
 
 
@@ -66,7 +66,7 @@ def test_enough_quiet_sessions_are_all_that_is_kept() -> None:
     found = [session(1.0), session(1.4), session(1.02), session(1.0, 0.4), session(1.01)]
     timed = summed_up(found, 3)
     assert timed.quiet and timed.ms["fixed"] == pytest.approx([4.0, 4.08, 4.04])
-    timed = summed_up(found[:4], 3)  # two are quiet: all are asked
+    timed = summed_up(found[:4], 3)  # only two are quiet, so all count
     assert timed.quiet and timed.ms["fixed"] == pytest.approx([4.0, 5.6, 4.08, 4.0]) and timed.waited == 0.0
     timed = summed_up([session(1.0, 0.4)] * 6, 3)
     assert not timed.quiet and timed.waited == 0.4 and len(timed.ms["a"]) == 6

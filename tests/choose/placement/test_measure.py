@@ -1,4 +1,4 @@
-"""Folders of variants: what is in them, what is refused, and what the measuring program says and writes."""
+"""Tests of folders of variants: their contents, rejected folders, and what the measuring program writes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_families_are_combined_by_two_and_all(found: dict[str, Sites]) -> None:
 
 
 def repeated(path: Path, times: int) -> str:
-    """A file that takes as long as so many products; its digest."""
+    """Writes a file with `times` matrix products, and returns its digest."""
     names = ["input", *(f"t{i}" for i in range(times - 1)), "output"]
     nodes = [helper.make_node("MatMul", [a, "input"], [b]) for a, b in itertools.pairwise(names)]
     ends = [
@@ -74,7 +74,7 @@ def repeated(path: Path, times: int) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Files whose order in time is beyond doubt: 40 products in float, 20 in the table's, 2 in another."""
+    """Returns a folder of files whose order in time is clear: 40 products (float), 20 (fixed), 2 (stem)."""
     sites = {"float": Sites(frozenset("abc")), "fixed": Sites(), "stem": Sites(frozenset("a"))}
     files = {
         name: Variant(f"{name}.onnx", repeated(tmp_path / f"{name}.onnx", count), sites[name])

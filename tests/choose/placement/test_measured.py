@@ -1,7 +1,8 @@
-"""placement=measured over the whole chain, and placement files: of this model, of others, of other machines.
+"""Tests of placement=measured in whole runs, and of placement files of this and other models and machines.
 
-Times are made up, since on a network of this size the clock tells nothing: 90 microseconds for the depthwise Conv in
-int8 and 10 in float, 10 and 20 for other operators, and a border 1 + values / 1000. Everything else is real.
+Times are made up, because a network of this size is too fast for the clock. The depthwise Conv takes 90
+microseconds in int8 and 10 in float, a SiLU 60 and 10, any other operator 10 and 20, and a border
+1 + values / 1000. Everything else is real.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from qatkit_verify.placement.record import read_placement
 
 
 class Machine(tournament.Tournament):
-    """The tournament on that machine."""
+    """A tournament with these made-up times."""
 
     quiet = True
 
     def microseconds(self) -> dict[str, tuple[float, float]]:
-        """In int8 and in float, of the operators that compute."""
+        """Returns the times in int8 and in float of each operator that computes."""
         slow = {"depthwise": (90.0, 10.0)} | dict.fromkeys(self.choices.islands, (60.0, 10.0))
         return {one: slow.get(one, (10.0, 20.0)) for one in self.choices.computing}
 
@@ -61,15 +62,15 @@ class Machine(tournament.Tournament):
 
 
 def gated(folder: Path, **changes: Any) -> Config:
-    """Quantized without training; the clock of the finished file is real, and is asked for nothing."""
+    """Returns a run without training; its finished file is timed by the real clock, but may be slow."""
     model = ModelConfig(name="gated.Gated")
     config = replace(calibrate_only(folder), model=model, placement="measured", **changes)
-    config.calibration.mixed_scales = "report"  # what is float is the placement's choice alone
+    config.calibration.mixed_scales = "report"  # only the placement decides what is float
     return replace(config, verify=replace(config.verify, min_speedup=0.001))
 
 
 def without_amx(threads: int, batch: int) -> record.Machine:
-    """This machine, without the instructions that further files compete on."""
+    """Returns this machine without AMX, for which more files would compete."""
     here = this_machine(threads, batch)
     return replace(here, isa=tuple(one for one in here.isa if not one.startswith("amx")))
 
@@ -92,7 +93,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def float_convs(path: Path) -> set[str]:
-    """Sites of the Convs whose weight is not dequantized."""
+    """Returns the sites of the Convs whose weight is not dequantized."""
     graph = onnx.load(path).graph
     made = {name: node.op_type for node in graph.node for name in node.output}
     return {
@@ -109,7 +110,7 @@ def test_what_is_slow_is_float_in_the_file_and_in_the_report(done: Path) -> None
         "stem", "expand", "depthwise", "gate", "project"
     }  # fmt: skip
     assert report["placement"] == json.loads((done / "placement.json").read_text())
-    assert placed.costs["depthwise"] > 0.05  # of 80 microseconds
+    assert placed.costs["depthwise"] > 0.05  # in ms; the difference is 80 microseconds
     best, table = placed.of(placed.chosen), placed.of("fixed")
     assert best.predicted_ms == pytest.approx(best.ms, rel=0.1) and best.ms < table.ms
     assert "placement.json" in {one["name"] for one in report["files"]}
@@ -280,7 +281,7 @@ def test_amx_weights_compete_on_amx_and_follow_the_checkpoint(
     assert "expand.weight" in shifted and "depthwise.weight" not in shifted
     report = report_of(tmp_path / "run")
     assert report["parity"]["optimized"]["agreement"] == 1 and report["audit"]["ok"]
-    assert report["config"]["export"]["weights_for_amx"] is False  # what was asked for
+    assert report["config"]["export"]["weights_for_amx"] is False  # the setting as given
     config = gated(tmp_path / "again", checkpoint=str(tmp_path / "run" / "last.ckpt"))
     assert export_checkpoint.export(config) == 0
     assert sha256(tmp_path / "again" / "model.int8.onnx") == sha256(tmp_path / "run" / "model.int8.onnx")

@@ -1,4 +1,4 @@
-"""A small network with every kind of neighbour in a mixture, and modules of it with some operators in float."""
+"""A small net with every kind of neighbouring operators, and modules of it with some operators in float."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qatkit.train.module import QATModule
 
 
 class Residual(nn.Module):
-    """A stem with a pool, a block with a shortcut and one of a transformer's kind, a head."""
+    """A stem with a pool, a residual block, a transformer-like block and a head."""
 
     def __init__(self) -> None:
         super().__init__()

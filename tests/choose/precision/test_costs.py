@@ -1,4 +1,4 @@
-"""Predicted milliseconds against a machine that is made up: kernels, borders and a profiler with known times."""
+"""Tests of predicted latencies against a made-up machine with known kernels, borders and profiler."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _RNG = np.random.default_rng(0)
 FLOAT_US = dict(zip(OPERATORS, _RNG.uniform(40, 200, 8), strict=True))
 INT8_US = {one: time / 3 for one, time in FLOAT_US.items()}
 VALUES = dict(zip(OPERATORS, (10000 * _RNG.uniform(0.5, 4, 8)).astype(int).tolist(), strict=True))
-_PROFILER = 2.5  # microseconds that it adds to a kernel
-_BESIDE = 1.2  # times as long, between two neighbours of the other type
+_PROFILER = 2.5  # microseconds that the profiler adds to a kernel
+_BESIDE = 1.2  # factor on the time of an operator between two neighbours of the other type
 
 
 def layout(floats: Sequence[str]) -> Layout:
-    """A chain: a tensor is quantized for an int8 reader behind a float one, and dequantized the other way round."""
+    """Returns the layout of a chain, which quantizes from float to int8 neighbours and dequantizes back."""
     eight = [one not in floats for one in OPERATORS]
     pairs = list(zip(OPERATORS[1:], itertools.pairwise(eight), strict=True))
     quantized = [VALUES[one] for one, (before, here) in pairs if here and not before]
@@ -37,7 +37,7 @@ def layout(floats: Sequence[str]) -> Layout:
 
 
 def true_kernels(floats: Sequence[str]) -> list[SiteKernel]:
-    """What they really take."""
+    """Returns the kernels with their true times."""
     found, one_layout = [], layout(floats)
     for i, one in enumerate(OPERATORS):
         beside = [OPERATORS[j] for j in (i - 1, i + 1) if 0 <= j < len(OPERATORS)]
@@ -71,7 +71,7 @@ def test_both_ends_are_as_measured(costs: Costs) -> None:
 
 
 def test_every_mixture_is_within_two_percent(costs: Costs) -> None:
-    """All 256, of which four were seen."""
+    """Checks all 256 mixtures, of which four were measured."""
     off = [
         costs(layout(one)) / milliseconds(one) - 1
         for n in range(9)
@@ -82,7 +82,7 @@ def test_every_mixture_is_within_two_percent(costs: Costs) -> None:
 
 @pytest.mark.parametrize("seed", range(50))
 def test_a_clock_that_contradicts_itself_gives_times_above_zero(seed: int) -> None:
-    """Files of a few microseconds: a moment of other work is longer than the whole run, or is all the profiler saw."""
+    """With runs of a few microseconds, other work may take longer, or be all that the profiler sees."""
     rng = np.random.default_rng(seed)
     sets = (), OPERATORS, OPERATORS[0::2], OPERATORS[1::2], OPERATORS[:3], OPERATORS[:6]
     files = [file(one) for one in sets]
@@ -114,7 +114,7 @@ def test_a_node_of_a_file_belongs_to_the_module_above_it() -> None:
 
 
 def test_what_was_timed_since_corrects_the_sets_that_are_like_it() -> None:
-    """On a machine on which float operators get slower the more of them there are, which no sum over operators says."""
+    """Here mixtures are up to 20 % slower than the sum of their operators; corrections must learn this."""
 
     def crowded(floats: Sequence[str]) -> float:
         return milliseconds(floats) * (1 + 0.2 * math.sin(math.pi * len(floats) / len(OPERATORS)))
@@ -126,14 +126,14 @@ def test_what_was_timed_since_corrects_the_sets_that_are_like_it() -> None:
     known = [(layout(one), crowded(one)) for one in sets[1::2]]
     costs.learn(known)
     after = [abs(costs(layout(one)) / crowded(one) - 1) for one in sets]
-    assert max(after[1::2]) < 0.01  # those that were timed
+    assert max(after[1::2]) < 0.01  # the timed sets
     assert max(after[0::2]) < 0.5 * max(before[0::2]) < 0.1  # their neighbours
     for one in ((), OPERATORS):
         assert costs(layout(one)) == pytest.approx(crowded(one), rel=0.01)
 
 
 def test_the_correction_is_kriging(costs: Costs) -> None:
-    """By the textbook's formula, on the machine's own shares."""
+    """Compares with the textbook formula, with distances from the shares of the float time."""
     files = [(), OPERATORS, OPERATORS[0::2], OPERATORS[1::2], OPERATORS[:3]]
     own, new = Costs([file(one) for one in files[:4]], OPERATORS, OPERATORS), layout(OPERATORS[:4])
 
@@ -151,5 +151,5 @@ def test_the_correction_is_kriging(costs: Costs) -> None:
 
 
 def plain(costs: Costs, one: Layout) -> float:
-    """The sum over operators and borders."""
+    """Returns the uncorrected sum over operators and borders."""
     return float(costs._summed(one))

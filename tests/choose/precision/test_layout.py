@@ -1,4 +1,4 @@
-"""What is quantized where a set of operators is float: by placement alone, against modules that were prepared."""
+"""Tests of layouts (what is quantized when a set of operators is float) against prepared modules."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_operators_are_those_with_a_weight(layouts: Layouts) -> None:
 
 @pytest.mark.parametrize("floats", subsets())
 def test_a_layout_has_what_the_prepared_module_has(layouts: Layouts, floats: tuple[str, ...]) -> None:
-    """All sets that leave something in int8; a residual stream goes on in float beside what is quantized of it."""
+    """Checks all sets that leave something in int8; a residual stream may be read in both types."""
     real = switches(of(floats).graph)
     layout = layouts(floats)
     tensors = {s.site for s in real if s.kind == ACTIVATION}
@@ -41,7 +41,7 @@ def test_a_layout_has_what_the_prepared_module_has(layouts: Layouts, floats: tup
 
 
 def test_losses_add_up_over_what_is_left(int8: QATModule, layouts: Layouts) -> None:
-    """Every switch loses a power of two, so that a sum says which ones it has."""
+    """Each switch loses a different power of two, so that a sum shows which switches it includes."""
     sites = switches(int8.graph)
     rows = [
         SensitivityRow(s.site, s.kind, ONLY, None, float(2**i), None, exact=False)
@@ -58,7 +58,7 @@ def test_losses_add_up_over_what_is_left(int8: QATModule, layouts: Layouts) -> N
 
 
 def test_a_tensor_quantized_only_when_mixed_loses_as_its_source(layouts: Layouts) -> None:
-    """A float stem and its float pool: what is quantized is the pool's output, in int8 the stem's."""
+    """After a float stem, the pool's output is quantized; with everything in int8, the stem's output is."""
     assert "pool" in layouts(("stem",)).readers and "pool" not in layouts(()).readers
     rows = [SensitivityRow("stem", ACTIVATION, ONLY, None, 3.0, None, exact=False)]
     known = {row.site for row in rows}
@@ -68,11 +68,11 @@ def test_a_tensor_quantized_only_when_mixed_loses_as_its_source(layouts: Layouts
     rows += [
         SensitivityRow(one, ACTIVATION, ONLY, None, 0.0, None, exact=False) for one in ("norm", "gelu", "add")
     ]
-    assert Losses(layouts, rows)(layouts(("stem",))) == 3.0  # of the pool's output, and of no other tensor
+    assert Losses(layouts, rows)(layouts(("stem",))) == 3.0  # only the pool's output loses
 
 
 def test_borders_are_where_a_type_changes(layouts: Layouts) -> None:
-    """By hand. An image has 3*12*12 values, the stem's output 8*10*10, from the pool on 8*5*5, at the end 8 and 16."""
+    """Sizes: an image has 3*12*12 values, the stem's output 8*10*10, the pool's 8*5*5, the last 8 or 16."""
     image, small = 3 * 12 * 12, 8 * 5 * 5
     int8 = layouts(())
     assert image in int8.quantized and small not in int8.quantized  # inside, int8 follows int8

@@ -1,6 +1,7 @@
-"""precision=auto over the whole chain: the bad layer is left float first, and the choice is part of the checkpoint.
+"""Tests of precision=auto in whole runs: the bad layer stays float first, and the checkpoint has the choice.
 
-Time is made up, a millisecond and 0.3 more for each float operator: on a network of this size the clock tells nothing.
+Times are made up (1 ms, and 0.3 ms more per float operator), because a network of this size is too fast for
+the clock.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ COUNT = 5
 
 
 class Chain(nn.Module):
-    """Four convolutions; `searching` gives the weights of conv2 a scale that is 18 times too large, 4 bits a tensor."""
+    """Four convolutions and a classifier; `searching` gives conv2 int3 weights with one scale per tensor."""
 
     def __init__(self, num_classes: int = 10) -> None:
         super().__init__()
@@ -62,7 +63,7 @@ class Chain(nn.Module):
 
 @dataclass
 class Counted:
-    """As `Costs`."""
+    """A replacement for `Costs` with the made-up times."""
 
     def __call__(self, layout: Layout) -> float:
         return 1 + 0.3 * len(layout.floats)
@@ -71,12 +72,12 @@ class Counted:
         return len(layout.floats) / COUNT
 
     def learn(self, files: Sequence[tuple[Layout, float]]) -> None:
-        """There is nothing to correct."""
+        """Checks that there is nothing to correct."""
         assert all(ms == pytest.approx(self(layout)) for layout, ms in files)
 
 
 def float_operators(path: Path) -> int:
-    """Convs and Gemms whose weight is not dequantized."""
+    """Returns the number of Convs and matrix products whose weight is not dequantized."""
     graph = ir.load(path).graph
     matrices = [node for node in graph if node.op_type in ("Conv", "Gemm", "MatMul")]
     made = [node.inputs[1].producer() for node in matrices if node.inputs[1] is not None]
@@ -84,7 +85,7 @@ def float_operators(path: Path) -> int:
 
 
 class TimedByCount(Search):
-    """With that clock."""
+    """A search with the made-up times."""
 
     def costs(self):  # type: ignore[no-untyped-def]
         _, times = super().costs()  # writes the files
@@ -117,7 +118,7 @@ def folder_of(config: Config) -> Path:
 
 
 def test_the_bad_layer_is_left_float_first(finished: Config) -> None:
-    """2.5 ms in float over 1.3 is 1.92 times as fast: one float operator is allowed, and it is conv2."""
+    """1.3 ms is 1.92 times as fast as float (2.5 ms): one float operator is allowed, and it must be conv2."""
     front = report_of(folder_of(finished))["precision"]
     points = front["points"]
     assert [point["floats"] for point in points][:2] == [[], ["conv2"]]
@@ -159,7 +160,7 @@ def test_the_page_and_the_table_have_the_front(finished: Config, capsys: pytest.
 
 
 def test_the_checkpoint_knows_what_was_chosen(finished: Config, tmp_path: Path) -> None:
-    """The file is exported again, byte for byte, and a resumed run says the same and searches nothing."""
+    """Exporting again gives the same bytes; a resumed run reports the same and does not search."""
     folder = folder_of(finished)
     again = replace(finished, checkpoint=str(folder / "last.ckpt"), output_dir=str(tmp_path / "again"))
     assert export_checkpoint.export(again) == 0
@@ -174,7 +175,7 @@ def test_the_checkpoint_knows_what_was_chosen(finished: Config, tmp_path: Path) 
 
 
 def test_any_point_is_built_by_its_number(finished: Config, tmp_path: Path) -> None:
-    """A whole bundle, whose float operators are the point's."""
+    """The run writes a whole bundle with the float operators of this point."""
     points = report_of(folder_of(finished))["precision"]["points"]
     point = points[2]
     asked = PrecisionConfig(front=str(folder_of(finished)), point=2)
@@ -200,14 +201,14 @@ def point(top1: float | None, agreement: float, ms: float = 1.0) -> PrecisionPoi
 
 def test_target_is_top1_with_labels_and_agreement_without() -> None:
     target = TargetConfig(max_drop=0.2, min_agreement=0.95)
-    assert meets(point(78.3, 0.5), point(78.5, 1.0), target)  # 0.2 in floating point is a little more
+    assert meets(point(78.3, 0.5), point(78.5, 1.0), target)  # slightly more than 0.2 in floating point
     assert not meets(point(78.2, 0.99), point(78.5, 1.0), target)
     assert meets(point(None, 0.95), point(None, 1.0), target)
     assert not meets(point(None, 0.94), point(None, 1.0), target)
 
 
 def test_a_beaten_point_is_not_shown_but_both_ends_are() -> None:
-    """Float beats none: the slowest one is smaller than float, and more accurate than the others."""
+    """Float hides no point: the slowest one is shown, because its file is smaller than float's."""
     points = [point(70.0, 0.9, ms) for ms in (1.0, 2.0, 3.0, 2.5)]
     int8, exact = replace(points[0], floats=(), ms=1.5), replace(points[0], floats=None, ms=2.8)
     shown = shown_points([int8, *points, exact], [9.0, 8.0, 5.0, 1.0, 6.0, 0.0])
@@ -271,7 +272,7 @@ def test_noise_chooses_nothing(tmp_path: Path) -> None:
 
 
 def test_a_cache_of_all_images_is_refused_with_held_out_ones(tmp_path: Path) -> None:
-    """They have seen what judges the front."""
+    """Its ranges have seen the images that judge the front."""
     config = searching(tmp_path / "run")
     config.calibration.cache = str(tmp_path / "ranges.safetensors")
     plain = replace(config, precision=PrecisionConfig())

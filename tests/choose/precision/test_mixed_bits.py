@@ -1,4 +1,4 @@
-"""Bits by weight: the knapsack against every choice there is, and what a mixture loses against one number for all."""
+"""Tests of bits per weight: the knapsack against all choices, and the divergence against uniform bits."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_no_choice_of_a_step_fewer_bits_loses_less(seed: int) -> None:
 
 
 class Branches(nn.Module):
-    """Logits from branches of one size, of which most matter little."""
+    """A net that sums five branches of equal size to logits; most branches matter little."""
 
     def __init__(self) -> None:
         super().__init__()

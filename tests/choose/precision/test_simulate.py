@@ -1,4 +1,4 @@
-"""The simulated loss of a set against the module that has it, with the same ranges: every set of a small network."""
+"""Tests of simulated losses against modules with the same float operators and ranges."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_set_loses_what_its_module_does(int8: QATModule) -> None:
     compared = 0
     for floats, loss in zip(sets, found, strict=True):
         module = of(floats)
-        if not transplant(int8.graph, module.graph):  # else a range of its own, which nobody has calibrated
+        if not transplant(int8.graph, module.graph):  # otherwise it has a range that was never calibrated
             wanted = float((outputs(module, quantize=True) - exact).square().sum(1).mean())
             assert loss == pytest.approx(wanted, rel=1e-5)
             compared += 1
@@ -50,7 +50,7 @@ def test_a_set_loses_what_its_module_does(int8: QATModule) -> None:
 
 
 def test_a_tensor_behind_a_float_pool_has_the_values_before_it(int8: QATModule) -> None:
-    """The pool of a float stem picks values and quantizes none: its output gets the stem's range."""
+    """A pool after a float stem only selects values, so that its output gets the range of the stem."""
     layouts, exact = Layouts(int8.opened(Residual()).graph, FBGEMM), outputs(int8, quantize=False)
     module, state = of(("stem",)), int8.state_dict()
     new = transplant(int8.graph, module.graph)
