@@ -192,7 +192,7 @@ def test_a_bias_takes_the_mean_error() -> None:
         torch.testing.assert_close(graph(x).mean(0), model(x).mean(0), rtol=0, atol=2e-4)
 
 
-def test_weights_of_eight_bits_with_quantized_activations_too() -> None:
+def test_weights_are_rounded_with_quantized_activations_too() -> None:
     """GPTQ also works with a backend whose activation ranges are calibrated first."""
     torch.manual_seed(0)
     model, (_, x, unseen) = Chain(), CASES["linears"]

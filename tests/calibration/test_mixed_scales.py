@@ -91,24 +91,6 @@ class Spectrum(nn.Module):
         return cast(Tensor, self.head(torch.log(self.bands(energies) + 1e-8)))
 
 
-class Selected(nn.Module):
-    """A net that reads the features of the best-scored cells; `wide` makes one score 300 times larger."""
-
-    def __init__(self, wide: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.conv, self.scores = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 2, 1)
-        self.last = nn.Linear(16, 5)
-        with torch.no_grad():
-            self.scores.weight[1:] *= 300 if wide else 1
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.relu(self.conv(x))
-        best = self.scores(y)[:, 0].flatten(1).topk(20, 1).indices
-        rows = y.flatten(2).transpose(1, 2).gather(1, best.unsqueeze(2).expand(-1, -1, 16))
-        return cast(Tensor, self.last(rows))
-
-
 def shipped(
     model: nn.Module, images: Tensor, path: Path, mixed: str = "float", **options: object
 ) -> QATModule:

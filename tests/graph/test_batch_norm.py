@@ -170,6 +170,6 @@ def _integers(module: QATModule) -> dict[str, Tensor]:
     return found
 
 
-def test_batches_of_one_image_renew_nothing_and_are_not_counted() -> None:
+def test_no_batches_are_no_reestimation() -> None:
     _, module = _prepared("train")
     assert module.reestimate([]) == 0

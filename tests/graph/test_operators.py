@@ -132,7 +132,7 @@ def test_a_type_of_ones_own_joins_a_class_and_runs_in_8_bits(tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("table")
-def test_a_class_of_ones_own_is_aligned_as_it_says() -> None:
+def test_a_class_of_ones_own_has_its_record() -> None:
     record = register("cube", modules=(BlurPool,), values="new", align="table", onnx=("Max",))
     assert record == Operator("cube", modules=(BlurPool,), align="table", onnx=("Max",))
     graph = fx.symbolic_trace(nn.Sequential(nn.Conv2d(3, 4, 1)))

@@ -15,6 +15,7 @@ from onnx_models import BOOL, FLOAT, INT64, Array, check, imported, in_onnxrunti
 
 from qatkit.importing import import_onnx
 from qatkit.importing.program import Operator
+from qatkit_verify.errors import ConfigError
 
 _RANDOM = np.random.default_rng(1)
 
@@ -213,12 +214,17 @@ def test_an_if_that_asks_for_a_size(size: int, tmp_path: Path) -> None:
     check(path, {"x": X[..., :size]})
 
 
-def test_an_operator_unknown_here_is_refused_where_it_is_run(tmp_path: Path) -> None:
-    taken = _branch("then", [node("Neg", ["x"], ["p"])], "p")
-    other = _branch("else", [node("StringNormalizer", ["x"], ["q"])], "q")
-    path = save(tmp_path / "m.onnx", [node("If", ["c"], ["y"], then_branch=taken, else_branch=other)], {"x": X}, ["y"],
-                {"c": np.array(True)})  # fmt: skip
-    assert np.array_equal(imported(path, {"x": X})[0], -X)
+@pytest.mark.parametrize("taken", [True, False])
+def test_an_operator_unknown_here_is_refused_where_it_is_run(taken: bool, tmp_path: Path) -> None:
+    known = _branch("then", [node("Neg", ["x"], ["p"])], "p")
+    unknown = _branch("else", [node("StringNormalizer", ["x"], ["q"])], "q")
+    path = save(tmp_path / "m.onnx", [node("If", ["c"], ["y"], then_branch=known, else_branch=unknown)], {"x": X},
+                ["y"], {"c": np.array(taken)})  # fmt: skip
+    if taken:
+        assert np.array_equal(imported(path, {"x": X})[0], -X)
+    else:
+        with pytest.raises(ConfigError, match="StringNormalizer"):
+            imported(path, {"x": X})
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 8, 8), (1, 3, 6, 10), (3, 3, 12, 4)])

@@ -276,9 +276,7 @@ def test_what_can_be_no_decoder_is_refused_early(made: tuple[Path, Path, Path], 
 def test_a_text_is_at_most_as_long_as_a_window_of_attention(tmp_path: Path) -> None:
     model, root = saved(tmp_path / "model", "Mistral", sliding_window=40), texts(tmp_path / "texts", 60)
     told = refused(asked(tmp_path / "run", model, root))
-    assert told.startswith(
-        "data.context=48: expected at most 40, the attention window"
-    )
+    assert told.startswith("data.context=48: expected at most 40, the attention window")
 
 
 def test_weights_of_another_head_are_refused(tmp_path: Path) -> None:

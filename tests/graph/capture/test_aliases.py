@@ -155,7 +155,7 @@ def two_views_of_one(x: Any) -> Any:
 @case
 def views_of_views(x: Any) -> Any:
     a = x.transpose(1, 3)
-    b = a[:, 1:4].reshape(x.shape[0], 3, -1) if False else a[:, 1:4]
+    b = a[:, 1:4]
     c = b.select(2, 0)
     c.mul_(b.mean())
     return x * a.sum()
@@ -176,7 +176,6 @@ def shape_in_place(x: Any) -> Any:
     y.unsqueeze_(1)
     y.squeeze_(1)
     y.transpose_(1, 2)
-    y.t_() if y.ndim == 2 else y
     return y.transpose(1, 2)
 
 
