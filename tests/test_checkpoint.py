@@ -123,7 +123,7 @@ def test_other_floats_are_read_as_float32_and_said(dtype: torch.dtype, tmp_path:
     torch.save(state, tmp_path / "x.pt")
     found, said = taken(tmp_path / "x.pt")
     assert same(found, {k: v.float() if v.is_floating_point() else v for k, v in state.items()})
-    assert f"{str(dtype).removeprefix('torch.')} was converted to float32" in said
+    assert f"{str(dtype).removeprefix('torch.')} values were converted to float32" in said
 
 
 def _changed(key: str, value: Tensor) -> dict[str, Tensor]:

@@ -81,7 +81,7 @@ LATE: dict[str, tuple[str, list[str], str]] = {
         "    return PIXELS[index + 40 * IN_WORKER()], LABELS[index]  # here\n"
         f"{LOAD}    return Splits(Images(), Images(get=get), NAMES, HALVES)",
         [SOURCE, "data.workers=1", "data.eval_batch_size=8"],
-        "data.source={}.load: it raised (IndexError: ",
+        "data.source={}.load: the code raised an exception (IndexError: ",
     ),
     "a worker that ends": (
         f"{SLOW}def get(index):\n    time.sleep(0.02)\n"
@@ -94,30 +94,30 @@ LATE: dict[str, tuple[str, list[str], str]] = {
         f"{NET}        if self.training:\n            raise RuntimeError('not yet')  # here\n"
         "        return super().forward(x)",
         [MODEL, "schedule.float_epochs=1"],
-        "model.name={}.Mine: it raised (RuntimeError: not yet; ",
+        "model.name={}.Mine: the code raised an exception (RuntimeError: not yet; ",
     ),
     "an observer": (
         "from qatkit.quant.observers import MinMaxObserver\nclass Mine(MinMaxObserver):\n"
         "    def update(self, values, *rest):\n"
         "        values.no_such_method()  # here",
         ["calibration.observer={}.Mine"],
-        "calibration.observer={}.Mine: it raised (AttributeError: ",
+        "calibration.observer={}.Mine: the code raised an exception (AttributeError: ",
     ),
     "a quantizer": (
         "from qatkit.quant.fake_quantize import FakeQuantize\nclass Mine(FakeQuantize):\n    def forward(self, x):\n"
         "        return super().forward(x, 1)  # here",
         ["quantizer.activation={}.Mine"],
-        "quantizer.activation={}.Mine: it raised (TypeError: ",
+        "quantizer.activation={}.Mine: the code raised an exception (TypeError: ",
     ),
     "an observer of other arguments": (
         "from qatkit.quant.observers import MinMaxObserver\nclass Mine(MinMaxObserver):\n    def update(self): ...",
         ["calibration.observer={}.Mine"],
-        "calibration.observer={}.Mine: it raised (TypeError: Mine.update() takes 1 positional argument",
+        "calibration.observer={}.Mine: the code raised an exception (TypeError: Mine.update() takes 1 positional argument",
     ),
     "what a check measures": (
         f"{CHECK}    def measure(self, subject, results):\n        return results.nothing  # here",
         [CHECKS, *BOUNDS],
-        "verify.checks={}.Mine: it raised (AttributeError: ",
+        "verify.checks={}.Mine: the code raised an exception (AttributeError: ",
     ),
     "a check that gives nothing": (
         f"{CHECK}    def measure(self, subject, results): ...",
@@ -213,7 +213,9 @@ def test_the_traceback_is_there_when_asked_for(
     assert launch(job, *typed("early", [SOURCE, "trainer.debug=true"])) == 2
     said = capfd.readouterr().err
     assert "Traceback" in said and 'early.py", line 2, in load\n    return 1 / 0' in said
-    assert said.splitlines()[-1].startswith("error: data.source=early.load: it raised (ZeroDivisionError: ")
+    assert said.splitlines()[-1].startswith(
+        "error: data.source=early.load: the code raised an exception (ZeroDivisionError: "
+    )
 
 
 def test_a_defect_of_ours_keeps_its_traceback(

@@ -25,9 +25,17 @@ MISTAKES: dict[str, tuple[str, list[str], str]] = {
         [SOURCE],
         "(ModuleNotFoundError: No module named",
     ),
-    "a syntax error": ("def load(root:  # here", [SOURCE], "data.source={}.load: it raised (SyntaxError: "),
+    "a syntax error": (
+        "def load(root:  # here",
+        [SOURCE],
+        "data.source={}.load: the code raised an exception (SyntaxError: ",
+    ),
     "an error at import": ("1 / 0  # here", [SOURCE], "(ZeroDivisionError: division by zero; "),
-    "a script that ends": ("import sys\nsys.exit(3)  # here", [SOURCE], "it raised (SystemExit: 3; "),
+    "a script that ends": (
+        "import sys\nsys.exit(3)  # here",
+        [SOURCE],
+        "the code raised an exception (SystemExit: 3; ",
+    ),
     "a name that is not in it": (
         "def loud(): ...",
         [SOURCE],
@@ -36,12 +44,12 @@ MISTAKES: dict[str, tuple[str, list[str], str]] = {
     "a model's module": (
         "raise OSError('no disk')  # here",
         [MODEL],
-        "model.name={}.Mine: it raised (OSError: no disk",
+        "model.name={}.Mine: the code raised an exception (OSError: no disk",
     ),
     "a backend's module": (
         "[][1]  # here",
         ["backend.target={}.MINE"],
-        "backend.target={}.MINE: it raised (IndexError",
+        "backend.target={}.MINE: the code raised an exception (IndexError",
     ),
     # data sources
     "a source that raises": (f"{LOAD}    open('/no/such/file')  # here", [SOURCE], "(FileNotFoundError: "),
@@ -116,12 +124,12 @@ MISTAKES: dict[str, tuple[str, list[str], str]] = {
     "no length": (
         f"{LOAD}    return splits(iter([]))",
         [SOURCE],
-        "it raised (TypeError: object of type 'list_iterator'",
+        "the code raised an exception (TypeError: object of type 'list_iterator'",
     ),
     "fewer labels than images": (
         f"{LOAD}    return splits(TensorImages(PIXELS, LABELS[1:]))  # here",
         [SOURCE],
-        "it raised (ValueError: expected one label per image, got 39 labels for 40 images; ",
+        "the code raised an exception (ValueError: expected one label per image, got 39 labels for 40 images; ",
     ),
     "floats in memory": (
         f"{LOAD}    return splits(TensorImages(PIXELS / 255, LABELS))",
@@ -132,7 +140,7 @@ MISTAKES: dict[str, tuple[str, list[str], str]] = {
         "class Lazy(Images):\n    @property\n    def targets(self):\n        raise KeyError('label')  # here\n"
         f"    @targets.setter\n    def targets(self, value): ...\n{LOAD}    return splits(Lazy())",
         [SOURCE],
-        "data.source={}.load: it raised (KeyError: 'label'; ",
+        "data.source={}.load: the code raised an exception (KeyError: 'label'; ",
     ),
     # items of a source
     "an item that raises": (
@@ -216,7 +224,7 @@ MISTAKES: dict[str, tuple[str, list[str], str]] = {
     "a type in a builder": (
         "def Mine(num_classes):\n    return nn.Linear('4', 4)  # here",
         [MODEL],
-        "model.name={}.Mine: it raised",
+        "model.name={}.Mine: the code raised an exception",
     ),
     "arguments of a builder": (
         "def Mine(width, num_classes):\n    return Net(num_classes)",
@@ -278,14 +286,14 @@ MISTAKES: dict[str, tuple[str, list[str], str]] = {
         "from qatkit.verify.checks.base import Check\nclass Mine(Check):\n    name = 'mine'\n"
         "    def __init__(self):\n        self.x = {}['x']  # here\n    def measure(self, subject, results): ...",
         ["verify.checks=[{}.Mine]"],
-        "verify.checks={}.Mine: it raised (KeyError: 'x'; ",
+        "verify.checks={}.Mine: the code raised an exception (KeyError: 'x'; ",
     ),
     "an algorithm": (
         "from dataclasses import dataclass\nfrom qatkit.algorithms import Algorithm\n@dataclass(frozen=True)\n"
         "class Mine(Algorithm):\n    stage = 'prepared'\n    def __call__(self, graph_module, inputs):\n"
         "        raise NotImplementedError  # here",
         ["+algorithm.mine={{target: {}.Mine}}"],
-        "algorithm.mine.target={}.Mine: it raised (NotImplementedError; ",
+        "algorithm.mine.target={}.Mine: the code raised an exception (NotImplementedError; ",
     ),
     "an algorithm that gives nothing": (
         "from dataclasses import dataclass\nfrom qatkit.algorithms import Algorithm\n@dataclass(frozen=True)\n"

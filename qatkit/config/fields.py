@@ -103,7 +103,7 @@ class Range(Limit):
         low = f"above {_number(self.low)}" if self.above else _number(self.low)
         if math.isinf(self.high):
             return low if self.above else f"{low} or higher"
-        return f"{low} to {_number(self.high)}"
+        return f"{low}{', up' if self.above else ''} to {_number(self.high)}"
 
 
 def _number(value: float) -> str:

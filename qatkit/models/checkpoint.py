@@ -189,7 +189,7 @@ def load(model: nn.Module, checkpoint: Checkpoint, config: ModelConfig) -> None:
         "float32"
     }
     if kinds:
-        said.append(f"{', '.join(sorted(kinds))} was converted to float32")
+        said.append(f"{' and '.join(sorted(kinds))} values were converted to float32")
     if said:
         warnings.warn(f"model.checkpoint={checkpoint.path}: {'; '.join(said)}", stacklevel=2)
 

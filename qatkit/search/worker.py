@@ -95,8 +95,8 @@ def work(config: Config, typed: Sequence[str], compose: Compose, job: Callable[[
     write_search_page(folder / PAGE, records)
     print_study(records, folder)
     if last := _hopeless(records):
-        reason = f"no trial has finished; the last one failed: {last.reason} ({folder / last.folder})"
-        raise ConfigError("search", config.name, reason=reason)
+        reason = f"none has finished; the last one failed: {last.reason} ({folder / last.folder})"
+        raise ConfigError("search.trials", config.search.trials, reason=reason)
     return 0 if any(not trial.shortfalls for trial in records.front) else 1
 
 

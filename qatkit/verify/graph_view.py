@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from onnx_ir.passes import common
 
 from qatkit.graph.operators import lookup, onnx_operators, operator, operators
-from qatkit_verify.errors import ConfigError
+from qatkit_verify.errors import ConfigError, one_line
 
 
 @lookup
@@ -94,7 +94,7 @@ def read_model(path: str | Path) -> ir.Model:
         model = with_initializers(ir.load(str(path)))
     except Exception as error:  # protobuf's DecodeError cannot be imported from a stable place
         raise ConfigError(
-            "onnx file", path, reason=f"the file can't be read as ONNX: {_cause(error)}"
+            "onnx file", path, reason=f"the file can't be read as ONNX ({one_line(_cause(error))})"
         ) from error
     for node in model.graph:
         node.name = node.name or ""  # for messages

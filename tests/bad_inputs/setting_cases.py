@@ -99,7 +99,7 @@ _TRAINING = [
     )
 ]  # fmt: skip
 _KEYS = [
-    bad("schedule.lrr=1", "schedule.lrr=1: the key does not exist (did you mean schedule.lr, "),
+    bad("schedule.lrr=1", "schedule.lrr=1: the key does not exist (did you mean schedule.lr?)"),
     bad("Schedule.lr=1", "Schedule.lr=1: the key does not exist (did you mean "),
     bad("lr=1", "lr=1: the key does not exist (did you mean "),
     bad("schedule.lr.value=1", "schedule.lr="),

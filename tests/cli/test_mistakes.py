@@ -28,12 +28,12 @@ MISTAKES = [
         "model=nothing: expected one of causal_lm, conformer, ds_cnn, efficientnet_b0, ",
     ),
     (["hydra/launcher=slrm"], "hydra/launcher=slrm: expected one of basic"),
-    (["schedule.lrr=1"], "schedule.lrr=1: the key does not exist (did you mean schedule.lr, "),
-    (["schedul.lr=1"], "schedul.lr=1: the key does not exist (did you mean schedule.lr, "),
-    (["recipie=quickstart"], "recipie=quickstart: the key does not exist (did you mean recipe, "),
+    (["schedule.lrr=1"], "schedule.lrr=1: the key does not exist (did you mean schedule.lr?)"),
+    (["schedul.lr=1"], "schedul.lr=1: the key does not exist (did you mean schedule.lr?)"),
+    (["recipie=quickstart"], "recipie=quickstart: the key does not exist (did you mean recipe?)"),
     (["+foo=1"], "foo=1: the key does not exist (did you mean "),
-    (["++schedule.lrr=1"], "schedule.lrr=1: the key does not exist (did you mean schedule.lr, "),
-    (["hydra.verbos=1"], "hydra.verbos=1: the key does not exist (did you mean hydra.verbose, "),
+    (["++schedule.lrr=1"], "schedule.lrr=1: the key does not exist (did you mean schedule.lr?)"),
+    (["hydra.verbos=1"], "hydra.verbos=1: the key does not exist (did you mean hydra.verbose?)"),
     (
         ["model.kwargs.p=1"],
         "model.kwargs.p=1: expected an existing entry (+model.kwargs.p=1 adds a new one)",
@@ -220,7 +220,7 @@ def test_a_mistake_in_a_recipe_of_ones_own_names_the_file(
     assert launch(no_job, "--config-dir", "mine", "recipe=own") == 2
 
     printed = capfd.readouterr().err
-    assert printed.startswith("error: schedule.lrr=...: the key does not exist (did you mean schedule.lr, ")
+    assert printed.startswith("error: schedule.lrr=...: the key does not exist (did you mean schedule.lr?)")
     assert printed.endswith(" (in recipe/own.yaml)\n")
 
 

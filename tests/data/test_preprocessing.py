@@ -70,7 +70,9 @@ def test_grey_and_colour_are_brought_to_the_channels_of_the_mean() -> None:
     one = Preprocessing(8, 8, (0.0,), (1.0,)).eval_batch([red])
     assert one.shape == (1, 1, 8, 8)
     assert one.mean().item() == pytest.approx(0.299 * 100 / 255, abs=1 / 255)
-    with pytest.raises(ConfigError, match=r"data\.mean=2 channels: the images have 3 channels"):
+    with pytest.raises(
+        ConfigError, match=r"images=3 channels: expected 1 or 2 channels, since data\.mean has 2"
+    ):
         Preprocessing(8, 8, (0.0,) * 2, (1.0,) * 2).eval_batch([red])
     with pytest.raises(ConfigError, match=r"data\.source=Tensor torch\.float32 \(3, 8, 8\)"):
         Preprocessing(8, 8, (0.0,), (1.0,)).eval_batch([red.float()])
@@ -275,7 +277,7 @@ def test_policies_change_colours_before_they_are_ordered(policy: str) -> None:
             {"image_size": [8, 16, 3]},
             r"data\.image_size=\[8, 16, 3\]: expected an integer of at least 1, or \[height",
         ),
-        ({"image_size": (8, 0)}, r"data\.image_size=\(8, 0\): expected an integer of at least 1"),
+        ({"image_size": (8, 0)}, r"data\.image_size=\[8, 0\]: expected an integer of at least 1"),
         ({"image_size": (8, 33)}, r"data\.resize=32: expected a size that covers data\.image_size=\[8, 33\]"),
         ({"fit": "fill"}, r"data\.fit=fill: expected one of crop, resize, letterbox"),
         ({"pad_value": 256.0}, r"data\.pad_value=256\.0: expected a number from 0 to 255"),

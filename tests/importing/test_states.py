@@ -55,7 +55,7 @@ def test_states_are_named_by_their_inputs(tmp_path: Path) -> None:
             r"input 'x' is float32 \[n, 6\], but the output 'hN' is float32 \[n, 8\]",
         ),
         ({"states": {"h": "hN"}, "fix": {"x": [[0.0] * 6]}}, "every input of gru.onnx is a state or fixed"),
-        ({"states": ["h"]}, r"model.kwargs.states=\['h'\]: expected a mapping \{INPUT: OUTPUT\}"),
+        ({"states": ["h"]}, r"model.kwargs.states=\[h\]: expected a mapping \{INPUT: OUTPUT\}"),
         ({"states": {}}, r"expected a mapping \{INPUT: OUTPUT\}"),
         ({"states": {"h": 3}}, "expected an output of gru.onnx; there is no '3'"),
     ],

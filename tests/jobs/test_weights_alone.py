@@ -75,7 +75,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "block": (
         {"weight_granularity": {"block": 48}},
-        r"backend.weight_granularity=\{'block': 48\}: expected one of per_tensor, per_channel, \{block: 16",
+        r"backend.weight_granularity=\{block: 48\}: expected one of per_tensor, per_channel, \{block: 16",
     ),
     "bits": ({"weight_dtype": "int5"}, "backend.weight_dtype=int5: expected one of int8, int4, int3, int2"),
 }

@@ -3,7 +3,7 @@
     with calling("data.source", "mypkg.data.load", source):
         splits = source(root, download, seed)
 
-    error: data.source=mypkg.data.load: it raised (ValueError: no such split; mypkg/data.py:12)
+    error: data.source=mypkg.data.load: the code raised an exception (ValueError: no such split; mypkg/data.py:12)
 
 `calling` is used where the called code is known. A model's forward, an observer or a check is called from
 deep within, so the whole job runs under `boundary`, which finds in the traceback whose code was running. If
@@ -69,7 +69,7 @@ def calling(key: str, path: object, called: object = None) -> Iterator[None]:
         if own or isinstance(error.__context__, KeyboardInterrupt):
             raise
         raise ConfigError(
-            key, path, reason=f"it raised ({described(error, [_package(str(path))])})"
+            key, path, reason=f"the code raised an exception ({described(error, [_package(str(path))])})"
         ) from error
 
 
@@ -98,7 +98,9 @@ def boundary(paths: Sequence[Called]) -> Iterator[None]:
         if named is None:
             raise
         key, path = named
-        raise ConfigError(key, path, reason=f"it raised ({described(error, packages)})") from error
+        raise ConfigError(
+            key, path, reason=f"the code raised an exception ({described(error, packages)})"
+        ) from error
 
 
 def described(error: BaseException, packages: Sequence[str] = ()) -> str:

@@ -56,6 +56,6 @@ def floats_of_point(config: Config) -> FloatSites:
     if found is None:
         raise ConfigError("precision.point", asked.point, f"one of the front's points: {named}")
     if found.floats is None:
-        allowed = f"a point with int8 operators: {named} ({found.number} is the float file of every run)"
+        allowed = f"a point with int8 operators: {named}; point {found.number} is the float model"
         raise ConfigError("precision.point", asked.point, allowed)
     return found.floats

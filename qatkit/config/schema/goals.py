@@ -60,7 +60,9 @@ class RescueConfig:
     """The rescue: a sequence of stronger methods (rungs), tried in order until the accuracy target is met."""
 
     climb: bool = setting(
-        False, "run the rungs: naive PTQ first, then one improvement per rung (qatkit.jobs.rungs)"
+        False,
+        "try methods one after another, from naive PTQ to fine-tuning (the rungs), until the accuracy "
+        "target is met; false: one run with the other settings",
     )
     full: bool = setting(False, "try all rungs, even after the target is met")
     epochs: int = setting(1, "epochs of the last rung (fine-tuning) if schedule.epochs is 0", COUNT)

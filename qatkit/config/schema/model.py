@@ -186,8 +186,8 @@ class DataConfig:
     )
     hop: int | None = setting(
         None,
-        "samples from the start of one frame to the start of the next; null: frame with data=audio, "
-        "half of it for recordings",
+        "samples from the start of one frame to the start of the next; null: data.frame with "
+        "data=audio, half of data.frame for recordings",
         COUNT,
     )
     axes: str | None = setting(

@@ -115,6 +115,8 @@ def given(path: Path, wanted: Sequence[Port]) -> Feeds:
     Raises:
         ConfigError: the file cannot be read, lacks an input, or has an input of another type or shape.
     """
+    if not path.is_file():
+        raise ConfigError("clean.inputs", path, "an .npz file that exists")
     try:
         with np.load(path) as held:
             found = {name: held[name] for name in held.files}

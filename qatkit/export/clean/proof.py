@@ -101,9 +101,9 @@ def prove(  # noqa: PLR0913  independent settings of a comparison, by name
             ratios[name] = min(ratios[name], _ratio(_placed(name, old, layout), now))
     for name, ratio in ratios.items():
         if ratio < bound:
-            least = "be equal in every value" if EQUAL in (bound, -ratio) else f"reach {bound:.0f} dB"
+            least = "equal values are" if EQUAL in (bound, -ratio) else f"at least {bound:.0f} dB are"
             measured = "" if ratio == -EQUAL else f" (signal-to-noise ratio {ratio:.1f} dB)"
-            reason = f"output '{name}' differs from the original file's{measured}, and should {least}"
+            reason = f"output '{name}' differs from the original file's{measured}, where {least} required"
             raise ConfigError("clean", after.name, reason=f"{reason}, so nothing was written{hint}")
     shapes = [{name: list(value.shape) for name, value in feeds.items()} for feeds in sets]
     return Proof(ratios, shapes, bound, inputs is None)

@@ -294,7 +294,7 @@ def test_a_front_that_is_none_and_a_point_that_is_not_there(finished: Config, tm
     with pytest.raises(ConfigError, match=r"precision\.point=99.*0 \(int8\), 1 \(1 float\)"):
         chosen_floats(asked(folder, 99), None)
     last = len(report_of(folder)["precision"]["points"]) - 1
-    with pytest.raises(ConfigError, match="the float file of every run"):
+    with pytest.raises(ConfigError, match="is the float model"):
         chosen_floats(asked(folder, last), None)
     other = replace(finished.model, name="resnet18")
     with pytest.raises(ConfigError, match="a front of resnet18"):
