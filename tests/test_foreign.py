@@ -112,7 +112,7 @@ LATE: dict[str, tuple[str, list[str], str]] = {
     "an observer of other arguments": (
         "from qatkit.quant.observers import MinMaxObserver\nclass Mine(MinMaxObserver):\n    def update(self): ...",
         ["calibration.observer={}.Mine"],
-        "calibration.observer={}.Mine: the code raised an exception (TypeError: Mine.update() takes 1 positional argument",
+        "calibration.observer={}.Mine: the code raised an exception (TypeError: Mine.update() takes 1 positional",
     ),
     "what a check measures": (
         f"{CHECK}    def measure(self, subject, results):\n        return results.nothing  # here",

@@ -137,8 +137,8 @@ def test_a_file_without_a_module_is_held_against_itself(tmp_path: Path) -> None:
     [
         (["qatkit.verify.checks.sise.SizeCheck"], r"verify\.checks=qatkit\.verify\.checks\.sise\.Size.*imported"),
         (["qatkit.verify.checks.size.Size"], r"verify\.checks=qatkit\.verify\.checks\.size\.Size: expected a name in"),
-        (["qatkit.records.results.Results"], r"verify\.checks=qatkit\.records\.results\.Results: expected .* a class"),
-        (["qatkit.verify.checks.base.Check"], r"verify\.checks=qatkit\.verify\.checks\.base\.Check: expected .* a class"),
+        (["qatkit.records.results.Results"], r"verify\.checks=qatkit\.records\.results\.Results: expected .* class"),
+        (["qatkit.verify.checks.base.Check"], r"verify\.checks=qatkit\.verify\.checks\.base\.Check: expected .* class"),
         (["qatkit.verify.checks.size.SizeCheck"] * 2, r"two checks named 'size'; remove one"),
         (["qatkit.verify.checks.size.SizeCheck"],
          r"verify\.checks=.*with the check of each bound \(verify\.max_drop=1\.0: accuracy was not"),
