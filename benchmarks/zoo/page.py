@@ -19,11 +19,11 @@ TITLES = {
 }
 STATUSES = ("through", "refused", "wrong", "traceback", "killed")
 LOW = 0.95  # share of int8 below which a model's float operators are listed
-WITHIN = 1.0  # dB that a model may be below its twin
+WITHIN = 1.0  # dB by which a model may be below its twin
 
 
 def page(rows: Rows) -> str:
-    """The whole page."""
+    """Returns the text of the page."""
     lines = [
         "# Models",
         "",
@@ -110,7 +110,7 @@ def _number(value: float | None) -> str:
 
 
 def _refusals(rows: Rows) -> list[str]:
-    """Returns the models without an INT8 file, with the error."""
+    """Returns a table of the models that did not go through, with their errors."""
     lines = []
     for status in STATUSES[1:]:
         for name, row in sorted(rows.items()):
@@ -124,7 +124,7 @@ def _refusals(rows: Rows) -> list[str]:
 
 
 def _low(rows: Rows) -> list[str]:
-    """Returns the reasons for float operators of each model with little int8."""
+    """Returns a table of the models with a low int8 share, with their float operators and the reasons."""
     lines = []
     for name, row in sorted(rows.items()):
         if row.get("macs") and row.get("int8_share", 1) < LOW:
