@@ -99,7 +99,9 @@ def measure(args: argparse.Namespace, overrides: Sequence[str]) -> None:
 
 def main() -> int:
     """Measures all kinds with one recipe."""
-    parser = argparse.ArgumentParser(description="Accuracy without training by each list of algorithms.")
+    parser = argparse.ArgumentParser(
+        description="Measures the accuracy of each list of algorithms without training."
+    )
     parser.add_argument("--kinds", nargs="+", default=["none"])
     parser.add_argument("--images", type=int, default=2000)
     parser.add_argument("--batch", type=int, default=100)

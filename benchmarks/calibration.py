@@ -201,20 +201,22 @@ def time_rows(name: str, times: dict[str, list[float]]) -> list[tuple[str, ...]]
 
 def main() -> int:
     """Measures all models, and prints the tables of time and memory."""
-    parser = argparse.ArgumentParser(description="Time and memory of calibration.")
+    parser = argparse.ArgumentParser(description="Measures the time and memory of calibration.")
     parser.add_argument("--models", nargs="+", default=["resnet50", "vit_b_16"])
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=[*KINDS, TOURNAMENT])
     parser.add_argument("--images", type=int, default=64)
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--size", type=int, default=224, help="pixels of the square input")
+    parser.add_argument("--size", type=int, default=224, help="side of the square input in pixels")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--static", action="store_true", help="also quantize_static, once each")
-    parser.add_argument("--memory", action="store_true", help="peak memory with 32 and 512 images")
+    parser.add_argument("--static", action="store_true", help="also measure quantize_static, once per method")
+    parser.add_argument(
+        "--memory", action="store_true", help="measure peak memory with 32 and 512 images instead"
+    )
     args = parser.parse_args()
-    timed: list[tuple[str, ...]] = [("model", "calibration", "s", "least s", "ratio to float [min-max]")]
+    timed: list[tuple[str, ...]] = [("model", "calibration", "s", "min s", "ratio to float [min-max]")]
     used: list[tuple[str, ...]] = [
-        ("model", "calibration", "images", "s", "peak MB before", "peak MB", "grown by")
+        ("model", "calibration", "images", "s", "peak MB before", "peak MB", "increase MB")
     ]
     for name in args.models:
         job = Job(name, args.size, args.batch, args.threads, args.images)

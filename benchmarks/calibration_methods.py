@@ -88,7 +88,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--images", type=int, default=1000)
-    parser.add_argument("--calibration", type=int, default=512, help="images")
+    parser.add_argument("--calibration", type=int, default=512, help="number of calibration images")
     known = [*EVERY, *_CHOSEN, _ROUNDED]
     parser.add_argument("--methods", nargs="+", choices=known, default=known)
     asked, overrides = parser.parse_known_args()

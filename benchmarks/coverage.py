@@ -53,8 +53,8 @@ PARITY_IMAGES, FEW_IMAGES, BATCH = 256, 8, 8
 FLOAT_LIMIT = 450_000_000
 SIZES = {"inception_v3": 299, "vit_h_14": 56, "s3d": 224, "mvit": 224}
 FRAMES = {"s3d": 16, "mvit": 16}
-_SPEED = ("float / INT8", "measured placement", "static / it", "noise")
-KERNELS = {"vnni": "with VNNI", "avx2": "AVX2 alone"}  # kernels of ONNX Runtime
+_SPEED = ("float / INT8", "float / placed", "static / placed", "noise")
+KERNELS = {"vnni": "VNNI", "avx2": "only AVX2"}  # kernels of ONNX Runtime
 SHALLOW = {"vit_h_14": "4 of 32 encoder layers", "regnet_y_128gf": "at most 2 blocks a stage"}
 
 
@@ -219,9 +219,10 @@ def page(rows: dict[str, Any]) -> str:
         "# Coverage",
         "",
         "Written by `uv run benchmarks/coverage.py`; do not edit. Random weights, fbgemm, opset 13, "
-        f"{PARITY_IMAGES} inputs ({FEW_IMAGES} for segmentation and video). Parity is top-1 agreement of the converted "
-        "module with ONNX Runtime, optimizations off / on, and the mean difference of the outputs in "
-        "quantization steps; the last Linear of a classifier tells the inputs apart (*: it has random weights).",
+        f"{PARITY_IMAGES} inputs ({FEW_IMAGES} for segmentation and video). Parity is the top-1 agreement of the "
+        "converted module with ONNX Runtime, optimizations off / on; mean steps is the mean difference of their "
+        "outputs in quantization steps. The last Linear of a classifier distinguishes the inputs (*: it has random "
+        "weights).",
         "",
         *_speeds(rows),
     ]
@@ -271,10 +272,11 @@ def _speeds(rows: dict[str, Any]) -> list[str]:
     return [
         f"## Speed: {len(timed)} models",
         "",
-        "Time of the float file over that of the INT8 file, by the backend's table and with `placement=measured`, and "
-        "of the better of quantize_static's two files over the latter, at 224x224 (inception_v3: 299x299), batch 1, "
-        "2 threads, each file's least time of three sessions in turns, alone on the machine; noise: by how much such "
-        f"a ratio differs from session to session, in the median. {'; '.join(machines)}.",
+        "Ratios of times: the float file over the INT8 file placed by the backend's table, the float file over the "
+        "INT8 file with `placement=measured` (placed), and the faster of quantize_static's two files over the placed "
+        "file. Measured at 224x224 (inception_v3: 299x299), batch 1, 2 threads, on an idle machine; the time of a file "
+        "is its least time of three interleaved sessions. Noise is the median difference of such a ratio between "
+        f"sessions. {'; '.join(machines)}.",
         "",
         "| " + " | ".join(head) + " |",
         "|" + "---|" * len(head),
@@ -327,7 +329,9 @@ def the_list(args: argparse.Namespace) -> int:
 
 def main() -> int:
     """Measures the requested models, writes the page, and returns 1 if a model failed."""
-    parser = argparse.ArgumentParser(description="Takes torchvision's models through the whole chain.")
+    parser = argparse.ArgumentParser(
+        description="Takes torchvision's models through the whole chain and writes docs/coverage.md."
+    )
     parser.add_argument("--models", nargs="+", help="names (default: all models of the tasks)")
     parser.add_argument("--task", nargs="+", choices=TASKS, default=["classification"])
     parser.add_argument("--again", action="store_true", help="measure recorded models again")

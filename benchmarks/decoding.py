@@ -113,7 +113,7 @@ def main() -> None:
                 seconds[name].append((time.perf_counter() - start) / _TOKENS)
         base, chosen = quality(decoders["float"], windows)
         print(
-            "| file | MB | tokens/s | against float [p10-p90] | perplexity | same next token % |\n"
+            "| file | MB | tokens/s | speed-up over float [p10-p90] | perplexity | same next token % |\n"
             "|---|---|---|---|---|---|"
         )
         for name, one in decoders.items():

@@ -70,8 +70,8 @@ def main() -> None:
     )
     known = torchvision.models.list_models(torchvision.models)
     parser.add_argument("--models", nargs="+", default=known, choices=known, metavar="NAME")
-    parser.add_argument("--against", type=Path, help="another checkout")
-    parser.add_argument("--record", type=Path, help="JSON file of the results")
+    parser.add_argument("--against", type=Path, help="folder of another checkout to measure too")
+    parser.add_argument("--record", type=Path, help="JSON file for the results")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.measure:

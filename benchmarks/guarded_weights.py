@@ -158,7 +158,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument(
         "overrides", nargs="*", help="arguments of train.py (default: models with random weights)"
     )
-    parser.add_argument("--images", type=int, default=2000, help="test images of a recipe")
+    parser.add_argument("--images", type=int, default=2000, help="number of test images, with a recipe")
     parser.add_argument(
         "--models", nargs="+", default=list(RANDOM), help="torchvision models with random weights"
     )
@@ -166,18 +166,22 @@ def main(arguments: list[str]) -> None:
     if asked.overrides:
         for name, (total, alone, top1) in of_recipe(asked.overrides, asked.images).items():
             print(
-                f"{name:18} {total:6.2f} dB   only weights {alone:6.2f} dB   top-1 {top1:.2f} %", flush=True
+                f"{name:18} {total:6.2f} dB   weights only {alone:6.2f} dB   top-1 {top1:.2f} %", flush=True
             )
         return
     lost = dict[str, list[float]]()
-    print(f"{'':22}" + "".join(f"{name:>9}" for name in REMEDIES) + "   dB of the logits, random weights")
+    print(
+        f"{'':22}"
+        + "".join(f"{name:>9}" for name in REMEDIES)
+        + "   SQNR of the logits in dB, random weights"
+    )
     for name in asked.models:
         found = random_model(name)
         print(f"{name:22}" + "".join(f"{found[one][0]:9.2f}" for one in REMEDIES), flush=True)
         for one in REMEDIES:
             lost.setdefault(one, []).append(found["8 bits"][0] - found[one][0])
-    print(f"{'lost, median':22}" + "".join(f"{statistics.median(lost[one]):9.2f}" for one in REMEDIES))
-    print(f"{'lost, at most':22}" + "".join(f"{max(lost[one]):9.2f}" for one in REMEDIES))
+    print(f"{'median loss':22}" + "".join(f"{statistics.median(lost[one]):9.2f}" for one in REMEDIES))
+    print(f"{'largest loss':22}" + "".join(f"{max(lost[one]):9.2f}" for one in REMEDIES))
 
 
 if __name__ == "__main__":

@@ -193,7 +193,7 @@ def main() -> None:
     )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--calibrate", type=Path, required=True, help="another text, for calibration")
+    parser.add_argument("--calibrate", type=Path, required=True, help="text file for calibration")
     parser.add_argument("--bits", type=int, nargs="+", default=[4], choices=(2, 3, 4, 8))
     parser.add_argument("--block", type=int, default=32)
     parser.add_argument("--scale-dtype", default="float32", choices=SCALE_TYPES)
@@ -208,10 +208,10 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--record", type=Path, help="JSON file of the results")
+    parser.add_argument("--record", type=Path, help="JSON file for the results")
     asked = parser.parse_args()
     found = []
-    print("| context | bits | method | perplexity | against float | extra nats per token | seconds |")
+    print("| context | bits | method | perplexity | ratio to float | extra nats per token | seconds |")
     print("|---|---|---|---|---|---|---|")
     for row in rows(asked):
         found.append(row)

@@ -142,16 +142,16 @@ def write_files(name: str, size: int, folder: Path) -> tuple[dict[str, Path], li
     torch.manual_seed(0)
     model, example = sane(models.build(ModelConfig(name=name)), batches), batches[0][:2]
     files = {key: folder / f"{name}.{key}.onnx" for key in ("int8", "original", "fused", "static")}
-    _say(f"{name}: exporting float")
+    _say(f"{name}: exporting the float files")
     export_onnx(model, example, files["original"])
     export_onnx(float_baseline(model, example), example, files["fused"])
-    _say(f"{name}: qatkit")
+    _say(f"{name}: quantizing with qatkit")
     module = QATModule(model, example, backend=FBGEMM)
     module.calibrate(batches)
     module.eval()
     converted = module.convert()
     export_onnx(converted.graph, example, files["int8"])
-    _say(f"{name}: quantize_static")
+    _say(f"{name}: quantizing with quantize_static")
     with without_logs():
         static_quantize(files["original"], files["static"], batches)
     return files, [site for site, _ in module.skipped + converted.skipped]
@@ -162,7 +162,7 @@ def measure(name: str, size: int, rounds: int, threads: int) -> Measured:
     with tempfile.TemporaryDirectory() as folder:
         files, skipped = write_files(name, size, Path(folder))
         options = FBGEMM.session_options
-        _say(f"{name}: {rounds} rounds")
+        _say(f"{name}: timing {rounds} rounds")
         times = latency(files, (3, size, size), threads=threads, runs=rounds, options=options)
         found: Audit = audit(files["int8"], options=options, threads=threads, allow_float=skipped)
         sizes = {key: path.stat().st_size for key, path in files.items()}
@@ -219,11 +219,13 @@ def print_table(results: dict[str, Measured], args: argparse.Namespace) -> None:
 
 def main() -> int:
     """Measures every requested model; returns 2 for a name that torchvision does not have."""
-    parser = argparse.ArgumentParser(description="Latency of float, qatkit INT8 and quantize_static files.")
+    parser = argparse.ArgumentParser(
+        description="Measures the latency of float files and of INT8 files of qatkit and quantize_static."
+    )
     parser.add_argument("--models", nargs="+", default=list(MODELS), help="torchvision.models names")
     parser.add_argument("--rounds", type=int, default=50, help="timed runs of each file")
     parser.add_argument("--threads", type=int, default=2, help="intra-op threads")
-    parser.add_argument("--size", type=int, default=224, help="pixels of the square input")
+    parser.add_argument("--size", type=int, default=224, help="side of the square input in pixels")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
     try:

@@ -129,7 +129,9 @@ def _settings(kind: str) -> list[str]:
 
 def main() -> int:
     """Measures all kinds with one recipe."""
-    parser = argparse.ArgumentParser(description="Accuracy after fine-tuning with each kind of quantizer.")
+    parser = argparse.ArgumentParser(
+        description="Measures the accuracy after fine-tuning with each kind of quantizer."
+    )
     parser.add_argument("--kinds", nargs="+", default=["fake_quantize", "lsq"])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=60)
@@ -139,7 +141,7 @@ def main() -> int:
         "--held-out",
         type=int,
         default=0,
-        help="held-out training images to measure on, instead of test images",
+        help="number of held-out training images to measure on, instead of test images",
     )
     parser.add_argument("--file", action="store_true", help="measure the exported file in ONNX Runtime")
     parser.add_argument("--threads", type=int, default=1)

@@ -74,7 +74,7 @@ class Peaks:
         lines = [
             f"float model {self.model / _MB:,.0f} MB; {self.before / _MB:,.0f} MB before it was loaded",
             "",
-            "| stage | peak, MB | beyond that, MB | of the float model |",
+            "| stage | peak MB | increase MB | increase / float model |",
             "|---|---|---|---|",
         ]
         for name, peak in self.found.items():

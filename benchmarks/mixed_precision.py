@@ -121,8 +121,8 @@ def summary(rows: Sequence[Row]) -> str:
     gains = [own.sqnr - top.sqnr for top, own in pairs]
     off = [abs(row.predicted / row.ms - 1) for row in rows if not row.known]
     return (
-        f"beaten in {beaten} of {len(pairs)}; gain {min(gains):+.1f} dB least, {np.mean(gains):+.1f} mean; "
-        f"off by {100 * max(off):.1f} % at most, {100 * float(np.median(off)):.1f} % median"
+        f"beaten in {beaten} of {len(pairs)} pairs; gain: minimum {min(gains):+.1f} dB, mean {np.mean(gains):+.1f} dB; "
+        f"off: maximum {100 * max(off):.1f} %, median {100 * float(np.median(off)):.1f} %"
     )
 
 

@@ -120,9 +120,11 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--kinds", nargs="*", default=["none"])
-    parser.add_argument("--peer", help="an interpreter with AMD Quark")
-    parser.add_argument("--preset", default="XINT8", help="a preset of AMD Quark")
-    parser.add_argument("--cle", action="store_true", help="also the preset with cross-layer equalization")
+    parser.add_argument("--peer", help="Python interpreter with AMD Quark")
+    parser.add_argument("--preset", default="XINT8", help="preset of AMD Quark")
+    parser.add_argument(
+        "--cle", action="store_true", help="also run the preset with cross-layer equalization"
+    )
     parser.add_argument("--images", type=int, default=2000)
     parser.add_argument("--calibration", type=int, default=256)
     parser.add_argument("--files", nargs="*", type=Path, default=[])

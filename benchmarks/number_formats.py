@@ -116,10 +116,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--images", type=int, default=1000)
-    parser.add_argument("--file", type=int, default=100, help="images in ONNX Runtime")
+    parser.add_argument("--file", type=int, default=100, help="number of images to run in ONNX Runtime")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
-    parser.add_argument("--algorithm", default="none", help="as train.py's")
-    parser.add_argument("--quark", type=Path, help="an interpreter with AMD Quark")
+    parser.add_argument("--algorithm", default="none", help="value of train.py's key algorithm")
+    parser.add_argument("--quark", type=Path, help="Python interpreter with AMD Quark")
     asked, overrides = parser.parse_known_args()
     exact = None
     for name in asked.formats:

@@ -205,11 +205,12 @@ def page(rows: Sequence[Mapping[str, Any]], hardware: str) -> str:
     lines = [
         "# Float ONNX files",
         "",
-        "Written by `uv run benchmarks/onnx_files.py`, which says what the columns are; do not edit. Each file as"
-        f" `train.py recipe=onnx_ptq` quantizes it, no training, {_SAMPLES // 2} samples to calibrate and as many to"
-        f" verify. {hardware}. A wide speed interval means that the machine had other work.",
+        "Written by `uv run benchmarks/onnx_files.py`, whose docstring explains the columns; do not edit."
+        " `train.py recipe=onnx_ptq` quantizes each file without training, with"
+        f" {_SAMPLES // 2} samples for calibration and {_SAMPLES // 2} for verification. {hardware}."
+        " A wide speed interval means that the machine was busy.",
         "",
-        f"{len(made)} of {len(rows)} files are written and run.",
+        f"An INT8 file was written and run for {len(made)} of {len(rows)} files.",
         "",
         "| file | data | int8 | SQNR of each output, dB | decision | same | size | speed [p10-p90] | seconds |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -232,11 +233,11 @@ def page(rows: Sequence[Mapping[str, Any]], hardware: str) -> str:
 def arguments(about: str) -> argparse.ArgumentParser:
     """Returns a parser with the options for files and samples."""
     parser = argparse.ArgumentParser(description=about)
-    parser.add_argument("files", type=Path, help="a folder of ONNX files")
-    parser.add_argument("--pictures", type=Path, help="a folder of pictures")
-    parser.add_argument("--speech", type=Path, help="a WAV file at 16 kHz")
+    parser.add_argument("files", type=Path, help="folder of ONNX files")
+    parser.add_argument("--pictures", type=Path, help="folder of pictures")
+    parser.add_argument("--speech", type=Path, help="WAV file at 16 kHz")
     parser.add_argument("--data", type=Path, help="folder with one folder of arrays per file")
-    parser.add_argument("--names", nargs="+", help="only these files")
+    parser.add_argument("--names", nargs="+", help="files to quantize, without .onnx (default: all)")
     parser.add_argument("--record", action="store_true", help="store the rows and write the page in docs")
     return parser
 
@@ -287,7 +288,7 @@ def run(
 
 def main() -> int:
     """Quantizes the files and prints one line for each; with --record it also writes the page."""
-    args = parsed(arguments("Float ONNX files, quantized without training."))
+    args = parsed(arguments("Quantizes float ONNX files without training."))
     run(args, row_of, RECORD, lambda rows: write_text(PAGE, page(rows, this_hardware(2).cpu)))
     return 0
 

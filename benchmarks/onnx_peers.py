@@ -144,10 +144,10 @@ def _figures(files: Mapping[str, Path], data: Path, sample: Mapping[str, Array])
 def page(rows: Sequence[Mapping[str, Any]], hardware: str) -> str:
     """Returns the table as Markdown."""
     lines = [
-        "# Float ONNX files, beside other tools",
+        "# Float ONNX files: comparison with other tools",
         "",
-        "Written by `benchmarks/onnx_peers.py`, which says what the columns are and how it is run; do not edit."
-        f" {hardware}. A file of no SQNR is exact: nothing of it is quantized. Compare tools of equal speed.",
+        "Written by `benchmarks/onnx_peers.py`, whose docstring explains the columns and the command; do not edit."
+        f" {hardware}. A file without an SQNR is exact: nothing in it is quantized. Compare tools at equal speed.",
         "",
         "| file | data | decision | tool | SQNR, dB | same | size | speed [p10-p90] |",
         "|---|---|---|---|---|---|---|---|",
@@ -176,7 +176,7 @@ def _lines(row: Mapping[str, Any]) -> Iterator[str]:
 def main() -> int:
     """Compares the tools on each file and prints one line for each; with --record it also writes the page."""
     warnings.simplefilter("ignore")
-    args = parsed(arguments("INT8 files of qatkit and of other tools."))
+    args = parsed(arguments("Compares the INT8 files of qatkit and of other tools."))
     run(args, compare, RECORD, lambda rows: write_text(PAGE, page(rows, this_hardware(2).cpu)))
     return 0
 

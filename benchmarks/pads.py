@@ -93,7 +93,7 @@ def measure(folder: Path, rounds: int, threads: int) -> bool:
     """Prints the table; returns whether no exported file has a Pad and all INT8 files have the same outputs."""
     files = write_files(folder)
     pads = {name: sum(n.op_type == "Pad" for n in onnx.load(path).graph.node) for name, path in files.items()}
-    print("Pads in the file:", ", ".join(f"{name} {count}" for name, count in pads.items()))
+    print("Pads per file:", ", ".join(f"{name} {count}" for name, count in pads.items()))
     timed = {"int8": files["int8"]}
     for name, islands in (("islands", True), ("in front", False)):
         timed[name] = folder / f"{name.replace(' ', '_')}.onnx"
@@ -110,7 +110,7 @@ def measure(folder: Path, rounds: int, threads: int) -> bool:
 
 def main() -> int:
     """Returns 1 if an exported file has a Pad or outputs differ, and 2 if the package with the weights is missing."""
-    parser = argparse.ArgumentParser(description="EfficientNet-Lite0 in INT8, with and without Pads.")
+    parser = argparse.ArgumentParser(description="Times EfficientNet-Lite0 in INT8 with and without Pads.")
     parser.add_argument("--rounds", type=int, default=100, help="timed runs of each file")
     parser.add_argument("--threads", type=int, default=2, help="intra-op threads")
     args = parser.parse_args()

@@ -155,7 +155,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--again", action="store_true", help="measure each placement twice")
     parser.add_argument("--quiet", action="store_true", help="no progress bars")
-    parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.add_argument("--json", type=Path, help="JSON file for the figures")
     parser.add_argument(
         "--record",
         action="store_true",

@@ -38,7 +38,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("source", type=Path, help="state_dict of a torchvision VisionTransformer")
-    parser.add_argument("target", type=Path, help="where the changed state_dict goes")
+    parser.add_argument("target", type=Path, help="file for the changed state_dict")
     parser.add_argument(
         "--factor", type=float, default=32.0, help="factor of the chosen channels, a power of two"
     )
@@ -48,7 +48,7 @@ def main() -> None:
     norms = plant(state, given.factor, given.channels)
     torch.save(state, given.target)
     print(
-        f"{norms} LayerNorms have {given.channels} channels {given.factor:g} times as large: {given.target}"
+        f"{norms} LayerNorms with {given.channels} channels {given.factor:g} times as large: {given.target}"
     )
 
 

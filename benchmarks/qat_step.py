@@ -203,16 +203,20 @@ def measure(name: str, count: int, variants: Sequence[str], setting: Setting) ->
 
 def main() -> int:
     """Prints one table."""
-    parser = argparse.ArgumentParser(description="Time of a QAT step against the float model's own step.")
+    parser = argparse.ArgumentParser(
+        description="Measures the time of a QAT step relative to a step of the float model."
+    )
     parser.add_argument("--models", nargs="+", default=list(SMALL), choices=list(MODELS))
     parser.add_argument("--steps", type=int, default=30, help="timed rounds")
     parser.add_argument("--batch", type=int, default=64, help="images per step")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--compile", action="store_true", help="compile all variants by torch.compile")
-    parser.add_argument("--channels-last", action="store_true", help="weights with their channels innermost")
+    parser.add_argument("--compile", action="store_true", help="compile all variants with torch.compile")
+    parser.add_argument("--channels-last", action="store_true", help="use the channels_last memory format")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--bf16", action="store_true", help="autocast to bfloat16")
-    parser.add_argument("--pt2e", action="store_true", help="also torchao's PT2E flow, if it is installed")
+    parser.add_argument("--bf16", action="store_true", help="use autocast to bfloat16")
+    parser.add_argument(
+        "--pt2e", action="store_true", help="also measure torchao's PT2E flow (needs torchao)"
+    )
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS[1:]), choices=list(VARIANTS[1:]))
     args = parser.parse_args()
     variants = ["float", *args.variants, *([PT2E] if args.pt2e else [])]
@@ -230,7 +234,7 @@ def main() -> int:
     processor = report.this_hardware(args.threads).cpu
     if args.device == "cuda":
         processor = torch.cuda.get_device_name()
-    how = (", compiled" if args.compile else "") + (", channels innermost" if args.channels_last else "")
+    how = (", compiled" if args.compile else "") + (", channels_last" if args.channels_last else "")
     how += ", bfloat16" if args.bf16 else ""
     print(f"\nbatch {args.batch}, {args.steps} interleaved rounds, {args.threads} threads{how}, {processor}")
     print(", ".join(f"{name} {version}" for name, version in report.installed_versions().items()))

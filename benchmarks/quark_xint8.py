@@ -45,8 +45,8 @@ def main() -> None:
     parser.add_argument("samples")
     parser.add_argument("target")
     parser.add_argument("--config", default="XINT8")
-    parser.add_argument("--older", action="store_true", help="the older interface's preset of that name")
-    parser.add_argument("--cle", action="store_true", help="cross-layer equalization")
+    parser.add_argument("--older", action="store_true", help="use the preset of the older interface")
+    parser.add_argument("--cle", action="store_true", help="add cross-layer equalization")
     asked = parser.parse_args()
     name = onnx.load(asked.file, load_external_data=False).graph.input[0].name
     if asked.older:

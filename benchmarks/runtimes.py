@@ -110,17 +110,17 @@ def row(cells: tuple[str, ...]) -> str:
 
 def main() -> int:
     """Writes or times the files; returns 2 for a missing runtime."""
-    parser = argparse.ArgumentParser(description="Float against INT8 in several runtimes.")
-    parser.add_argument("folder", type=Path, help="folder of the files")
-    parser.add_argument("--write", action="store_true", help="write the files; nothing is timed")
+    parser = argparse.ArgumentParser(description="Compares INT8 with float files in several runtimes.")
+    parser.add_argument("folder", type=Path, help="folder for the files")
+    parser.add_argument("--write", action="store_true", help="only write the files, without timing them")
     parser.add_argument("--models", nargs="+", default=list(MODELS), help="torchvision.models names")
     parser.add_argument(
-        "--runtimes", nargs="+", default=["onnxruntime", "openvino"], help="as verify.runtimes"
+        "--runtimes", nargs="+", default=["onnxruntime", "openvino"], help="values of verify.runtimes"
     )
     parser.add_argument("--runs", type=int, default=50, help="timed runs of each file")
     parser.add_argument("--threads", type=int, default=2, help="threads of each runtime")
-    parser.add_argument("--size", type=int, default=224, help="pixels of the square input")
-    parser.add_argument("--no-agreement", dest="agreement", action="store_false", help="measure only times")
+    parser.add_argument("--size", type=int, default=224, help="side of the square input in pixels")
+    parser.add_argument("--no-agreement", dest="agreement", action="store_false", help="measure only latency")
     args = parser.parse_args()
     try:
         runtimes = load_runtimes(args.runtimes)

@@ -142,7 +142,7 @@ def main() -> int:
     counts = np.array([args.wanted if "accuracy" in name or name == "passes" else parity for name in runs])
     whole = counts * each + opening
     names = list(runs)
-    print(f"{'':24}ms per image [all rounds]".ljust(56) + "opening, s")
+    print(f"{'':24}ms per image [min-max]".ljust(56) + "opening s")
     for column, name in enumerate(names):
         span = f"{1000 * each[:, column].min():.1f}-{1000 * each[:, column].max():.1f}"
         middle, fixed = 1000 * np.median(each[:, column]), np.median(opening[:, column])
@@ -150,8 +150,8 @@ def main() -> int:
     total = sum(whole[:, names.index(name)] for name in ("accuracy", "fidelity", "parity"))
     ratio = total / whole[:, 0]
     print(
-        f"{config.model.name}: verification of {args.wanted:,} images {np.median(total):.0f} s,"
-        f" {np.median(ratio):.2f} [{ratio.min():.2f}-{ratio.max():.2f}] of the passes"
+        f"{config.model.name}: verification of {args.wanted:,} images takes {np.median(total):.0f} s,"
+        f" {np.median(ratio):.2f} [{ratio.min():.2f}-{ratio.max():.2f}] times as long as the passes"
     )
     print(f"{args.images} images, {args.rounds} rounds, CPU time, {args.threads} threads;", end=" ")
     print(report.this_hardware(args.threads).cpu)

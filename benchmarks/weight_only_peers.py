@@ -102,7 +102,7 @@ def _linears(model: nn.Module) -> dict[str, nn.Linear]:
 def _alone(name: str) -> Peer:
     def run(model: nn.Module, words: Tensor, bits: int, block: int, processes: int) -> Weights:
         if bits != 4:
-            raise ValueError(f"{name} quantizes in 4 bits here, not {bits}.")
+            raise ValueError(f"--bits {bits}: {name} supports only 4 bits here")
         linears = _linears(model)
         asked = [(one.weight.detach().cpu().numpy(), name, block) for one in linears.values()]
         return dict(zip(linears, _in_processes(_by_weight, asked, processes), strict=True))

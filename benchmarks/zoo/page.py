@@ -28,15 +28,16 @@ def page(rows: Rows) -> str:
         "# Models",
         "",
         "Written by `uv run --group benchmark benchmarks/coverage.py --all`; do not edit. Random weights "
-        "(spread so that every part counts), fbgemm, opset 13 where nothing else is said. Each model is "
-        "captured with every axis free that it leaves free, its graph compared with the model itself (batches "
-        "of 1, 2 and 3, other values; in training mode too where it is random there), calibrated with 16 "
-        "inputs, trained for a step, converted, exported and run in ONNX Runtime on 16 other inputs. SNR: the "
-        "INT8 file's outputs against the float model's, the worst output, what all inputs have in common left "
-        "out. Twin: the SNR of the same model with its functional parts written as modules. Parity: equal "
-        "choices (argmax, or whole numbers) of the file and the converted module, optimizations off / on. "
-        "Capture and export: CPU seconds, one thread (the INT8 file). Other sizes: at how many other sizes of "
-        'the axes in brackets both files were compared, too; "-" in a row of before that was measured.',
+        "(spread so that every part matters), fbgemm, opset 13 unless stated otherwise. Each model is captured "
+        "with dynamic axes wherever the model allows any size, and its graph is compared with the model "
+        "(batches of 1, 2 and 3; also in training mode if it is random there). It is calibrated with 16 inputs, "
+        "trained for a step, converted, exported and run in ONNX Runtime on 16 other inputs. SNR: the worst "
+        "output of the INT8 file against the float model, without the part that all inputs have in common. "
+        "Twin: the SNR of the same model with its functional parts written as modules. Parity: share of equal "
+        "choices (argmax, or integers) of the file and the converted module, optimizations off / on. Capture "
+        "and export: CPU seconds on one thread, for the INT8 file. Other sizes: the number of other sizes of "
+        'the axes in parentheses at which both files were compared as well; "-" if the row is older than this '
+        "comparison.",
         "",
         *_summary(rows),
     ]
@@ -62,7 +63,7 @@ def _summary(rows: Rows) -> list[str]:
     twins = [row["snr"] - row["twin_snr"] for row in rows.values() if _has_twin(row)]
     if twins:
         near = sum(difference >= -WITHIN for difference in twins)
-        lines += ["", f"Against their twins: {near} of {len(twins)} are less than {WITHIN:.0f} dB worse "
+        lines += ["", f"{near} of {len(twins)} models with a twin are less than {WITHIN:.0f} dB worse than it "
                   f"(worst {min(twins):+.1f} dB, median {statistics.median(twins):+.2f} dB)."]  # fmt: skip
     return lines
 
@@ -98,7 +99,7 @@ def _sizes(row: Rows) -> str:
 
 
 def _share(row: Rows) -> str:
-    return f"{100 * row['int8_share']:.1f} %" if row["macs"] else "no products"
+    return f"{100 * row['int8_share']:.1f} %" if row["macs"] else "no MACs"
 
 
 def _short(name: str) -> str:
@@ -117,10 +118,10 @@ def _refusals(rows: Rows) -> list[str]:
             if row["status"] == status:
                 said = row.get("error") or "; ".join(row["wrong"])
                 expected = (
-                    f" (rightly: {row['expected']})" if row.get("expected") and status == "refused" else ""
+                    f" (expected: {row['expected']})" if row.get("expected") and status == "refused" else ""
                 )
                 lines.append(f"| {_short(name)} | {status}{expected} | {said.replace('|', '/')[:600]} |")
-    return ["", "| model | | what was said |", "|---|---|---|", *lines] if lines else []
+    return ["", "| model | status | message |", "|---|---|---|", *lines] if lines else []
 
 
 def _low(rows: Rows) -> list[str]:
@@ -131,7 +132,7 @@ def _low(rows: Rows) -> list[str]:
             why = "; ".join(f"{reason} ({count})" for reason, count in row["floats"].items())
             lines.append(f"| {_short(name)} | {_share(row)} | {why.replace('|', '/')} |")
     return (
-        ["", "| model below 95 % | int8 | float operators and why |", "|---|---|---|", *lines]
+        ["", "| model below 95 % | int8 MACs | float operators and reasons |", "|---|---|---|", *lines]
         if lines
         else []
     )

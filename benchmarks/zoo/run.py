@@ -52,7 +52,7 @@ def chosen(patterns: Sequence[str]) -> list[Entry]:
     listed = [entry for group in groups for entry in entries(group)]
     for pattern in patterns:
         if not any(_named(entry, pattern) for entry in listed):
-            sys.exit(f"--models {pattern}: no model of the list ({', '.join(GROUPS)})")
+            sys.exit(f"--models {pattern}: no model matches; the groups are {', '.join(GROUPS)}")
     return [e for e in listed if not patterns or any(_named(e, p) for p in patterns)]
 
 
