@@ -83,7 +83,7 @@ def outputs(graph: fx.GraphModule, batches: Sequence[Tensor], *, quantize: bool)
 
 
 def main() -> None:
-    """Prints one line per method."""
+    """Measures one recipe and prints one line per method."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

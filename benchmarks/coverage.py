@@ -46,7 +46,7 @@ from qatkit_verify.files import write_text
 
 DOCS = Path(__file__).parent.parent / "docs"
 RECORD, PAGE = DOCS / "coverage.json", DOCS / "coverage.md"
-MODELS_RECORD, MODELS_PAGE = DOCS / "models.json", DOCS / "models.md"  # of --all
+MODELS_RECORD, MODELS_PAGE = DOCS / "models.json", DOCS / "models.md"  # for --all
 TASKS = ("classification", "segmentation", "video")
 PARITY_IMAGES, FEW_IMAGES, BATCH = 256, 8, 8
 # The float file is written, for the size ratio, only below this number of parameters: protobuf is limited to 2 GB.

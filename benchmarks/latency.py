@@ -99,7 +99,10 @@ class _Images(quantization.CalibrationDataReader):  # type: ignore[misc]
 
 
 def sane(model: nn.Module, batches: list[Tensor]) -> nn.Module:
-    """Scales random weights so that activations neither vanish nor explode; returns the model in eval mode."""
+    """Takes BatchNorm statistics from `batches`, so that activations neither vanish nor explode.
+
+    Linears with zero weights get random ones. Returns the model in eval mode.
+    """
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.reset_running_stats()

@@ -87,7 +87,7 @@ def measured(search: Search, every: int) -> list[Row]:
         sets[f"top{k}"] = ("most sensitive", most)
         sets[f"front{k}"] = ("front", min(within, key=lambda choice: choice.loss).floats)
     for name, (_, floats) in sets.items():
-        if floats == frozenset(operators):  # float is on the front too
+        if floats == frozenset(operators):  # the float file already exists
             search.files[name] = search.files[FLOAT]
         elif name not in search.files:
             search.files[name] = search.builder.write(sorted(floats), search.folder / f"{name}.onnx")
@@ -127,7 +127,7 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def main() -> None:
-    """Measures one model."""
+    """Measures one recipe and prints the figures of every file."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

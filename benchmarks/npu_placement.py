@@ -115,7 +115,7 @@ def measure(args: argparse.Namespace, overrides: Sequence[str], folder: Path) ->
 
 
 def main() -> int:
-    """Measures one model."""
+    """Measures all files with one recipe."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

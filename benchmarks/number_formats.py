@@ -111,7 +111,7 @@ def by_quark(
 
 
 def main() -> None:
-    """Prints one line per format."""
+    """Measures one recipe and prints one line per format."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -202,7 +202,7 @@ def measure(name: str, count: int, variants: Sequence[str], setting: Setting) ->
 
 
 def main() -> int:
-    """Prints one table."""
+    """Times all models and prints the table."""
     parser = argparse.ArgumentParser(
         description="Measures the time of a QAT step relative to a step of the float model."
     )

@@ -52,7 +52,7 @@ def prepared(overrides: Sequence[str], images: int, batch: int) -> tuple[fx.Grap
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """Returns the CPU time of one call, which other work on the machine does not change."""
+    """Returns the CPU time of one call, which other work on the machine does not affect."""
     start = time.process_time()
     run()
     return time.process_time() - start
@@ -86,7 +86,7 @@ def compare(estimated: Sequence[SensitivityRow], exact: Sequence[SensitivityRow]
 
 
 def main() -> None:
-    """Measures one model."""
+    """Measures one recipe and prints the figures."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -110,7 +110,7 @@ def measured(run: Callable[[Subject], object], subject: Subject) -> float:
 
 
 def main() -> int:
-    """Prints one table."""
+    """Measures one recipe and prints the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -15,7 +15,7 @@ ENTRIES = odd.entries
 
 
 class Block(nn.Module):
-    """A pre-norm block: self-attention written out, and an MLP."""
+    """A pre-norm block: self-attention by hand, and an MLP."""
 
     def __init__(self, width: int = 32, heads: int = 4) -> None:
         super().__init__()

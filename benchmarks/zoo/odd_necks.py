@@ -14,7 +14,7 @@ ENTRIES = odd.entries
 
 
 class _Conv(nn.Module):
-    """Conv, BatchNorm, SiLU."""
+    """The unit of YOLO: Conv, BatchNorm and SiLU."""
 
     def __init__(self, inputs: int, outputs: int, kernel: int = 1, stride: int = 1) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Writes docs/models.md: the results of each model of the list."""
+"""The text of docs/models.md: the results of each model of the list."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def at_other_sizes(
         ):
             found["wrong"].append(f"float file at {at}: {line}")
         distance = snr(simulated, of_int8)
-        # Random weights can amplify rounding at will; then the file is as close to the float model as the module is.
+        # Random weights can amplify rounding by any factor; the file is then as close to float as the module is.
         worse = (snr(exact, of_int8) or 0.0) < (snr(exact, simulated) or 0.0) - 1.0
         if distance is not None and distance < min(_SAME_FILE, (near or 0.0) - _NEARER) and worse:
             found["wrong"].append(f"file at {at}, against the converted module: {distance:.1f} dB")
