@@ -7,7 +7,7 @@
 A kind is a list of options of the group algorithm, joined by +, with further settings after commas
 (`block_reconstruction,algorithm.block_reconstruction.steps=200`). The other arguments are those of train.py. For each
 kind it prints top-1, the difference from the first kind's top-1 with its standard error (paired over images), the
-share of images with float's top-1, and the SQNR (dB) and divergence (nats) of the outputs against float.
+share of images with the float model's class, and the SQNR (dB) and KL divergence (nats) of the outputs against float.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def settings_of(kind: str) -> list[str]:
 
 
 def quantized(config: Config, data: DataModule) -> QATModule:
-    """A module with the ranges and algorithms of its configuration."""
+    """Returns the calibrated module of a configuration, with its algorithms applied."""
     model = models.build(config.model, data.num_classes).eval()
     module = qat_module(config, model, data.inputs, QATModule)
     module.eval()
@@ -70,7 +70,7 @@ def divergence(exact: Tensor, found: Tensor) -> float:
 
 
 def measure(args: argparse.Namespace, overrides: Sequence[str]) -> None:
-    """Prints float, then one line per kind."""
+    """Prints the accuracy of the float model, then one line per kind."""
     more = ["trainer=cpu", "trainer.progress=false", "verify.control=false"]
     made = [compose_config(CONF, [*overrides, *more, *settings_of(kind)]) for kind in args.kinds]
     data = data_of(made[0])
@@ -79,9 +79,8 @@ def measure(args: argparse.Namespace, overrides: Sequence[str]) -> None:
     images, exact, first = [batch for batch, _ in test], None, None
     for kind, config in zip(args.kinds, made, strict=True):
         graph = quantized(config, data).graph
-        if (
-            exact is None
-        ):  # an algorithm of the first kind may shift and divide channels: the function is the same
+        # The first kind's algorithms may shift and scale channels, which does not change the float function.
+        if exact is None:
             exact = logits(graph, images, quantize=False)
             print(f"float: top-1 {100 * float((exact.argmax(1) == labels).double().mean()):.2f} "
                   f"of {len(labels)} images", flush=True)  # fmt: skip
@@ -99,8 +98,10 @@ def measure(args: argparse.Namespace, overrides: Sequence[str]) -> None:
 
 
 def main() -> int:
-    """Measures one recipe."""
-    parser = argparse.ArgumentParser(description="Accuracy without training by each list of algorithms.")
+    """Measures all kinds with one recipe."""
+    parser = argparse.ArgumentParser(
+        description="Measures the accuracy of each list of algorithms without training."
+    )
     parser.add_argument("--kinds", nargs="+", default=["none"])
     parser.add_argument("--images", type=int, default=2000)
     parser.add_argument("--batch", type=int, default=100)

@@ -4,10 +4,10 @@
     uv run benchmarks/calibration.py --static       also onnxruntime.quantization.quantize_static (gigabytes)
     uv run benchmarks/calibration.py --memory       peak memory with 32 and with 512 images instead
 
-Weights and images are random, scaled as in latency.py. A calibration includes the float passes, the observers, the
-ranges and their alignment. All are timed in turns in one process, and the ratio to the float passes is taken within
-a round, so 1.2 means 20 % more. quantize_static and the measurements of --memory each run in their own process,
-whose peak resident memory is read at the end; there, images are made batch by batch.
+Weights and images are random, scaled as in latency.py. The time of a calibration includes the float passes, the
+observers, the ranges and their alignment. All calibrations are timed in turns in one process, and the ratio to the
+float passes is taken within a round: 1.2 means 20 % more. Each run of quantize_static and each measurement of --memory
+has its own process, which makes the images batch by batch and reads its peak resident memory at the end.
 """
 
 from __future__ import annotations
@@ -47,13 +47,14 @@ KINDS: dict[str, Callable[[], observers.Observer]] = {
     "mse": observers.MSEObserver,
     "distribution": observers.DistributionObserver,
 }
-TOURNAMENT = "tournament"  # the export of the file is a part that does not depend on the number of images
+# The time of a tournament includes exporting the file, which does not depend on the number of images.
+TOURNAMENT = "tournament"
 METHODS = ("MinMax", "Percentile", "Entropy")
 
 
 @dataclass(frozen=True)
 class Job:
-    """A model, and the images that calibrate it."""
+    """A model and the images that calibrate it."""
 
     model: str
     size: int
@@ -63,14 +64,14 @@ class Job:
 
 
 def images(job: Job) -> Iterator[Tensor]:
-    """The same batches at every call, made one at a time."""
+    """Yields the calibration batches, made one at a time; every call yields the same ones."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(job.images // job.batch):
         yield torch.randn(job.batch, 3, job.size, job.size, generator=generator)
 
 
 def prepared(job: Job) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The float graph, and the one with FakeQuantize on its edges."""
+    """Returns the float graph, and the graph with a FakeQuantize on each edge."""
     torch.set_num_threads(job.threads)
     torch.manual_seed(0)
     model = latency.sane(models.build(ModelConfig(name=job.model)), [next(images(job))])
@@ -83,21 +84,21 @@ def prepared(job: Job) -> tuple[fx.GraphModule, fx.GraphModule]:
 
 
 def observe_with(graph: fx.GraphModule, kind: str) -> None:
-    """Fresh observers on all edges."""
+    """Puts a new observer of this kind on every edge."""
     for quantizer in fake_quantizers(graph).values():
         if quantizer.observer is not None:
             quantizer.observer = KINDS[kind]()
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """Wall time of one call."""
+    """Returns the wall time of one call."""
     start = time.perf_counter()
     run()
     return time.perf_counter() - start
 
 
 def compete(job: Job, graph: fx.GraphModule, batches: list[Tensor]) -> None:
-    """`calibration=auto`: a pass over three quarters of the batches, methods compared on the others."""
+    """Runs `calibration=auto`: observes three quarters of the batches and compares methods on the rest."""
     observe_with(graph, "mse")
     labelled = [(batch, torch.zeros(len(batch), dtype=torch.int64)) for batch in batches]
     observed, held_out = [pair for i, pair in enumerate(labelled) if i % 4 != 3], labelled[3::4]
@@ -106,7 +107,7 @@ def compete(job: Job, graph: fx.GraphModule, batches: list[Tensor]) -> None:
 
 
 def measure(job: Job, rounds: int, kinds: list[str]) -> dict[str, list[float]]:
-    """Seconds of the float passes and of each calibration, by round."""
+    """Returns the seconds of the float passes and of each calibration, for every round."""
     base, graph = prepared(job)
     batches = list(images(job))
 
@@ -129,13 +130,13 @@ def measure(job: Job, rounds: int, kinds: list[str]) -> dict[str, list[float]]:
 
 
 def peak_mb() -> float:
-    """The highest resident memory of this process so far (Linux; ru_maxrss would count the parent's)."""
+    """Returns the peak resident memory of this process (Linux; ru_maxrss would include the parent's)."""
     line = next(s for s in Path("/proc/self/status").read_text().splitlines() if s.startswith("VmHWM"))
     return int(line.split()[1]) / 1024
 
 
 def calibrate_alone(job: Job, kind: str) -> tuple[float, float, float]:
-    """Seconds of a calibration, peak MB before it and after it."""
+    """Returns the seconds of a calibration, and the peak memory in MB before and after it."""
     _, graph = prepared(job)
     observe_with(graph, kind)
     with torch.no_grad():
@@ -168,7 +169,7 @@ def quantize_static_alone(job: Job, method: str) -> tuple[float, float, float]:
                 calibrate_method=quantization.CalibrationMethod[method],
             )  # fmt: skip
 
-        with contextlib.redirect_stdout(sys.stderr):  # it reports its progress
+        with contextlib.redirect_stdout(sys.stderr):  # quantize_static prints its progress
             return seconds(run), before, peak_mb()
 
 
@@ -176,20 +177,20 @@ Alone = Callable[[Job, str], tuple[float, float, float]]
 
 
 def alone(task: Alone, job: Job, what: str) -> tuple[float, float, float]:
-    """Runs a task in a process of its own."""
+    """Runs a task in its own process."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(task, job, what).result()
 
 
 def print_rows(rows: list[tuple[str, ...]]) -> None:
-    """A table with aligned columns."""
+    """Prints a table with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def time_rows(name: str, times: dict[str, list[float]]) -> list[tuple[str, ...]]:
-    """Median milliseconds and the ratio to float within a round: median and spread."""
+    """Returns the rows of a model: median and least seconds, and the ratio to float (median, minimum, maximum)."""
     rows: list[tuple[str, ...]] = []
     for kind, mine in times.items():
         ratios = sorted(a / b for a, b in zip(mine, times["float"], strict=True))
@@ -199,21 +200,23 @@ def time_rows(name: str, times: dict[str, list[float]]) -> list[tuple[str, ...]]
 
 
 def main() -> int:
-    """Prints one of the two tables."""
-    parser = argparse.ArgumentParser(description="Time and memory of calibration.")
+    """Measures all models, and prints the tables of time and memory."""
+    parser = argparse.ArgumentParser(description="Measures the time and memory of calibration.")
     parser.add_argument("--models", nargs="+", default=["resnet50", "vit_b_16"])
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=[*KINDS, TOURNAMENT])
     parser.add_argument("--images", type=int, default=64)
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--size", type=int, default=224, help="pixels of the square input")
+    parser.add_argument("--size", type=int, default=224, help="side of the square input in pixels")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--static", action="store_true", help="also quantize_static, once each")
-    parser.add_argument("--memory", action="store_true", help="peak memory with 32 and 512 images")
+    parser.add_argument("--static", action="store_true", help="also measure quantize_static, once per method")
+    parser.add_argument(
+        "--memory", action="store_true", help="measure peak memory with 32 and 512 images instead"
+    )
     args = parser.parse_args()
-    timed: list[tuple[str, ...]] = [("model", "calibration", "s", "least s", "ratio to float [min-max]")]
+    timed: list[tuple[str, ...]] = [("model", "calibration", "s", "min s", "ratio to float [min-max]")]
     used: list[tuple[str, ...]] = [
-        ("model", "calibration", "images", "s", "peak MB before", "peak MB", "grown by")
+        ("model", "calibration", "images", "s", "peak MB before", "peak MB", "increase MB")
     ]
     for name in args.models:
         job = Job(name, args.size, args.batch, args.threads, args.images)

@@ -4,10 +4,11 @@
         [--images 1000] [--calibration 512] [--methods min-max MSE]
 
 Arguments before the options are those of train.py. No algorithm runs, and weights keep their full ranges. For each
-method it prints top-1 on the test images, the share of images with float's class, and the SQNR of the outputs against
-float in dB. In addition to the methods of `calibration`, "own MAE" and "own MSE" take, for each tensor, the percentile
-of 99.99, 99.999 and 99.99999 with the least mean absolute or squared error of the tensor itself, like AMD Quark's
-LayerWisePercentile; "powers of two" rounds the scales of MSE to powers of two (backend.scale_type=pow2).
+method it prints top-1 on the test images, the share of images with the float model's class, and the SQNR of the outputs
+against float in dB. In addition to the methods of `calibration`, "own MAE" and "own MSE" choose, for each tensor, the
+one of the percentiles 99.99, 99.999 and 99.99999 with the least mean absolute or squared error of the tensor itself,
+like AMD Quark's LayerWisePercentile. "powers of two" rounds the scales of MSE to powers of two
+(backend.scale_type=pow2).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _PERCENTILES = (99.99, 99.999, 99.99999)
 
 @dataclass(frozen=True)
 class OwnError(Method):
-    """The percentile with the least mean error of the tensor itself, of power 1 (MAE) or 2 (MSE)."""
+    """The percentile with the least error of the tensor itself: MAE for power 1, MSE for power 2."""
 
     power: int
 
@@ -57,7 +58,7 @@ class OwnError(Method):
         return min(offered, key=error)
 
 
-# For each tensor, the method with the least error at the following outputs is chosen from these.
+# These choose, for each tensor, the method of the list with the least error of the outputs that follow the tensor.
 _CHOSEN = {
     "layerwise": [name for name in METHODS if name == "min-max" or "percentile" in name],
     "best of each tensor": list(METHODS),
@@ -67,7 +68,7 @@ EVERY: dict[str, Method] = {**METHODS, "own MAE": OwnError(1), "own MSE": OwnErr
 
 
 def observed(config: Config, data: DataModule, count: int) -> QATModule:
-    """Returns the module with the histograms of all activations."""
+    """Returns the module after observing histograms of all activations."""
     module = qat_module(config, models.build(config.model, data.num_classes), data.inputs, QATModule)
     module.mixed_scales = module.mean_shifts = "report"
     module.calibrate(images for images, _ in data.calibration_batches(count, 64))
@@ -82,12 +83,12 @@ def outputs(graph: fx.GraphModule, batches: Sequence[Tensor], *, quantize: bool)
 
 
 def main() -> None:
-    """Prints one line per method."""
+    """Measures one recipe and prints one line per method."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--images", type=int, default=1000)
-    parser.add_argument("--calibration", type=int, default=512, help="images")
+    parser.add_argument("--calibration", type=int, default=512, help="number of calibration images")
     known = [*EVERY, *_CHOSEN, _ROUNDED]
     parser.add_argument("--methods", nargs="+", choices=known, default=known)
     asked, overrides = parser.parse_known_args()

@@ -1,12 +1,12 @@
-"""Takes every torchvision model through the whole chain, and writes docs/coverage.md.
+"""Takes every torchvision model through the whole chain and writes docs/coverage.md.
 
     uv run benchmarks/coverage.py [--models resnet18 swin_t] [--task classification segmentation video]
     uv run --group benchmark benchmarks/coverage.py --all [--models odd "timm/*vit*" hf/bert] [--jobs 2]
 
 Each model is built with random weights (scaled as in `latency.py`), prepared, trained for one step, calibrated,
-converted, exported as opset-13 QDQ and run in ONNX Runtime, with optimizations off and on, on 256 inputs. A
-classifier that ends with a Linear gets a Linear that distinguishes these inputs, since the two largest of 1,000
-random logits are so close that their order says nothing about a file. Inputs are small where the architecture
+converted, exported as opset-13 QDQ and run in ONNX Runtime, with optimizations off and on, on 256 inputs. The last
+Linear of a classifier is replaced by one that distinguishes these inputs, since the two largest of 1,000 random
+logits are so close that their order says nothing about a file. Inputs are small where the architecture
 allows it, since the checks do not depend on the size. Two models with more than 600 M parameters have fewer blocks.
 Speeds come from `placement.py --record` on an idle machine. The result of each model is stored in
 docs/coverage.json at once, so a stopped run continues with the missing models (`--again` measures all of them).
@@ -49,17 +49,17 @@ RECORD, PAGE = DOCS / "coverage.json", DOCS / "coverage.md"
 MODELS_RECORD = DOCS / "models.json"  # the results of --all
 TASKS = ("classification", "segmentation", "video")
 PARITY_IMAGES, FEW_IMAGES, BATCH = 256, 8, 8
-# Up to this size the float file is also written (protobuf ends at 2 GB), for the size ratio.
+# The float file is written, for the size ratio, only below this number of parameters: protobuf is limited to 2 GB.
 FLOAT_LIMIT = 450_000_000
 SIZES = {"inception_v3": 299, "vit_h_14": 56, "s3d": 224, "mvit": 224}
 FRAMES = {"s3d": 16, "mvit": 16}
-_SPEED = ("float / INT8", "measured placement", "static / it", "noise")
-KERNELS = {"vnni": "with VNNI", "avx2": "AVX2 alone"}  # those of ONNX Runtime
+_SPEED = ("float / INT8", "float / placed", "static / placed", "noise")
+KERNELS = {"vnni": "VNNI", "avx2": "only AVX2"}  # kernels of ONNX Runtime
 SHALLOW = {"vit_h_14": "4 of 32 encoder layers", "regnet_y_128gf": "at most 2 blocks a stage"}
 
 
 def build(name: str, task: str) -> tuple[nn.Module, tuple[int, ...]]:
-    """A model and the shape of one input, [C, H, W] or [C, T, H, W]."""
+    """Returns a model and the shape of one input, [C, H, W] or [C, T, H, W]."""
     torch.manual_seed(0)
     size = next((value for key, value in SIZES.items() if name.startswith(key)), 64)
     if task != "classification":
@@ -85,7 +85,7 @@ def build(name: str, task: str) -> tuple[nn.Module, tuple[int, ...]]:
 
 
 def inputs(count: int, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Noise of several scales, so that different inputs give different classes."""
+    """Returns noise at several spatial scales, so that different inputs give different classes."""
     generator = torch.Generator().manual_seed(seed)
     coarse = torch.randn(count, shape[0], *(4 for _ in shape[1:]), generator=generator)
     level = torch.randn(count, shape[0], *(1 for _ in shape[1:]), generator=generator)
@@ -94,9 +94,10 @@ def inputs(count: int, shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 def tell_apart(model: nn.Module, batches: list[Tensor]) -> bool:
-    """Sets the rows of a last Linear such that image i of `batches` gets class i.
+    """Sets the rows of the last Linear so that image i of `batches` gets class i.
 
-    Further rows have random directions; all rows have length 1. Returns False for another last operator.
+    The remaining rows have random directions; all rows have length 1. Returns False, and changes nothing, if the
+    model does not end with a Linear.
     """
     calls: list[tuple[nn.Module, Tensor, Tensor]] = []
     linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
@@ -145,9 +146,10 @@ def gradients(module: QATModule, images: Tensor) -> list[str]:
 
 
 def unused(model: nn.Module, images: Tensor) -> set[str]:
-    """Returns the parameters on which the float model's own loss does not depend.
+    """Returns the parameters on which the float model's loss does not depend.
 
-    The head of MViT reads only the class token, on which the last block's positions of patches have no effect.
+    The head of MViT, for example, reads only the class token, and the patch positions of the last block do not
+    affect it.
     """
     (model(images) ** 2).mean().backward()
     found = {name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()}
@@ -156,7 +158,7 @@ def unused(model: nn.Module, images: Tensor) -> set[str]:
 
 
 def measure(name: str, task: str) -> dict[str, Any]:
-    """One row."""
+    """Takes one model through the chain and returns its row."""
     model, shape = build(name, task)
     count = sum(p.numel() for p in model.parameters())
     batch = BATCH if task != "video" else 4
@@ -212,14 +214,15 @@ def islands(audit: Audit) -> dict[str, int]:
 
 
 def page(rows: dict[str, Any]) -> str:
-    """docs/coverage.md."""
+    """Returns the text of docs/coverage.md."""
     lines = [
         "# Coverage",
         "",
         "Written by `uv run benchmarks/coverage.py`; do not edit. Random weights, fbgemm, opset 13, "
-        f"{PARITY_IMAGES} inputs ({FEW_IMAGES} for segmentation and video). Parity is top-1 agreement of the converted "
-        "module with ONNX Runtime, optimizations off / on, and the mean difference of the outputs in "
-        "quantization steps; the last Linear of a classifier tells the inputs apart (*: it has random weights).",
+        f"{PARITY_IMAGES} inputs ({FEW_IMAGES} for segmentation and video). Parity is the top-1 agreement of the "
+        "converted module with ONNX Runtime, optimizations off / on; mean steps is the mean difference of their "
+        "outputs in quantization steps. The last Linear of a classifier distinguishes the inputs (*: it has random "
+        "weights).",
         "",
         *_speeds(rows),
     ]
@@ -269,10 +272,11 @@ def _speeds(rows: dict[str, Any]) -> list[str]:
     return [
         f"## Speed: {len(timed)} models",
         "",
-        "Time of the float file over that of the INT8 file, by the backend's table and with `placement=measured`, and "
-        "of the better of quantize_static's two files over the latter, at 224x224 (inception_v3: 299x299), batch 1, "
-        "2 threads, each file's least time of three sessions in turns, alone on the machine; noise: by how much such "
-        f"a ratio differs from session to session, in the median. {'; '.join(machines)}.",
+        "Ratios of times: the float file over the INT8 file placed by the backend's table, the float file over the "
+        "INT8 file with `placement=measured` (placed), and the faster of quantize_static's two files over the placed "
+        "file. Measured at 224x224 (inception_v3: 299x299), batch 1, 2 threads, on an idle machine; the time of a file "
+        "is its least time of three interleaved sessions. Noise is the median difference of such a ratio between "
+        f"sessions. {'; '.join(machines)}.",
         "",
         "| " + " | ".join(head) + " |",
         "|" + "---|" * len(head),
@@ -285,7 +289,7 @@ def _speeds(rows: dict[str, Any]) -> list[str]:
 
 
 def _speed(found: dict[str, Any] | None) -> tuple[str, ...]:
-    """The cells of `_SPEED` for one model and one kind of kernels."""
+    """Returns the cells of the `_SPEED` columns for one model and one kind of kernels."""
     if found is None:
         return ("-",) * len(_SPEED)
     ratios = (found[key] for key in ("float_over_table", "float_over_placed", "static_over_placed"))
@@ -293,7 +297,7 @@ def _speed(found: dict[str, Any] | None) -> tuple[str, ...]:
 
 
 def _reasons(rows: dict[str, Any]) -> list[str]:
-    """Returns the reasons for float operators over all models of a task."""
+    """Returns a table of the reasons for float operators over all models of a task."""
     total: Counter[str] = Counter()
     where: dict[str, list[str]] = {}
     for name, row in rows.items():
@@ -310,7 +314,7 @@ def _reasons(rows: dict[str, Any]) -> list[str]:
 
 
 def the_list(args: argparse.Namespace) -> int:
-    """Measures the models of `zoo/`; returns 1 if one ends in a traceback or computes something else."""
+    """Measures the models of `zoo/`; returns 1 if one raises a traceback, is killed or computes wrong values."""
     from zoo.page import pages as model_pages
     from zoo.run import chosen, run
 
@@ -327,7 +331,9 @@ def the_list(args: argparse.Namespace) -> int:
 
 def main() -> int:
     """Measures the requested models, writes the page, and returns 1 if a model failed."""
-    parser = argparse.ArgumentParser(description="Takes torchvision's models through the whole chain.")
+    parser = argparse.ArgumentParser(
+        description="Takes torchvision's models through the whole chain and writes docs/coverage.md."
+    )
     parser.add_argument("--models", nargs="+", help="names (default: all models of the tasks)")
     parser.add_argument("--task", nargs="+", choices=TASKS, default=["classification"])
     parser.add_argument("--again", action="store_true", help="measure recorded models again")

@@ -1,12 +1,12 @@
-"""Compares speed and accuracy of a run's decoder with other decoders of the same model, in one table.
+"""Compares the speed and accuracy of a run's decoder with other decoders of the same model, in one table.
 
     uv run --group benchmark benchmarks/decoding.py RUN --text test.txt [--windows 4] [--rounds 10] [--work DIR]
 
 RUN is the folder of a finished run with export.decoder=true. Its decoder is compared with the same model in float,
-ONNX Runtime's dynamic int8 of that file, and ONNX Runtime's 4-bit quantizer in blocks of 32 with zero points. 4-bit
-files are timed at accuracy level 0 (float activations) and 4 (8-bit activations). A round decodes 8 tokens after 256
-with each file in turn, and ratios are taken within rounds. Perplexity and the share of tokens predicted as by float
-are measured on whole windows of 512 tokens.
+the dynamic int8 quantization of that file by ONNX Runtime, and ONNX Runtime's 4-bit quantizer in blocks of 32 with zero
+points. 4-bit files are timed at accuracy level 0 (float activations) and 4 (8-bit activations). In each round every
+file in turn decodes 8 tokens after a prompt of 256, and ratios are taken within rounds. Perplexity and the share of
+positions with the same next token as float are measured on whole windows of 512 tokens.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def float_decoder(run: Path, path: Path) -> None:
 
 
 def files(run: Path, work: Path) -> Iterator[tuple[str, Path]]:
-    """Yields every file by its title, and makes those that the run does not have."""
+    """Yields the title and path of every file, and writes the files that the run does not have."""
     logging.disable(logging.WARNING)
     exact, ours = work / "float.onnx", run / "decoder" / "model.onnx"
     if not exact.is_file():
@@ -71,7 +71,7 @@ def files(run: Path, work: Path) -> Iterator[tuple[str, Path]]:
 
 
 def quality(decoder: OnnxDecoder, windows: np.ndarray) -> tuple[float, np.ndarray]:
-    """Returns mean nats per token, and the likeliest next tokens [windows, T]."""
+    """Returns the mean loss in nats per token, and the most likely next tokens [windows, T]."""
     nats, likeliest = [], []
     for row in windows:
         logits = decoder.run(row[None], decoder.empty(1))[0][0].astype(np.float64)
@@ -113,7 +113,7 @@ def main() -> None:
                 seconds[name].append((time.perf_counter() - start) / _TOKENS)
         base, chosen = quality(decoders["float"], windows)
         print(
-            "| file | MB | tokens/s | against float [p10-p90] | perplexity | same next token % |\n"
+            "| file | MB | tokens/s | speed-up over float [p10-p90] | perplexity | same next token % |\n"
             "|---|---|---|---|---|---|"
         )
         for name, one in decoders.items():

@@ -1,10 +1,10 @@
-"""Measures CPU seconds of capture and export of torchvision's classifiers, for one or two checkouts.
+"""Measures the CPU seconds of capturing and exporting torchvision's classifiers, for one or two checkouts.
 
     uv run benchmarks/export_times.py [--models resnet18 swin_t] [--against DIR] [--record FILE]
 
 Each model is built as in `coverage.py` (random weights, small inputs), captured and prepared for QAT, calibrated and
-exported on one thread, in its own process. With `--against` the same is done with the qatkit of another checkout right
-after. Models that FILE already has are not measured again.
+exported on one thread, in its own process. With `--against` the same is done right after it with the qatkit of another
+checkout. Models that are already in FILE are not measured again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _STEPS = ("capture", "export")
 
 
 def measure(name: str) -> dict[str, float]:
-    """CPU seconds of preparing a model for QAT and of exporting it."""
+    """Returns the CPU seconds of preparing a model for QAT and of exporting it."""
     import torch
     from coverage import build, inputs
     from latency import sane
@@ -41,7 +41,7 @@ def measure(name: str) -> dict[str, float]:
     batches = [inputs(4, shape, seed) for seed in (0, 1)]
     model = sane(model, batches)
     with tempfile.TemporaryDirectory() as folder:
-        # The first export imports modules and fills tables, so another model is exported before.
+        # The first export of a process imports modules and fills tables, so another model is exported first.
         export_onnx(torch.nn.Linear(2, 2), torch.zeros(2, 2), Path(folder) / "first.onnx")
         start = time.process_time()
         module = QATModule(model, batches[0][:2], ScheduleConfig(batch_norm="freeze"))
@@ -70,8 +70,8 @@ def main() -> None:
     )
     known = torchvision.models.list_models(torchvision.models)
     parser.add_argument("--models", nargs="+", default=known, choices=known, metavar="NAME")
-    parser.add_argument("--against", type=Path, help="another checkout")
-    parser.add_argument("--record", type=Path, help="JSON file of the results")
+    parser.add_argument("--against", type=Path, help="folder of another checkout to measure too")
+    parser.add_argument("--record", type=Path, help="JSON file for the results")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.measure:
@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def table(rows: dict[str, dict[str, dict[str, float]]]) -> list[str]:
-    """Returns the lines of a table: seconds of both steps, for the other checkout and this one."""
+    """Returns the lines of the table: seconds of both steps, in the other checkout ("before") and in this one."""
     runs = [run for run in ("before", "after") if all(run in row for row in rows.values())]
     columns = [f"{step} {run}" for step in _STEPS for run in runs]
     lines = ["| model | " + " | ".join(columns) + " |", "|" + "---|" * (len(columns) + 1)]

@@ -1,16 +1,16 @@
-"""Measures the cost of preventing saturation on x86 without VNNI: three remedies against plain 8 bits.
+"""Measures the accuracy that three remedies against saturation on x86 without VNNI cost, relative to plain 8 bits.
 
     uv run benchmarks/guarded_weights.py                                        # 20 torchvision models, random weights
     uv run benchmarks/guarded_weights.py recipe=resnet18_cifar10_ptq data.root=DIR model.checkpoint=FILE [--images 2000]
 
     bit      7 bits for every weight (backend.reduce_range=true)
-    pairs    per channel the smallest scale at which no pair overflows (backend.reduce_range=auto)
-    fitted   8-bit scales; the pairs that overflow become the nearest ones that do not
+    pairs    per channel, the smallest scale at which no pair of products overflows (backend.reduce_range=auto)
+    fitted   8-bit scales; pairs of weights that overflow are changed to the nearest pairs that do not
 
-With a recipe, ranges are set by MSE, and each remedy is tried with weights rounded to nearest and with moment rounding,
-on `--images` test images. It prints the SQNR of the logits against float in dB, that with only the weights quantized,
-and top-1 if there are labels. The simulation is measured; it equals ONNX Runtime with VNNI, and with `bit`, `pairs` and
-`fitted` also without.
+With a recipe, ranges are set by MSE, and each remedy is tried on `--images` test images with weights rounded to nearest
+and, except for `fitted`, also with moment rounding. It prints the SQNR of the logits against float in dB, the same with
+only the weights quantized, and top-1. All figures are those of the simulation, which equals ONNX Runtime with VNNI and,
+with the three remedies, also without it.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ Row = dict[str, tuple[float, float, float | None]]
 
 
 def keep_scales(graph: fx.GraphModule) -> None:
-    """Keeps the scales of plain 8 bits despite overflows, so that `fitted` only moves the pairs."""
+    """Sets the scales of plain 8 bits, so that `fitted` changes only the pairs of weights that overflow."""
     for _, operator, fake in quantized_weights(graph):
         weight = cast(QATOperator, operator).effective()[0].detach()
         fake.fix(weight_scale(weight, replace(fake.spec, pairs=False)))
 
 
 def decibel(exact: Tensor, found: Tensor) -> float:
-    """SQNR of `found`, without the mean of each row of `exact`."""
+    """Returns the SQNR of `found` in dB; the mean of each row of `exact` does not count as signal."""
     signal = (exact - exact.mean(1, keepdim=True)).square().sum()
     return 10 * math.log10(float(signal / (found - exact).square().sum()))
 
@@ -80,7 +80,7 @@ def logits(
 def measured(
     graph: fx.GraphModule, batches: list[Tensor], labels: Tensor | None
 ) -> tuple[float, float, float | None]:
-    """Returns the SQNR of the logits, that with only the weights quantized, and top-1 in percent."""
+    """Returns the SQNR of the logits, the SQNR with only the weights quantized, and top-1 in percent."""
     exact = logits(graph, batches, quantize=False)
     found = logits(graph, batches, quantize=True)
     alone = logits(graph, batches, quantize=True, weights_alone=True)
@@ -89,7 +89,7 @@ def measured(
 
 
 def random_model(name: str) -> Row:
-    """Each remedy on a torchvision model with random weights."""
+    """Returns the figures of each remedy for a torchvision model with random weights."""
     model, shape = build(name, "classification")
     sane(model, [torch.randn(8, *shape)])
     model.eval()
@@ -110,7 +110,14 @@ def row(
     labels: Tensor | None,
     moments: Callable[[], Iterable[Tensor]] | None,
 ) -> Row:
-    """Each remedy on one model."""
+    """Returns the figures of each remedy, by name, for one model.
+
+    Args:
+        made: returns the calibrated module for a backend.
+        batches: test images.
+        labels: their labels, if they have any.
+        moments: returns the images for moment rounding; None leaves it out.
+    """
     found: Row = {}
     for name, choice in REMEDIES.items():
         module = made(FBGEMM.reduced(choice))
@@ -124,7 +131,7 @@ def row(
 
 
 def of_recipe(overrides: list[str], count: int) -> Row:
-    """Each remedy on the model, images and settings of a command line of train.py."""
+    """Returns the figures of each remedy for the model, images and settings of a train.py command line."""
     plain = ["algorithm=none", "calibration=mse", "data.workers=0", "trainer.progress=false"]
     config = compose_config(CONF, [*overrides, *plain])
     data = data_of(config)
@@ -144,14 +151,14 @@ def of_recipe(overrides: list[str], count: int) -> Row:
 
 
 def main(arguments: list[str]) -> None:
-    """Runs the command."""
+    """Measures one recipe, or all torchvision models with random weights."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "overrides", nargs="*", help="arguments of train.py (default: models with random weights)"
     )
-    parser.add_argument("--images", type=int, default=2000, help="test images of a recipe")
+    parser.add_argument("--images", type=int, default=2000, help="number of test images, with a recipe")
     parser.add_argument(
         "--models", nargs="+", default=list(RANDOM), help="torchvision models with random weights"
     )
@@ -159,18 +166,22 @@ def main(arguments: list[str]) -> None:
     if asked.overrides:
         for name, (total, alone, top1) in of_recipe(asked.overrides, asked.images).items():
             print(
-                f"{name:18} {total:6.2f} dB   only weights {alone:6.2f} dB   top-1 {top1:.2f} %", flush=True
+                f"{name:18} {total:6.2f} dB   weights only {alone:6.2f} dB   top-1 {top1:.2f} %", flush=True
             )
         return
     lost = dict[str, list[float]]()
-    print(f"{'':22}" + "".join(f"{name:>9}" for name in REMEDIES) + "   dB of the logits, random weights")
+    print(
+        f"{'':22}"
+        + "".join(f"{name:>9}" for name in REMEDIES)
+        + "   SQNR of the logits in dB, random weights"
+    )
     for name in asked.models:
         found = random_model(name)
         print(f"{name:22}" + "".join(f"{found[one][0]:9.2f}" for one in REMEDIES), flush=True)
         for one in REMEDIES:
             lost.setdefault(one, []).append(found["8 bits"][0] - found[one][0])
-    print(f"{'lost, median':22}" + "".join(f"{statistics.median(lost[one]):9.2f}" for one in REMEDIES))
-    print(f"{'lost, at most':22}" + "".join(f"{max(lost[one]):9.2f}" for one in REMEDIES))
+    print(f"{'median loss':22}" + "".join(f"{statistics.median(lost[one]):9.2f}" for one in REMEDIES))
+    print(f"{'largest loss':22}" + "".join(f"{max(lost[one]):9.2f}" for one in REMEDIES))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""Measures the perplexity of a language model with few-bit weights, method by method, in one table.
+"""Measures the perplexity of a language model with low-bit weights, method by method, in one table.
 
     uv run --group benchmark benchmarks/language_models.py FOLDER --text test.txt --calibrate valid.txt
         [--bits 4 3] [--methods nearest mse awq gptq awq+gptq gptq_ranges ort_rtn ort_k_quant ort_hqq ort_gptq]
         [--context 512 2048] [--windows N] [--block 32] [--scale-dtype float32]
 
 FOLDER is a causal language model with its tokenizer, as saved by transformers. The weights of its Linears are
-quantized in blocks (`backend=weight_only`), simulated; embedding table and head stay float. `gptq_ranges` is GPTQ
-with scales from the weights' ranges. `ort_*` and `olive_gptq` are other tools on the same weights and text
+quantized in blocks (`backend=weight_only`) in simulation; the embedding table and the head stay float. `gptq_ranges`
+is GPTQ with scales from the weights' ranges. `ort_*` and `olive_gptq` run other tools on the same weights and text
 (`weight_only_peers.py`). Windows of the text do not overlap, and every method is compared with float window by
-window: the interval is two standard errors of the mean difference. The record has the loss of each window.
+window: the interval is two standard errors of the mean difference. The record contains the loss of each window.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _FLOAT = {"*lm_head": OverrideConfig(float=True), "*embed_tokens": OverrideConfi
 
 
 class Logits(nn.Module):
-    """The model as a function from words [N, T] to logits [N, T, words]."""
+    """The model as a function from token ids [N, T] to logits [N, T, vocabulary]."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Logits(nn.Module):
 
 
 def windows(folder: Path, text: Path, context: int, count: int | None) -> Tensor:
-    """The words of a text, [windows, context]."""
+    """Returns the token ids of a text, [windows, context]."""
     from transformers import AutoTokenizer
 
     ids = AutoTokenizer.from_pretrained(folder)(text.read_text(), return_tensors="pt").input_ids[0]
@@ -78,7 +78,7 @@ def losses(model: nn.Module, words: Tensor, batch: int, device: torch.device) ->
 def prepared(
     captured: Captured, example: Tensor, bits: int, asked: argparse.Namespace, device: torch.device
 ) -> fx.GraphModule:
-    """A graph with quantized weights, rounded to the nearest."""
+    """Returns a graph with quantized weights, rounded to nearest."""
     spec = replace(
         WEIGHT_ONLY.weight,
         dtype=f"int{bits}",
@@ -122,7 +122,7 @@ def methods(seen: Tensor) -> dict[str, Callable[[fx.GraphModule], Any]]:
 
 @torch.no_grad()
 def rounded(graph: fx.GraphModule, model: nn.Module) -> dict[str, np.ndarray]:
-    """The parameters of a model that a prepared graph has changed, by name; weights as they were rounded."""
+    """Returns the parameters, by name, that differ between a prepared graph and the model; weights are rounded."""
     before, found = dict(model.named_parameters()), dict(graph.named_parameters())
     for node, one, quantizer in quantized_operators(graph):
         found[f"{site(node)}.weight"] = nn.Parameter(quantizer(one.weight)[0])
@@ -134,7 +134,7 @@ def rounded(graph: fx.GraphModule, model: nn.Module) -> dict[str, np.ndarray]:
 
 @contextmanager
 def installed(model: nn.Module, values: dict[str, np.ndarray]) -> Iterator[None]:
-    """Puts parameters, by name, into a model while the block runs."""
+    """Replaces parameters of a model, by name, while the block runs."""
     parameters = {name: model.get_parameter(name) for name in values}
     kept = {name: one.data for name, one in parameters.items()}
     for name, one in parameters.items():
@@ -145,12 +145,12 @@ def installed(model: nn.Module, values: dict[str, np.ndarray]) -> Iterator[None]
 
 
 def against(lost: Tensor) -> tuple[float, float]:
-    """Mean of paired differences and two of its standard errors."""
+    """Returns the mean of paired differences and two standard errors of it."""
     return float(lost.mean()), 2 * float(lost.std() / math.sqrt(len(lost)))
 
 
 def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yields float and every method with every number of bits, for each context."""
+    """Yields a row for float and for every method with every number of bits, each per context length."""
     from transformers import AutoModelForCausalLM
 
     device = torch.device(asked.device)
@@ -193,7 +193,7 @@ def main() -> None:
     )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--calibrate", type=Path, required=True, help="another text, for calibration")
+    parser.add_argument("--calibrate", type=Path, required=True, help="text file for calibration")
     parser.add_argument("--bits", type=int, nargs="+", default=[4], choices=(2, 3, 4, 8))
     parser.add_argument("--block", type=int, default=32)
     parser.add_argument("--scale-dtype", default="float32", choices=SCALE_TYPES)
@@ -208,10 +208,10 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--record", type=Path, help="JSON file of the results")
+    parser.add_argument("--record", type=Path, help="JSON file for the results")
     asked = parser.parse_args()
     found = []
-    print("| context | bits | method | perplexity | against float | extra nats per token | seconds |")
+    print("| context | bits | method | perplexity | ratio to float | extra nats per token | seconds |")
     print("|---|---|---|---|---|---|---|")
     for row in rows(asked):
         found.append(row)

@@ -7,13 +7,13 @@ BatchNorm statistics come from a few random batches, and heads that torchvision 
 random (otherwise every logit would be constant). Four files are timed against each other, round by round:
 
     original   the unchanged model, in float
-    fused      the same with BatchNorm folded and attention opened, in float
+    fused      the same model in float, with BatchNorm folded and attention decomposed into single operators
     int8       qatkit's file, calibrated on random images
-    static     `onnxruntime.quantization.quantize_static` on the original file, the same images: uint8
-               activations, int8 weights per channel, QDQ, min-max
+    static     `onnxruntime.quantization.quantize_static` of the original file with the same images: uint8
+               activations, per-channel int8 weights, QDQ, min-max
 
-The faster of the two float files is the baseline. A ratio is taken within each round, then summarized:
-above 1, the INT8 file is faster. Compare figures only within one run, since machines drift.
+The faster of the two float files is the baseline. Ratios are taken within each round, then summarized; the INT8 file
+is faster if a ratio is above 1. Compare figures only within one run, since the speed of a machine drifts.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ HEADER = ("model", "baseline", "float ms", "INT8 ms", "static ms", "float/INT8 [
 
 @dataclass(frozen=True)
 class Ratio:
-    """Time of another file over the INT8 file's, within a round: median, and the spread over rounds."""
+    """The time of another file divided by that of the INT8 file in the same round: median, p10 and p90."""
 
     median: float
     p10: float
@@ -68,9 +68,9 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Measured:
-    """One model's figures: milliseconds, ratios, bytes and the audit of the INT8 file."""
+    """The figures of one model: milliseconds, ratios, bytes and the audit of the INT8 file."""
 
-    baseline: str  # which of the two float files is the faster one
+    baseline: str  # the faster one of the two float files
     median_ms: dict[str, float]
     over_float: Ratio
     over_static: Ratio
@@ -79,7 +79,7 @@ class Measured:
     problems: tuple[str, ...]
 
     def row(self, name: str) -> tuple[str, ...]:
-        """Cells of the table, as `HEADER`."""
+        """Returns the cells in the order of `HEADER`."""
         size, int8 = self.bytes[self.baseline], self.bytes["int8"]
         times = (self.median_ms[file] for file in (self.baseline, "int8", "static"))
         return (name, self.baseline, *(f"{time:.2f}" for time in times), str(self.over_float),
@@ -99,7 +99,10 @@ class _Images(quantization.CalibrationDataReader):  # type: ignore[misc]
 
 
 def sane(model: nn.Module, batches: list[Tensor]) -> nn.Module:
-    """Scales random weights so that activations neither vanish nor explode; returns the model in eval mode."""
+    """Takes BatchNorm statistics from `batches`, so that activations neither vanish nor explode.
+
+    Linears with zero weights get random ones. Returns the model in eval mode.
+    """
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.reset_running_stats()
@@ -114,13 +117,13 @@ def sane(model: nn.Module, batches: list[Tensor]) -> nn.Module:
 
 
 def random_batches(shape: tuple[int, ...]) -> list[Tensor]:
-    """Images of noise to calibrate with."""
+    """Returns calibration batches of random noise."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(BATCH, *shape, generator=generator) for _ in range(CALIBRATION_BATCHES)]
 
 
 def static_quantize(source: Path, target: Path, batches: list[Tensor], *, prepare: bool = True) -> None:
-    """`quantize_static` with its default operators, with or without its recommended pre-processing."""
+    """Runs `quantize_static` with its default operators, with or without its recommended pre-processing."""
     prepared = target.with_suffix(".prepared.onnx") if prepare else source
     if prepare:
         quant_pre_process(str(source), str(prepared))
@@ -137,32 +140,32 @@ def static_quantize(source: Path, target: Path, batches: list[Tensor], *, prepar
 
 
 def write_files(name: str, size: int, folder: Path) -> tuple[dict[str, Path], list[str]]:
-    """The four files of one model, the INT8 one first; and the sites that qatkit left float."""
+    """Writes the four files of one model and returns them, INT8 first, with the sites that qatkit left float."""
     batches = random_batches((3, size, size))
     torch.manual_seed(0)
     model, example = sane(models.build(ModelConfig(name=name)), batches), batches[0][:2]
     files = {key: folder / f"{name}.{key}.onnx" for key in ("int8", "original", "fused", "static")}
-    _say(f"{name}: exporting float")
+    _say(f"{name}: exporting the float files")
     export_onnx(model, example, files["original"])
     export_onnx(float_baseline(model, example), example, files["fused"])
-    _say(f"{name}: qatkit")
+    _say(f"{name}: quantizing with qatkit")
     module = QATModule(model, example, backend=FBGEMM)
     module.calibrate(batches)
     module.eval()
     converted = module.convert()
     export_onnx(converted.graph, example, files["int8"])
-    _say(f"{name}: quantize_static")
+    _say(f"{name}: quantizing with quantize_static")
     with without_logs():
         static_quantize(files["original"], files["static"], batches)
     return files, [site for site, _ in module.skipped + converted.skipped]
 
 
 def measure(name: str, size: int, rounds: int, threads: int) -> Measured:
-    """Writes, audits and times one model's files."""
+    """Writes, audits and times the files of one model."""
     with tempfile.TemporaryDirectory() as folder:
         files, skipped = write_files(name, size, Path(folder))
         options = FBGEMM.session_options
-        _say(f"{name}: {rounds} rounds")
+        _say(f"{name}: timing {rounds} rounds")
         times = latency(files, (3, size, size), threads=threads, runs=rounds, options=options)
         found: Audit = audit(files["int8"], options=options, threads=threads, allow_float=skipped)
         sizes = {key: path.stat().st_size for key, path in files.items()}
@@ -179,13 +182,13 @@ def measure(name: str, size: int, rounds: int, threads: int) -> Measured:
 
 
 def _over_int8(other: Latency) -> Ratio:
-    """`latency` gives first file / other, and the INT8 file is the first: this is the inverse."""
+    """Returns the inverse of the ratios of `latency`, which are those of the first file (INT8) over the other."""
     return Ratio(1 / other.ratio, 1 / other.ratio_p90, 1 / other.ratio_p10)
 
 
 @contextlib.contextmanager
 def without_logs() -> Iterator[None]:
-    """quantize_static logs each step on the root logger and warns of its own file format."""
+    """Silences quantize_static, which logs each step on the root logger and warns about its own file format."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     with warnings.catch_warnings():
@@ -201,7 +204,7 @@ def _say(text: str) -> None:
 
 
 def print_table(results: dict[str, Measured], args: argparse.Namespace) -> None:
-    """The table, the audit of each INT8 file, and what it was measured with."""
+    """Prints the table, the audit of each INT8 file, the settings, the hardware and the versions."""
     rows = [HEADER, *(measured.row(name) for name, measured in results.items())]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
@@ -219,11 +222,13 @@ def print_table(results: dict[str, Measured], args: argparse.Namespace) -> None:
 
 def main() -> int:
     """Measures every requested model; returns 2 for a name that torchvision does not have."""
-    parser = argparse.ArgumentParser(description="Latency of float, qatkit INT8 and quantize_static files.")
+    parser = argparse.ArgumentParser(
+        description="Measures the latency of float files and of INT8 files of qatkit and quantize_static."
+    )
     parser.add_argument("--models", nargs="+", default=list(MODELS), help="torchvision.models names")
     parser.add_argument("--rounds", type=int, default=50, help="timed runs of each file")
     parser.add_argument("--threads", type=int, default=2, help="intra-op threads")
-    parser.add_argument("--size", type=int, default=224, help="pixels of the square input")
+    parser.add_argument("--size", type=int, default=224, help="side of the square input in pixels")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
     try:

@@ -1,4 +1,4 @@
-"""Compares learned scales at few bits: fine-tunes with each quantizer from the same float model, per seed.
+"""Compares learned scales at low bit widths: fine-tunes the same float model with each quantizer, seed by seed.
 
     uv run benchmarks/learned_scales.py recipe=resnet18_cifar10_w4a8_qat data.root=DIR model.checkpoint=FILE
         [--kinds fake_quantize lsq lsq,schedule.scale_lr=0.003] [--seeds 3] [--steps 60] [--batch 64]
@@ -6,10 +6,10 @@
 
 A kind is an option of the group quantizer, with further settings after commas; the other arguments are those of
 train.py. `fake_quantize,quantizer.weight=learned_scales.MinMaxWeightFakeQuantize` is plain QAT like torch.ao's
-default. All trainings take the same number of steps on the same batches, in the seed's order. Accuracy is measured
-on test images (`--images`) or, to choose settings, on held-out training images (`--held-out`); in the simulation,
-or with `--file` on the exported file in ONNX Runtime. It prints each run, then mean and standard deviation over
-seeds of each kind.
+default. All runs take the same number of steps on the same batches, in an order that depends on the seed. Accuracy is
+measured on test images (`--images`) or, to choose settings, on held-out training images (`--held-out`): in simulation,
+or with `--file` for the exported file in ONNX Runtime. It prints each run, then the mean and standard deviation over
+the seeds for each kind.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ Images = list[tuple[Tensor, Tensor]]
 
 
 class MinMaxWeightFakeQuantize(WeightFakeQuantize):
-    """Ranges up to the largest value, as with PerChannelMinMaxObserver: nothing is clipped."""
+    """A weight quantizer with min-max ranges, like PerChannelMinMaxObserver: it clips nothing."""
 
     def clip_to_least_error(self, weight: Tensor) -> None:
         return None
 
 
 def trained(config: Config, data: DataModule, seed: int, batches: Images) -> QATModule:
-    """A module after one step on each of `batches`, in the order of `seed`."""
+    """Returns a module trained for one step on each of `batches`, in an order drawn from `seed`."""
     model = models.build(config.model, data.num_classes).eval()
     module = qat_module(config, model, data.inputs, QATModule)
     calibrate_module(module, data, config, example_batch(config, data.inputs))
@@ -81,7 +81,7 @@ def trained(config: Config, data: DataModule, seed: int, batches: Images) -> QAT
 
 
 def top1(module: QATModule, config: Config, data: DataModule, test: Images, in_file: bool) -> float:
-    """Percent of the test images."""
+    """Returns top-1 in percent, in simulation or, with `in_file`, of the exported file in ONNX Runtime."""
     if not in_file:
         return module_accuracy(module.graph, test).score
     with tempfile.TemporaryDirectory() as folder:
@@ -128,8 +128,10 @@ def _settings(kind: str) -> list[str]:
 
 
 def main() -> int:
-    """Measures one recipe."""
-    parser = argparse.ArgumentParser(description="Accuracy after fine-tuning with each kind of quantizer.")
+    """Measures all kinds with one recipe."""
+    parser = argparse.ArgumentParser(
+        description="Measures the accuracy after fine-tuning with each kind of quantizer."
+    )
     parser.add_argument("--kinds", nargs="+", default=["fake_quantize", "lsq"])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=60)
@@ -139,7 +141,7 @@ def main() -> int:
         "--held-out",
         type=int,
         default=0,
-        help="held-out training images to measure on, instead of test images",
+        help="number of held-out training images to measure on, instead of test images",
     )
     parser.add_argument("--file", action="store_true", help="measure the exported file in ONNX Runtime")
     parser.add_argument("--threads", type=int, default=1)

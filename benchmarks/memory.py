@@ -1,10 +1,10 @@
-"""Measures the peak of resident memory in each stage of a run, in megabytes and as a multiple of the float model.
+"""Measures the peak resident memory in each stage of a run, in megabytes and as a multiple of the float model.
 
     uv run benchmarks/memory.py recipe=causal_lm_w4 model.name=hf/FOLDER data.root=TEXTS [key=value ...]
 
-The arguments are those of train.py, and the run is a normal one. Peaks are those of the kernel (VmHWM, which is reset
-at the start of each stage), so nothing is missed between samples. The memory of the process just before the model was
-loaded (Python, torch, the data) is subtracted. It runs only on Linux.
+The arguments are those of train.py, and the run is a normal one. The kernel records the peaks (VmHWM, which is reset
+at the start of each stage), so none is missed. The memory of the process just before the model was loaded (Python,
+torch, the data) is subtracted. The script works only on Linux.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _MB = 1e6
 
 
 class Peaks:
-    """Peaks by stage; nested stages are counted separately.
+    """The peaks of resident memory by stage; nested stages are counted separately.
 
     Attributes:
-        before: bytes of the process when the model was requested.
+        before: bytes of the process just before the model was built.
         model: bytes of the float model's parameters and buffers.
-        found: bytes by stage.
+        found: peak bytes by stage.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Peaks:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Counts the block as a stage of that name."""
+        """Measures the block as a stage of that name."""
         self._note()
         self._stages.append(name)
         try:
@@ -52,7 +52,7 @@ class Peaks:
             self._stages.pop()
 
     def build(self, build: Callable[..., nn.Module], *args: Any) -> nn.Module:
-        """Builds the float model, to which all sizes are compared; a second call builds another model."""
+        """Builds the float model; only the first one built is the model to which all peaks are compared."""
         if self.model:
             return build(*args)
         self._note()
@@ -74,7 +74,7 @@ class Peaks:
         lines = [
             f"float model {self.model / _MB:,.0f} MB; {self.before / _MB:,.0f} MB before it was loaded",
             "",
-            "| stage | peak, MB | beyond that, MB | of the float model |",
+            "| stage | peak MB | increase MB | increase / float model |",
             "|---|---|---|---|",
         ]
         for name, peak in self.found.items():
@@ -90,7 +90,7 @@ def status(name: str) -> int:
 
 
 class _Stage:
-    """A stage of the pipeline that counts as one here."""
+    """A wrapper that measures a stage of the pipeline."""
 
     def __init__(self, stage: Any, peaks: Peaks) -> None:
         self._stage, self._peaks = stage, peaks
@@ -102,7 +102,7 @@ class _Stage:
 
 
 def watched(peaks: Peaks) -> None:
-    """Counts the stages of runs in this process."""
+    """Patches qatkit so that `peaks` measures every stage of the runs in this process."""
     build, stage = models.build, Run.stage
 
     def named(run: Run, name: str, title: str = "") -> Any:

@@ -1,16 +1,16 @@
-"""Compares the front of `precision=auto` with "the k most sensitive operators in float" at equal latency.
+"""Compares the Pareto front of `precision=auto` with "the k most sensitive operators in float" at equal latency.
 
     uv run benchmarks/mixed_precision.py recipe=resnet18_cifar10_ptq data.root=DIR model.checkpoint=FILE
         [--every 3] [--images 1000]
 
 The other arguments are those of train.py; ranges are those of calibration=mse, without algorithms, so that there is an
-error to reduce. For every third k, the k most sensitive operators are kept in float, and the file is compared with the
-best set of the predicted front that needs no more predicted time. Files are timed in turns, and judged in ONNX Runtime
-by the SQNR of their logits against float on test images. It prints every file with predicted and measured milliseconds:
+error to reduce. For every third k, a file with the k most sensitive operators in float is compared with the best set
+of the predicted front that takes no more predicted time. Files are timed in turns and judged by the SQNR of their
+logits against float, in ONNX Runtime on test images. It prints predicted and measured milliseconds of every file, then:
 
-    beaten     pairs where the k most sensitive are better by more than 0.1 dB in no more measured time (2 %)
+    beaten     pairs in which the k most sensitive are better by more than 0.1 dB and at most 2 % slower as measured
     gain       dB by which the set of the front is better, minimum and mean
-    off        relative error of predicted milliseconds, maximum and median, over files that were not timed before
+    off        relative error of predicted milliseconds, maximum and median, over files that the search had not timed
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from qatkit.run.build import data_of, example_batch, qat_module
 from qatkit.train.module import QATModule
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
-_EXACT = 80.0  # dB used for no difference
-_EQUAL, _SAME_TIME = 0.1, 1.02  # dB, and ratio of times, that count as equal
+_EXACT = 80.0  # dB that stand for no difference
+_EQUAL, _SAME_TIME = 0.1, 1.02  # largest difference in dB and largest ratio of times that count as equal
 
 
 @dataclass(frozen=True)
 class Row:
-    """One file."""
+    """The figures of one file; `known` if the search had already timed it."""
 
     kind: str
     operators: int
@@ -53,7 +53,7 @@ class Row:
 
 
 def searched(overrides: Sequence[str], images: int, folder: Path) -> Search:
-    """The search over a recipe's calibrated module, its files judged on test images."""
+    """Returns the search over a recipe's calibrated module; it judges its files on test images."""
     more = ["calibration=mse", "algorithm=none", "algorithm_choice=all", "trainer=cpu", "precision=auto"]
     config = compose_config(CONF, [*overrides, *more, "trainer.progress=false"])
     data = data_of(config)
@@ -70,7 +70,7 @@ def searched(overrides: Sequence[str], images: int, folder: Path) -> Search:
 
 
 def measured(search: Search, every: int) -> list[Row]:
-    """Every file, timed in turns: the ends, then pairs."""
+    """Times all files in turns and returns their rows: all int8, all float, then the pairs."""
     costs, before = search.costs()
     known = {trial.layout.floats for trial in search.rounds(costs, before)}
     operators, price, ranked = search.layouts.operators, search.price(costs), search.ranking
@@ -87,7 +87,7 @@ def measured(search: Search, every: int) -> list[Row]:
         sets[f"top{k}"] = ("most sensitive", most)
         sets[f"front{k}"] = ("front", min(within, key=lambda choice: choice.loss).floats)
     for name, (_, floats) in sets.items():
-        if floats == frozenset(operators):  # float is on the front too
+        if floats == frozenset(operators):  # the float file already exists
             search.files[name] = search.files[FLOAT]
         elif name not in search.files:
             search.files[name] = search.builder.write(sorted(floats), search.folder / f"{name}.onnx")
@@ -115,19 +115,19 @@ def _row(
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """Returns the line with beaten, gain and off."""
+    """Returns the line with the figures "beaten", "gain" and "off"."""
     pairs = list(zip(rows[2::2], rows[3::2], strict=True))
     beaten = sum(top.sqnr > own.sqnr + _EQUAL and top.ms <= own.ms * _SAME_TIME for top, own in pairs)
     gains = [own.sqnr - top.sqnr for top, own in pairs]
     off = [abs(row.predicted / row.ms - 1) for row in rows if not row.known]
     return (
-        f"beaten in {beaten} of {len(pairs)}; gain {min(gains):+.1f} dB least, {np.mean(gains):+.1f} mean; "
-        f"off by {100 * max(off):.1f} % at most, {100 * float(np.median(off)):.1f} % median"
+        f"beaten in {beaten} of {len(pairs)} pairs; gain: minimum {min(gains):+.1f} dB, mean {np.mean(gains):+.1f} dB; "
+        f"off: maximum {100 * max(off):.1f} %, median {100 * float(np.median(off)):.1f} %"
     )
 
 
 def main() -> None:
-    """Measures one model."""
+    """Measures one recipe and prints the figures of every file."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

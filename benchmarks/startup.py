@@ -1,9 +1,9 @@
-"""Measures the CPU time (user and system) of commands that should answer at once: help and errors.
+"""Measures the CPU time (user and system) of commands that should return at once: help and errors.
 
     uv run benchmarks/startup.py [--rounds 5]
 
-Each command runs once unmeasured, which writes the bytecode, then in turns with the others. The fastest round is
-printed, and whether torch was imported. Each command runs in its own process, as a user would type it.
+Each command runs once untimed, which writes the bytecode, then in turns with the others. For each command it prints the
+fastest round and whether torch was imported. Each command runs in its own process, as if typed by a user.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ COMMANDS = {
     "wrong setting of an algorithm": "train.py algorithm=equalize algorithm.equalize.relu6=drop",
     "unknown component": "train.py calibration.observer=qatkit.quant.observers.MinMaxs",
     "too many threads": "train.py verify.threads=100000",
-    "checkpoint that is not there": "export.py checkpoint=nothing.ckpt",
-    "ONNX file that is not there": "export.py onnx=nothing.onnx mode=static",
+    "missing checkpoint": "export.py checkpoint=nothing.ckpt",
+    "missing ONNX file": "export.py onnx=nothing.onnx mode=static",
     "damaged ONNX file": "export.py onnx=damaged.onnx mode=static",
     "quantized ONNX file": "export.py onnx=quantized.onnx mode=static",
-    "ONNX file of another input": "export.py onnx=rank.onnx mode=static",
+    "ONNX file with another input": "export.py onnx=rank.onnx mode=static",
     "nothing to quantize": "export.py onnx=pool.onnx mode=static data.image_size=8",
     "unknown operator": "export.py onnx=mystery.onnx mode=static data.image_size=8",
 }
 
 
 def write_files(folder: Path) -> None:
-    """The files that the commands name; random weights."""
+    """Writes the files that the commands name, with random weights."""
     (folder / "damaged.onnx").write_text("this is no model")
     weight = np.random.default_rng(0).standard_normal((8, 3, 3, 3)).astype(np.float32)
     image: Sequence[str | int] = ["N", 3, 8, 8]
@@ -67,7 +67,7 @@ def write_files(folder: Path) -> None:
 
 
 def run(typed: str, folder: Path, *flags: str) -> tuple[float, str]:
-    """CPU seconds of one command, and what it said on stderr."""
+    """Returns the CPU seconds of one command, and its stderr."""
     script, *arguments = typed.split()
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -85,7 +85,7 @@ def run(typed: str, folder: Path, *flags: str) -> tuple[float, str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prints the table."""
+    """Times all commands and prints the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,16 +1,16 @@
-"""Measures the cost of verification, relative to passes of its two files in ONNX Runtime.
+"""Measures the cost of verification, relative to passes of the float and the INT8 file in ONNX Runtime.
 
     uv run benchmarks/verification.py recipe=efficientnet_lite0_ptq data.root=DIR [--images 96] [--rounds 3]
         [--for 10000] [--threads 1]
 
-The other arguments are those of train.py; the module is calibrated and not trained. Each round measures in turns, in
-CPU time, which other work on the machine does not change:
+The other arguments are those of train.py; the module is calibrated but not trained. Each round measures the following
+in turns, in CPU time, which other work on the machine does not affect:
 
-    passes      the float and the INT8 file in ONNX Runtime, each with its own reading of the images
-    CHECK       a check of verify.checks as in a run (parity and fidelity on verify.parity_images)
+    passes      the float and the INT8 file in ONNX Runtime, each of which reads the images itself
+    CHECK       a check of verify.checks, as in a run (parity and fidelity on verify.parity_images)
 
-Work that does not depend on the images (opening files) is separated by a second run over few of them. It prints
-milliseconds per image, and the cost of verifying `--for` images in such passes.
+A second measurement with few images separates the work that does not depend on the images, such as opening files. It
+prints milliseconds per image, and the cost of verifying `--for` images as a multiple of the passes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from qatkit.verify.checks.parity import ParityCheck
 from qatkit_verify.session import open_session, run_images
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
-FEW, CALIBRATION = 8, 32  # images
+FEW, CALIBRATION = 8, 32  # numbers of images
 CHECKS: dict[str, type[Check]] = {
     "accuracy": AccuracyCheck,
     "accuracy, files only": FilesAccuracyCheck,
@@ -57,7 +57,7 @@ CHECKS: dict[str, type[Check]] = {
 
 
 def prepared(overrides: Sequence[str], folder: Path) -> tuple[Subject, DataModule, Config]:
-    """Returns the subject of the checks: a calibrated module and its two files."""
+    """Returns the subject of the checks (a calibrated module and its two files), the data and the configuration."""
     config = compose_config(CONF, [*overrides, "calibration=moving_average", "trainer=cpu", "data.workers=0"])
     data = data_of(config)
     model = models.build(config.model, data.num_classes)
@@ -82,14 +82,14 @@ def prepared(overrides: Sequence[str], folder: Path) -> tuple[Subject, DataModul
 
 
 def on(subject: Subject, data: DataModule, images: int, threads: int) -> Subject:
-    """Returns the subject with this number of images for every check."""
+    """Returns the subject with this number of images for every check, and this number of threads."""
     settings = replace(subject.settings, parity_images=images, threads=threads)
     batches = partial(data.test_subset, images, data.config.eval_batch_size)
     return replace(subject, batches=batches, settings=settings)
 
 
 def passes(subject: Subject) -> None:
-    """Runs both files over the images, each with its own reading."""
+    """Runs both files over the images; each reads the images itself."""
     for path in subject.files.values():
         session = open_session(path, threads=subject.settings.threads, options=subject.options)
         run = in_parts(partial(run_images, session))
@@ -98,19 +98,19 @@ def passes(subject: Subject) -> None:
 
 
 def checked(check: Check, subject: Subject) -> None:
-    """Runs a check as in a run."""
+    """Performs a check as in a run."""
     check.measure(subject, Results("benchmark", "", ""))
 
 
 def measured(run: Callable[[Subject], object], subject: Subject) -> float:
-    """CPU seconds of one call."""
+    """Returns the CPU seconds of one call."""
     start = time.process_time()
     run(subject)
     return time.process_time() - start
 
 
 def main() -> int:
-    """Prints one table."""
+    """Measures one recipe and prints the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -122,7 +122,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1)
     args, overrides = parser.parse_known_args()
     torch.set_num_threads(args.threads)
-    if hasattr(os, "sched_setaffinity"):  # accuracy takes all cores that it may
+    if hasattr(os, "sched_setaffinity"):  # the accuracy check uses all cores that the process may use
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.threads])
     keep_freed_memory()  # as in a run
     runs: dict[str, Callable[[Subject], object]] = {"passes": passes}
@@ -136,13 +136,13 @@ def main() -> int:
                 for _ in range(args.rounds)
             ]
         )
-    each = (times[..., 1] - times[..., 0]) / (args.images - FEW)  # [rounds, runs], seconds an image
+    each = (times[..., 1] - times[..., 0]) / (args.images - FEW)  # [rounds, runs], seconds per image
     opening = times[..., 0] - FEW * each
     parity = min(config.verify.parity_images, args.wanted)
     counts = np.array([args.wanted if "accuracy" in name or name == "passes" else parity for name in runs])
     whole = counts * each + opening
     names = list(runs)
-    print(f"{'':24}ms per image [all rounds]".ljust(56) + "opening, s")
+    print(f"{'':24}ms per image [min-max]".ljust(56) + "opening s")
     for column, name in enumerate(names):
         span = f"{1000 * each[:, column].min():.1f}-{1000 * each[:, column].max():.1f}"
         middle, fixed = 1000 * np.median(each[:, column]), np.median(opening[:, column])
@@ -150,8 +150,8 @@ def main() -> int:
     total = sum(whole[:, names.index(name)] for name in ("accuracy", "fidelity", "parity"))
     ratio = total / whole[:, 0]
     print(
-        f"{config.model.name}: verification of {args.wanted:,} images {np.median(total):.0f} s,"
-        f" {np.median(ratio):.2f} [{ratio.min():.2f}-{ratio.max():.2f}] of the passes"
+        f"{config.model.name}: verification of {args.wanted:,} images takes {np.median(total):.0f} s,"
+        f" {np.median(ratio):.2f} [{ratio.min():.2f}-{ratio.max():.2f}] times as long as the passes"
     )
     print(f"{args.images} images, {args.rounds} rounds, CPU time, {args.threads} threads;", end=" ")
     print(report.this_hardware(args.threads).cpu)

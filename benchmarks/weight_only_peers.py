@@ -1,9 +1,8 @@
-"""Quantizes weights to few bits with other tools; each returns a model's Linears, dequantized.
+"""Quantizes weights to few bits with other tools; each peer returns the dequantized weights of a model's Linears.
 
-`ort_*` are the algorithms of ONNX Runtime's matmul_nbits_quantizer, asymmetric: `RTN`, `KQuant` and `HQQ` see only
-the weight; `GPTQ` (`onnxruntime.quantization.neural_compressor.weight_only.gptq`) also sees the moments of the
-float model's inputs, as in its `gptq_quantize`. `olive_gptq` is Olive's pass, layer by layer, if Olive is
-installed.
+`ort_*` are the asymmetric algorithms of ONNX Runtime's matmul_nbits_quantizer. `RTN`, `KQuant` and `HQQ` use only the
+weights; `GPTQ` (`onnxruntime.quantization.neural_compressor.weight_only.gptq`) also uses the second moments of the
+float model's inputs, as `gptq_quantize` does. `olive_gptq` is Olive's layer-by-layer GPTQ pass; it needs Olive.
 """
 
 from __future__ import annotations
@@ -20,11 +19,12 @@ import torch
 from torch import Tensor, nn
 
 Weights = dict[str, np.ndarray]  # by module path
-Peer = Callable[[nn.Module, Tensor, int, int, int], Weights]  # model, words [N, T], bits, block, processes
+# The arguments are the model, token ids [N, T], bits, the block size and the number of processes.
+Peer = Callable[[nn.Module, Tensor, int, int, int], Weights]
 
 
 def _mat_mul(weight: np.ndarray) -> Any:
-    """A model of one MatMul by a weight [out, in]."""
+    """Returns an ONNX model of one MatMul by a weight [out, in]."""
     from onnx import TensorProto, helper, numpy_helper
 
     graph = helper.make_graph(
@@ -38,7 +38,7 @@ def _mat_mul(weight: np.ndarray) -> Any:
 
 
 def _dequantized(model: Any, inputs: int) -> np.ndarray:
-    """The weight [out, inputs] of a model's one MatMulNBits of 4 bits."""
+    """Returns the dequantized weight [out, inputs] of a model's only 4-bit MatMulNBits."""
     from onnx import numpy_helper
 
     (node,) = [node for node in model.graph.node if node.op_type == "MatMulNBits"]
@@ -56,7 +56,7 @@ def _dequantized(model: Any, inputs: int) -> np.ndarray:
 
 
 def _by_weight(asked: tuple[np.ndarray, str, int]) -> np.ndarray:
-    """A weight [out, in] quantized in 4 bits by an algorithm that sees only the weight, dequantized."""
+    """Returns a weight [out, in], quantized to 4 bits by an algorithm that uses only the weight, and dequantized."""
     weight, name, block = asked
     from onnxruntime.quantization import matmul_nbits_quantizer as tool
 
@@ -76,7 +76,7 @@ def _by_weight(asked: tuple[np.ndarray, str, int]) -> np.ndarray:
 
 
 def _by_moments(asked: tuple[np.ndarray, np.ndarray, int, int]) -> np.ndarray:
-    """A weight [out, in] rounded by ONNX Runtime's GPTQ, quantized again as its tool does."""
+    """Returns a weight [out, in] after ONNX Runtime's GPTQ and the second quantization that its tool applies."""
     weight, moments, bits, block = asked
     from onnxruntime.quantization.neural_compressor import weight_only as tool
 
@@ -88,14 +88,13 @@ def _by_moments(asked: tuple[np.ndarray, np.ndarray, int, int]) -> np.ndarray:
 def _in_processes(
     function: Callable[[Any], np.ndarray], asked: list[Any], processes: int
 ) -> Iterator[np.ndarray]:
-    with ProcessPoolExecutor(
-        processes, multiprocessing.get_context("spawn")
-    ) as pool:  # CUDA is lost by a fork
+    # A forked process could not use CUDA.
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
         yield from pool.map(function, asked)
 
 
 def _linears(model: nn.Module) -> dict[str, nn.Linear]:
-    """Returns the Linears that get few bits; a head that shares the embedding table stays float."""
+    """Returns the Linears to quantize, by module path; the head stays float."""
     found = {name: one for name, one in model.named_modules() if isinstance(one, nn.Linear)}
     return {name: one for name, one in found.items() if not name.endswith("lm_head")}
 
@@ -103,7 +102,7 @@ def _linears(model: nn.Module) -> dict[str, nn.Linear]:
 def _alone(name: str) -> Peer:
     def run(model: nn.Module, words: Tensor, bits: int, block: int, processes: int) -> Weights:
         if bits != 4:
-            raise ValueError(f"{name} quantizes in 4 bits here, not {bits}.")
+            raise ValueError(f"--bits {bits}: {name} supports only 4 bits here")
         linears = _linears(model)
         asked = [(one.weight.detach().cpu().numpy(), name, block) for one in linears.values()]
         return dict(zip(linears, _in_processes(_by_weight, asked, processes), strict=True))
@@ -113,7 +112,7 @@ def _alone(name: str) -> Peer:
 
 @torch.no_grad()
 def _moments(model: nn.Module, linears: dict[str, nn.Linear], words: Tensor) -> Weights:
-    """2 / windows times the sum of the inputs' products [in, in] of each Linear, float64."""
+    """Returns 2 / windows times the sum of x xᵀ over the inputs x of each Linear, [in, in] in float64."""
     found: dict[str, Tensor] = {}
 
     def seen(name: str) -> Callable[..., None]:

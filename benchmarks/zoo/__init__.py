@@ -5,11 +5,12 @@ Each is an `Entry`: a name, a builder with random weights, and its inputs. They 
 model is written, which depends neither on its size nor on its training.
 
     timm_models     one small variant of each architecture family of timm
-    hf_models       Hugging Face: vision, text and speech; hf_recent its families of 2025 and 2026
-    smp_models      segmentation_models_pytorch: each decoder, several encoders
+    hf_models       Hugging Face: vision, text and speech
+    hf_recent       Hugging Face: families of 2025 and 2026
+    smp_models      segmentation_models_pytorch: every decoder, several encoders
     vision_models   torchvision without its classifiers: segmentation, video, optical flow, parts of detectors
     einops_models   transformers written with einops (vit-pytorch)
-    odd_*           our own, each in a style in which users write models
+    odd_*           our own models, in the various styles in which users write models
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ GROUPS = {
 
 
 def entries(group: str) -> list[Entry]:
-    """All models of a group, in their order.
+    """Returns all models of a group, in the order of their modules.
 
     Raises:
-        ImportError: a package that the group is about is not installed.
+        ImportError: a package that the group needs is not installed.
     """
     found = []
     for module in GROUPS[group]:
@@ -45,9 +46,9 @@ def entries(group: str) -> list[Entry]:
 
 
 def find(name: str) -> Entry:
-    """The model called "group/name".
+    """Returns the model called "group/name".
 
     Raises:
-        KeyError: there is none.
+        KeyError: there is no such model.
     """
     return {entry.name: entry for entry in entries(name.split("/")[0])}[name]

@@ -1,4 +1,4 @@
-"""Compares outputs of models, captured graphs and files, without using qatkit."""
+"""Comparisons of the outputs of models, captured graphs and files, without qatkit."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 Array = np.ndarray[Any, Any]
-# Differences above this share of an output's largest value are not rounding.
+# Relative to the largest value of an output, rounding causes no larger differences than this.
 TOLERANCE = 1e-3
 
 
 def leaves(value: Any) -> list[Tensor]:
-    """The tensors of nested outputs or inputs, in order."""
+    """Returns the tensors of nested outputs or inputs, in order."""
     if isinstance(value, Tensor):
         return [value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -32,7 +32,7 @@ def leaves(value: Any) -> list[Tensor]:
 
 
 def arrays(value: Any) -> list[Array]:
-    """`leaves` as NumPy arrays; bfloat16 as float32."""
+    """Returns `leaves` as NumPy arrays, bfloat16 as float32."""
     found = (leaf.detach() for leaf in leaves(value))
     return [(leaf.float() if leaf.dtype is torch.bfloat16 else leaf).numpy() for leaf in found]
 
@@ -53,7 +53,10 @@ def difference(expected: Sequence[Array], found: Sequence[Array], tolerance: flo
 
 
 def relative(expected: Array, found: Array) -> float:
-    """The largest difference over the largest finite value expected; infinite where only one is finite."""
+    """Returns the largest difference divided by the largest finite expected value.
+
+    It is infinite if a value is finite in only one of the arrays.
+    """
     if not np.array_equal(np.isfinite(expected), np.isfinite(found)):
         return math.inf
     finite = np.isfinite(expected)
@@ -63,13 +66,14 @@ def relative(expected: Array, found: Array) -> float:
 
 
 def snr(expected: Sequence[Array], found: Sequence[Array]) -> float | None:
-    """Signal to noise in dB of the worst float output; None if no output is float, 200 where all is equal.
+    """Returns the signal-to-noise ratio of the worst float output, in dB.
 
-    The signal is what distinguishes samples; the part that all of them share (a bias) is left out.
+    It is None if no output is float, and 200 if all values are equal. The part of the outputs that all samples share
+    (a bias) does not count as signal.
     """
     worst: float | None = None
     if len(expected) != len(found):
-        return None  # `difference` says so
+        return None  # `difference` reports it
     for one, other in zip(expected, found, strict=True):
         if one.dtype.kind != "f":
             continue
@@ -77,14 +81,17 @@ def snr(expected: Sequence[Array], found: Sequence[Array]) -> float | None:
         exact, given = (np.where(usable, values, 0).astype(np.float64) for values in (one, other))
         noise = float(((exact - given) ** 2).mean())
         signal = 0.0 if (exact == exact[:1]).all() else float(((exact - exact.mean(0)) ** 2).mean())
-        signal = signal or float((exact**2).mean())  # an output that is the same for all
+        signal = signal or float((exact**2).mean())  # the output is the same for all samples
         value = 200.0 if noise == 0 else 10 * math.log10(max(signal, 1e-30) / noise)
         worst = value if worst is None else min(worst, value)
     return worst
 
 
 def same_choice(expected: Sequence[Array], found: Sequence[Array]) -> float:
-    """Share of equal whole numbers over all integer outputs, and of equal argmax over the last axis of the others."""
+    """Returns the lowest share, over the outputs, of equal integers or, for a float output, of equal argmax.
+
+    The argmax is over the last axis.
+    """
     shares = []
     if len(expected) != len(found):
         return 0.0
@@ -97,7 +104,7 @@ def same_choice(expected: Sequence[Array], found: Sequence[Array]) -> float:
 
 
 class File:
-    """An ONNX file, on one thread, called with what its model is called with."""
+    """An ONNX file, run on one thread and called with the inputs of its model."""
 
     def __init__(self, path: Path, *, optimize: bool) -> None:
         options = ort.SessionOptions()
@@ -110,7 +117,7 @@ class File:
         return list(self.session.run(None, self.feed(batch)))
 
     def feed(self, batch: Any) -> dict[str, Array]:
-        """A batch by the names of the file's inputs."""
+        """Returns the arrays of a batch by the names of the file's inputs."""
         names = [one.name for one in self.session.get_inputs()]
         given = [leaf.numpy() for leaf in leaves(batch)]
         if isinstance(batch, Mapping) and set(names) <= batch.keys():

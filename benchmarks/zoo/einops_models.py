@@ -1,4 +1,4 @@
-"""Transformers written with einops, layers and functions both: vit-pytorch's, and blocks of our own."""
+"""Transformers written with einops layers and functions: those of vit-pytorch, and our own blocks."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], Feeds]] = {
 
 @own(_PICTURE)
 class EinopsFunctions(nn.Module):
-    """`rearrange`, `reduce` and `repeat` by function, and `einsum` between them."""
+    """The functions `rearrange`, `reduce` and `repeat`, with `einsum` between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class EinopsFunctions(nn.Module):
 
 @own(_PICTURE)
 def einops_layers() -> nn.Module:
-    """`Rearrange` and `Reduce` in a Sequential: a mixer."""
+    """An MLP mixer: `Rearrange` and `Reduce` in a Sequential."""
     return nn.Sequential(
         Rearrange("b c (h p) (w q) -> b (h w) (p q c)", p=8, q=8), nn.Linear(192, 32), Rearrange("b n d -> b d n"),
         nn.Linear(16, 16), nn.GELU(), Rearrange("b d n -> b n d"), nn.LayerNorm(32), Reduce("b n d -> b d", "max"),
@@ -107,7 +107,7 @@ def einops_layers() -> nn.Module:
 
 @own(_PICTURE)
 def einops_mix() -> nn.Module:
-    """`EinMix`: a Linear by an einsum pattern."""
+    """`EinMix`: a Linear layer defined by an einsum pattern."""
     return nn.Sequential(
         EinMix("b c (h p) (w q) -> b (h w) d", weight_shape="c p q d", bias_shape="d", c=3, p=8, q=8, d=32),
         nn.GELU(), EinMix("b n d -> b m d", weight_shape="n m", n=16, m=8), Reduce("b m d -> b d", "mean"),

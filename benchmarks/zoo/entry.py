@@ -1,7 +1,7 @@
-"""Defines a model of the list: its builder and its inputs.
+"""The entries of the list of models: a builder and a description of the inputs.
 
-Inputs are described once and made for any batch: a `Feed` is one tensor of n samples; a model is called with
-one feed, with a tuple of them (positional arguments) or with a mapping (keyword arguments).
+Inputs are described once and made for any batch size: a `Feed` makes one tensor of n samples. A model is called with
+one feed, with a tuple of feeds (positional arguments) or with a mapping (keyword arguments).
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ Feeds = Feed | tuple[Any, ...] | Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Entry:
-    """One model.
+    """One model of the list.
 
     Args:
         name: "group/name".
-        build: makes it, with random weights.
+        build: returns the model, with random weights.
         feeds: its inputs.
-        twin: the same function of the same weights with functional parts written as modules, made from the model.
-        refused: why no int8 file of it can be right; the run must then end with a one-line error.
-        opset: the lowest opset that can express it.
+        twin: returns, for a model, the same function with the same weights, its functional parts written as modules.
+        refused: why no INT8 file of it can be correct; the run must then end with a one-line error.
+        opset: the lowest opset that can express the model.
         about: a description.
     """
 
@@ -41,7 +41,7 @@ class Entry:
     about: str = ""
 
     def batch(self, count: int, seed: int) -> Any:
-        """Inputs of `count` samples: a tensor, a tuple or a dict, as the model is called with."""
+        """Returns inputs of `count` samples in the form of the call: a tensor, a tuple or a dict."""
         generator = torch.Generator().manual_seed(seed)
         return _fill(self.feeds, count, generator)
 
@@ -55,14 +55,14 @@ def _fill(feeds: Any, count: int, generator: torch.Generator) -> Any:
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
-    """The model's outputs for what `Entry.batch` made."""
+    """Returns the model's outputs for inputs made by `Entry.batch`."""
     if isinstance(inputs, Mapping):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
 
 
 def image(*shape: int) -> Feed:
-    """Noise of several scales, [n, *shape], so that different samples give different outputs."""
+    """Returns a feed of noise at several spatial scales, [n, *shape]: different samples give different outputs."""
 
     def make(count: int, generator: torch.Generator) -> Tensor:
         channels, *sizes = shape
@@ -75,17 +75,17 @@ def image(*shape: int) -> Feed:
 
 
 def vector(*shape: int) -> Feed:
-    """Plain noise, [n, *shape]."""
+    """Returns a feed of standard normal noise, [n, *shape]."""
     return lambda count, generator: torch.randn(count, *shape, generator=generator)
 
 
 def tokens(vocabulary: int, *shape: int) -> Feed:
-    """Whole numbers below `vocabulary`, int64 [n, *shape]."""
+    """Returns a feed of integers below `vocabulary`, int64 [n, *shape]."""
     return lambda count, generator: torch.randint(0, vocabulary, (count, *shape), generator=generator)
 
 
 def mask(length: int, dtype: torch.dtype = torch.int64) -> Feed:
-    """Which of `length` places are filled, [n, length]: the first ones, at least one."""
+    """Returns a feed of padding masks, [n, length]: at least half of the positions, from the first, are 1."""
 
     def make(count: int, generator: torch.Generator) -> Tensor:
         filled = torch.randint(length // 2, length + 1, (count, 1), generator=generator)
@@ -95,18 +95,18 @@ def mask(length: int, dtype: torch.dtype = torch.int64) -> Feed:
 
 
 def fixed(value: Tensor) -> Feed:
-    """The same tensor for any number of samples: an input without a batch axis."""
+    """Returns a feed of an input without a batch axis: the same tensor for any number of samples."""
     return lambda count, generator: value.clone()
 
 
 class List:
-    """Collects the models of a file: a decorator for classes and functions that build one."""
+    """The entries of a module, and a decorator that adds a class or function that builds a model."""
 
     def __init__(self, group: str) -> None:
         self.group, self.entries = group, list[Entry]()
 
     def __call__(self, feeds: Feeds, **more: Any) -> Callable[[Any], Any]:
-        """`@odd(image(3, 32, 32))` over a builder makes it an entry under its name."""
+        """Returns a decorator that adds a builder under its name, as in `@odd(image(3, 32, 32))`."""
 
         def add(build: Any) -> Any:
             about = (build.__doc__ or "").partition("\n")[0]
@@ -118,7 +118,7 @@ class List:
         return add
 
     def twin(self, of: Callable[[], nn.Module]) -> Callable[[Any], Any]:
-        """`@odd.twin(Builder)` over a function makes it the twin of that entry."""
+        """Returns a decorator that makes a function the twin of an entry, as in `@odd.twin(Builder)`."""
 
         def add(make: Any) -> Any:
             index = next(i for i, entry in enumerate(self.entries) if entry.build is of)
@@ -129,7 +129,7 @@ class List:
 
 
 def _plain(name: str) -> str:
-    """CamelCase as snake_case."""
+    """Returns a CamelCase name as snake_case."""
     parts = [
         "_" + c.lower() if c.isupper() and i and not name[i - 1].isupper() else c.lower()
         for i, c in enumerate(name)

@@ -1,7 +1,7 @@
-"""Hugging Face models with random weights, in small: vision, text, speech, multimodal.
+"""Small Hugging Face models with random weights: vision, text, speech, multimodal.
 
-Images go through `AutoModelForImageClassification` where a task class exists, as `model.name=hf/NAME` does;
-text, speech and towers are the nn.Modules that a user of the Python API hands over.
+Vision models have an image classification head where there is one, as with `model.name=hf/NAME`; text models, speech
+models and towers are nn.Modules as a user of the Python API passes them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PICTURE, _LARGE = image(3, 32, 32), image(3, 64, 64)
 _WORDS: Feeds = {"input_ids": tokens(100, 12), "attention_mask": mask(12)}
 
 Row = tuple[str, str, dict[str, Any], Feeds]
-# name: (model class, config class, what is smaller than the default, inputs)
+# name: (model class, config class, settings other than the default, inputs)
 MODELS: dict[str, Row] = {
     "vit": ("ViTForImageClassification", "ViTConfig", _PATCHES, _PICTURE),
     "vit_eager": ("ViTForImageClassification", "ViTConfig", _VIT | {"patch_size": 8, "attn_implementation": "eager"},

@@ -1,6 +1,6 @@
-"""Hugging Face families of 2025 and 2026 with random weights, in small: decoders, encoders, vision, sound, series.
+"""Small models of Hugging Face families of 2025 and 2026: decoders, encoders, vision, audio, time series.
 
-Language models are called without a cache, as they are calibrated and exported.
+They have random weights. Language models are called without a cache, as in calibration and export.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _IDS: Feeds = {"input_ids": tokens(100, 12)}
 _WORDS: Feeds = {"input_ids": tokens(100, 12), "attention_mask": mask(12)}
 
 Row = tuple[str, str, dict[str, Any], Feeds]
-# name: (family.model class, config class, what is smaller than the default, inputs)
+# name: (family.model class, config class, settings other than the default, inputs)
 MODELS: dict[str, Row] = {
     # Decoders
     "qwen3": ("qwen3.Qwen3ForCausalLM", "Qwen3Config", _DECODER, _WORDS),
@@ -82,7 +82,7 @@ MODELS: dict[str, Row] = {
     "superpoint_encoder": ("superpoint.SuperPointEncoder", "SuperPointConfig",
                            {"encoder_hidden_sizes": [8, 8, 16, 16]}, image(1, 32, 32)),
     "pixio": ("pixio.PixioModel", "PixioConfig", _VIT, _PICTURE),
-    # Sound
+    # Audio
     "moonshine_encoder": ("moonshine.MoonshineEncoder", "MoonshineConfig",
                           {"hidden_size": 32, "intermediate_size": 64, "encoder_num_hidden_layers": 2,
                            "encoder_num_attention_heads": 4, "max_position_embeddings": 64}, vector(2048)),

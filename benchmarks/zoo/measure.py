@@ -1,10 +1,10 @@
-"""Measures one model of the list: capture, training step, INT8 file, audit, twin; returns one row of figures.
+"""Takes one model of the list through capture, a training step, export, audit and its twin; returns a row of figures.
 
 status  through    an INT8 file was written, and nothing below applies
-        refused    one line of ConfigError (or a ValueError that qatkit raised itself)
+        refused    a one-line ConfigError, or a one-line ValueError that qatkit raised itself
         wrong      something computes other values than the model, without an error or note
         traceback  any other exception
-        killed     a crash, or not finished within the time limit (`run.py` writes that one)
+        killed     the process crashed or exceeded the time limit (`run.py` writes this status)
 """
 
 from __future__ import annotations
@@ -41,19 +41,18 @@ from zoo.sizes import at_other_sizes
 Row = dict[str, Any]
 CALIBRATION, TEST = (100, 101), (200, 201)  # seeds
 BATCH = 8
-# An INT8 file further from its own converted module than this is not the file that was made (dB).
+# Below this SNR (dB) against the converted module, an INT8 file computes something else.
 SAME_FILE = 20.0
 QATKIT = str(Path(qatkit.__file__).parent)
-ROOT = Path(__file__).parents[2]  # paths of this machine have no place in the page
+ROOT = Path(__file__).parents[2]  # removed from errors, so that the page has no paths of this machine
 
 
 def measure(entry: Entry) -> Row:
-    """One model's row."""
+    """Returns the row of one model."""
     row: Row = {"about": entry.about, "stage": "build", "expected": entry.refused}
     start = time.monotonic()
-    torch.set_flush_denormal(
-        True
-    )  # random weights make values that no trained model has, a hundred times as slow
+    # Unlike trained models, random weights produce denormal values, which are a hundred times as slow.
+    torch.set_flush_denormal(True)
     try:
         model = settled(entry)
         row["parameters"] = sum(p.numel() for p in model.parameters())
@@ -64,13 +63,13 @@ def measure(entry: Entry) -> Row:
     except Exception as error:
         row |= _failure(error)
         if row.get("wrong"):
-            row["status"] = "wrong"  # whatever came later, this was not said
+            row["status"] = "wrong"  # no error reported the wrong values, even if a later stage failed
     row["seconds"] = round(time.monotonic() - start, 1)
     return row
 
 
 def _failure(error: Exception) -> Row:
-    """How the run ended, and where."""
+    """Returns how the run ended, and where."""
     frames = traceback.extract_tb(error.__traceback__)
     last = next((f for f in reversed(frames) if f.filename.startswith(QATKIT)), frames[-1])
     raised_here = frames[-1].filename.startswith(QATKIT)
@@ -111,7 +110,7 @@ def _prepared(entry: Entry, model: nn.Module | Captured) -> QATModule:
 
 
 def _capture(entry: Entry, model: nn.Module, module: QATModule) -> list[str]:
-    """Where the prepared graph, not quantizing, differs from the model: three batch sizes, other values each."""
+    """Returns where the prepared graph, without quantization, differs from the model, for three batches."""
     module.eval()
     set_phase(module.graph, observe=False, quantize=False)
     found = []
@@ -119,7 +118,7 @@ def _capture(entry: Entry, model: nn.Module, module: QATModule) -> list[str]:
         for count, seed in ((2, 0), (1, 11), (3, 12)):
             batch = entry.batch(count, seed)
             expected, given = call(model, batch), module.graph(*leaves(entry.batch(count, seed)))
-            # Auxiliary heads are there in training alone.
+            # The graph has auxiliary heads only in training.
             outputs = arrays(expected)[:1] if hasattr(module.graph, "auxiliary_outputs") else arrays(expected)
             if line := difference(outputs, arrays(given), _rounding(model, batch)):
                 found.append(f"batch of {count}: {line}")
@@ -128,15 +127,16 @@ def _capture(entry: Entry, model: nn.Module, module: QATModule) -> list[str]:
 
 
 def _rounding(model: nn.Module, batch: Any) -> float:
-    """What rounding may make of an output: of the model's own type, and ten times what float32 makes of the model.
+    """Returns the relative difference of an output that rounding may cause.
 
-    Models of random weights can enlarge it a million times: then the model in float64 says by how much.
+    It depends on the types of the weights, and is at least ten times the difference between the model and its float64
+    copy, since random weights can amplify rounding a million times.
     """
     types = [p.dtype for p in model.parameters() if p.is_floating_point()]
     known = max([TOLERANCE, *(4 * torch.finfo(dtype).eps for dtype in types)])
     try:
         exact = arrays(call(copy_of(model).double(), _doubled(batch)))
-    except (RuntimeError, TypeError):  # float32 is written into the model
+    except (RuntimeError, TypeError):  # the model requires float32
         return known
     own = [
         relative(a, b) for a, b in zip(exact, arrays(call(model, batch)), strict=True) if a.dtype.kind == "f"
@@ -145,7 +145,7 @@ def _rounding(model: nn.Module, batch: Any) -> float:
 
 
 def _doubled(value: Any) -> Any:
-    """Inputs of the same form whose float32 tensors are float64."""
+    """Returns inputs of the same structure with float32 tensors as float64."""
     if isinstance(value, Tensor):
         return value.double() if value.dtype is torch.float32 else value
     if isinstance(value, Mapping):
@@ -154,20 +154,23 @@ def _doubled(value: Any) -> Any:
 
 
 def _training(entry: Entry, model: nn.Module) -> list[str]:
-    """A model handed over in training mode: its graph is right in evaluation, and random in training as it is."""
+    """Returns what is wrong with a model captured in training mode.
+
+    Its graph must agree with the model in evaluation, and must be random in training like the model.
+    """
     model.train()
     module = _prepared(entry, model)
     model.eval()
     found = _capture(entry, model, module)
     set_phase(module.graph, observe=False, quantize=False)
-    # What is drawn or kept in training outside of modules is no part of the graph, and a note says so.
+    # Random numbers drawn, or state kept, outside of modules are not part of the graph, and a note says so.
     if not module.notes and not has_random_training(_Flat(module.graph), tuple(leaves(entry.batch(2, 0)))):
         found.append("nothing is random in training any more")
     return found
 
 
 class _Flat(nn.Module):
-    """A graph as a model that is called with a tuple."""
+    """A graph as a model with positional tensor arguments."""
 
     def __init__(self, graph: nn.Module) -> None:
         super().__init__()
@@ -178,15 +181,13 @@ class _Flat(nn.Module):
 
 
 def _without_gradient(entry: Entry, model: nn.Module, module: QATModule) -> list[str]:
-    """Parameters that get no finite gradient in a step with fake quantization, but do in the float model's own."""
+    """Returns the parameters with a gradient in a float step, but none or no finite one with fake quantization."""
     batch = entry.batch(4, 3)
     with torch.enable_grad():
         try:
             _step(call(model, batch))
             dead = {name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()}
-        except (
-            RuntimeError
-        ):  # it overwrites what its own backward pass needs: there is nothing to compare with
+        except RuntimeError:  # the model overwrites values that its backward pass needs
             dead = {name for name, _ in model.named_parameters()}
         model.zero_grad(set_to_none=True)
         with in_training(module):
@@ -202,7 +203,7 @@ def _without_gradient(entry: Entry, model: nn.Module, module: QATModule) -> list
 
 
 def _step(outputs: Any) -> None:
-    """The backward pass of a loss on all float outputs."""
+    """Runs the backward pass of a loss on all float outputs."""
     losses = [
         (one.float() ** 2).mean() for one in leaves(outputs) if one.is_floating_point() and one.requires_grad
     ]
@@ -234,7 +235,7 @@ def _files(entry: Entry, captured: Captured, converted: fx.GraphModule, folder: 
         row["wrong"].append(f"float file: {line}")
     for name, found in (("off", off), ("on", on)):
         distance = snr(simulated, found)
-        # A difference that only rounding makes leaves the file as near to float as the module is.
+        # If only rounding makes the difference, the file is as close to the float model as the module is.
         worse = (snr(exact, found) or 0.0) < (snr(exact, simulated) or 0.0) - 1.0
         if distance is not None and distance < SAME_FILE and worse:
             row["wrong"].append(
@@ -267,9 +268,9 @@ def _files(entry: Entry, captured: Captured, converted: fx.GraphModule, folder: 
 
 
 def _export(converted: nn.Module, example: Any, path: Path, lowest: int) -> tuple[int, str]:
-    """Writes the INT8 file at opset 13, or at the entry's lowest if 13 is refused in a line that names that one.
+    """Writes the INT8 file at opset 13, or at the entry's lowest opset if the error for 13 names that one.
 
-    Returns the opset, and why free axes have the example's size in the file.
+    Returns the opset, and why the file has the example's size on free axes ("" if it does not).
     """
     try:
         return 13, export_onnx(converted, example, path)
@@ -280,7 +281,7 @@ def _export(converted: nn.Module, example: Any, path: Path, lowest: int) -> tupl
 
 
 def _joined(batches: list[list[Any]]) -> list[Any]:
-    """Each output over all batches, as rows of values."""
+    """Returns each output over all batches, concatenated."""
     import numpy as np
 
     return [
@@ -289,7 +290,7 @@ def _joined(batches: list[list[Any]]) -> list[Any]:
 
 
 def floats(audit: Audit) -> dict[str, int]:
-    """Float operators with a share of the arithmetic, or with weights, and why: as "operator: reason", counted."""
+    """Returns the number of float operators by "operator: reason": those with multiply-accumulates or a reason."""
     found = [
         f"{n.op}: {n.reason.split(' (it ')[0] or 'no reason given'}"
         for n in audit.nodes
@@ -299,7 +300,7 @@ def floats(audit: Audit) -> dict[str, int]:
 
 
 def _compare_twin(entry: Entry, twin: nn.Module, row: Row) -> None:
-    """SNR of the same function written with modules, through the same chain."""
+    """Adds the SNR and int8 share of the twin, which is taken through the same chain."""
     row["stage"] = "twin"
     of_twin: Row = {"wrong": []}
     _through(entry, twin, of_twin)

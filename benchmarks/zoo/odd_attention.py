@@ -1,4 +1,4 @@
-"""Attention as users write it: masks, positions, caches, kernels of their own."""
+"""Attention as users write it: masks, positions, caches, custom kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ENTRIES = odd.entries
 
 
 class Block(nn.Module):
-    """A pre-norm block: self-attention written out, and an MLP."""
+    """A pre-norm block: self-attention by hand, and an MLP."""
 
     def __init__(self, width: int = 32, heads: int = 4) -> None:
         super().__init__()
@@ -32,12 +32,12 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """[b, heads, t, size] three times."""
+        """Returns attention over queries, keys and values, [b, heads, t, size] each."""
         return (q @ k.transpose(-2, -1) * self.size**-0.5).softmax(dim=-1) @ v
 
 
 class Stack(nn.Module):
-    """An embedding of vectors [N, T, 16], blocks, a head on the mean."""
+    """An embedding of vectors [N, T, 16], blocks, and a head on the mean over T."""
 
     def __init__(self, *blocks: nn.Module) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Stack(nn.Module):
 
 
 class _Causal(Block):
-    """A mask made in forward by `tril`, filled with -inf."""
+    """A causal mask, made in forward by `tril` and filled with -inf."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         t = q.size(-2)
@@ -60,12 +60,12 @@ class _Causal(Block):
 
 @odd(vector(9, 16))
 def causal_mask() -> nn.Module:
-    """GPT's attention: the causal mask from the length."""
+    """Attention of GPT: a causal mask made from the length."""
     return Stack(_Causal(), _Causal())
 
 
 class _Buffered(Block):
-    """nanoGPT's form: a triangle kept as a buffer, cut to the length, filled in place."""
+    """The causal mask of nanoGPT: a triangular buffer, cut to the length."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class _Buffered(Block):
 
 @odd(vector(9, 16))
 def buffered_mask() -> nn.Module:
-    """A causal mask as a buffer, and functional dropout of the scores."""
+    """A causal mask as a buffer, and functional dropout of the attention weights."""
     return Stack(_Buffered(), _Buffered())
 
 
@@ -99,11 +99,11 @@ def sdpa_causal() -> nn.Module:
 
 
 class _Rotary(Block):
-    """Rotary positions, made in forward from the length."""
+    """Rotary position embeddings, computed in forward from the length."""
 
     @staticmethod
     def half_turned(x: Tensor) -> Tensor:
-        """(a, b) to (-b, a)."""
+        """Returns (-b, a) for the two halves (a, b)."""
         first, second = x.chunk(2, dim=-1)
         return torch.cat((-second, first), dim=-1)
 
@@ -118,12 +118,12 @@ class _Rotary(Block):
 
 @odd(vector(9, 16))
 def rotary() -> nn.Module:
-    """Rotary position embeddings (LLaMA's halves)."""
+    """Rotary position embeddings in halves (LLaMA)."""
     return Stack(_Rotary(), _Rotary())
 
 
 class _Interleaved(Block):
-    """Rotary by even and odd places, stacked and flattened."""
+    """Rotary position embeddings of even and odd channels, stacked and flattened."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class _Interleaved(Block):
         self.sin: Tensor
 
     def turn(self, x: Tensor) -> Tensor:
-        """Each pair turned by the angle of its place."""
+        """Rotates each pair of channels by the angle of its position."""
         cos, sin = self.cos[: x.shape[-2]], self.sin[: x.shape[-2]]
         even, odd_ = x[..., 0::2], x[..., 1::2]
         return torch.stack((even * cos - odd_ * sin, even * sin + odd_ * cos), dim=-1).flatten(-2)
@@ -145,12 +145,12 @@ class _Interleaved(Block):
 
 @odd(vector(9, 16))
 def rotary_interleaved() -> nn.Module:
-    """Rotary position embeddings by pairs, tables as buffers."""
+    """Rotary position embeddings of channel pairs, with tables as buffers."""
     return Stack(_Interleaved(), _Interleaved())
 
 
 class _Alibi(Block):
-    """A bias linear in the distance, a slope a head."""
+    """A bias linear in the distance, with one slope per head."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         t = q.shape[2]
@@ -162,12 +162,12 @@ class _Alibi(Block):
 
 @odd(vector(9, 16))
 def alibi() -> nn.Module:
-    """ALiBi: a float attention mask made of the length."""
+    """ALiBi: a float attention mask made from the length."""
     return Stack(_Alibi(), _Alibi())
 
 
 class _Relative(Block):
-    """T5's buckets: an Embedding of constant indices as the bias."""
+    """Relative position buckets (T5): an Embedding of constant indices as the bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ class _Relative(Block):
 
 @odd(vector(9, 16))
 def relative_bias() -> nn.Module:
-    """Relative positions through an Embedding of constant indices."""
+    """Relative position biases from an Embedding of constant indices."""
     return Stack(_Relative(), _Relative())
 
 
@@ -229,7 +229,7 @@ class Seq2Seq(nn.Module):
 
 @odd((image(3, 32, 32), vector(5, 24)))
 class CrossAttention(nn.Module):
-    """Picture tokens attend to given vectors (diffusion models' conditioning)."""
+    """Image tokens that attend to input vectors (conditioning of diffusion models)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,7 +246,7 @@ class CrossAttention(nn.Module):
 
 @odd(vector(20, 16))
 class Perceiver(nn.Module):
-    """Learned latents, repeated over the batch, read a long input."""
+    """Learned latents, repeated over the batch, that attend to a long input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -262,7 +262,7 @@ class Perceiver(nn.Module):
 
 
 class _LinearAttention(Block):
-    """Kernel attention: elu + 1, keys summed first."""
+    """Kernel attention with the feature map elu + 1; keys and values are multiplied first."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k = F.elu(q) + 1, F.elu(k) + 1
@@ -273,12 +273,12 @@ class _LinearAttention(Block):
 
 @odd(vector(9, 16))
 def linear_attention() -> nn.Module:
-    """Linear attention by einsum of activations."""
+    """Linear attention with einsum of activations."""
     return Stack(_LinearAttention(), _LinearAttention())
 
 
 class _Grouped(Block):
-    """Grouped queries: keys and values repeated over heads; RMSNorm on q and k."""
+    """Grouped-query attention: keys and values are repeated over heads; RMSNorm on q and k."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -302,7 +302,7 @@ def grouped_query() -> nn.Module:
 
 
 class _Windowed(nn.Module):
-    """Swin's shifted windows on a grid, the mask made in forward by slices."""
+    """Shifted windows on a grid (Swin), without a mask."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -320,12 +320,12 @@ class _Windowed(nn.Module):
 
 @odd(vector(16, 16))
 def windows() -> nn.Module:
-    """Windows folded into the batch axis, rolled there and back."""
+    """Shifted windows: a roll, windows folded into the batch axis, and the roll back."""
     return Stack(_Windowed(), _Windowed())
 
 
 class _TopKeys(Block):
-    """Only the three best keys of each query count (sparse attention)."""
+    """Sparse attention: each query attends only to its three best keys."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         score = q @ k.transpose(-2, -1) * self.size**-0.5
@@ -335,5 +335,5 @@ class _TopKeys(Block):
 
 @odd(vector(9, 16))
 def top_keys() -> nn.Module:
-    """`topk` of scores as a threshold: values, not shapes, but no branch."""
+    """`topk` of the scores as a threshold, which depends on values but changes no shape and no branch."""
     return Stack(_TopKeys())

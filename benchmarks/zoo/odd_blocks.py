@@ -1,4 +1,4 @@
-"""Blocks of convolutional networks: gates, channel attention, mixtures, drop path, dynamic structure."""
+"""Blocks of convolutional networks: gates, channel attention, mixtures of experts, drop path, dynamic kernels."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _SqueezeExcite(nn.Module):
 
 @odd(image(3, 32, 32))
 def squeeze_excite() -> nn.Module:
-    """SE with Linears, `b, c, _, _ = x.size()` and `expand_as`."""
+    """Squeeze-and-excitation with Linears, `b, c, _, _ = x.size()` and `expand_as`."""
     return Plain(nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), _SqueezeExcite()))
 
 
@@ -45,7 +45,7 @@ class _Eca(nn.Module):
 
 @odd(image(3, 32, 32))
 def eca() -> nn.Module:
-    """Channel attention by a 1-D convolution over channels."""
+    """Channel attention with a 1-D convolution over channels (ECA)."""
     return Plain(nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), _Eca()))
 
 
@@ -64,7 +64,7 @@ class _Cbam(nn.Module):
 
 @odd(image(3, 32, 32))
 def cbam() -> nn.Module:
-    """CBAM: an MLP called twice, the values of `torch.max(dim=1)`."""
+    """CBAM: an MLP called twice, and the values of `torch.max(dim=1)`."""
     return Plain(nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), _Cbam()))
 
 
@@ -85,7 +85,7 @@ class _CoordinateAttention(nn.Module):
 
 @odd(image(3, 32, 32))
 def coordinate_attention() -> nn.Module:
-    """Pools along one axis each, joined, split by sizes."""
+    """Coordinate attention: pools along each axis, concatenated, then split by sizes."""
     return Plain(nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), _CoordinateAttention()))
 
 
@@ -113,7 +113,7 @@ def non_local() -> nn.Module:
 
 
 class _DropPath(nn.Module):
-    """timm's drop path, functional, with shapes."""
+    """Drop path as in timm: functional, with a shape computed from the input."""
 
     def __init__(self, rate: float = 0.5) -> None:
         super().__init__()
@@ -141,12 +141,12 @@ class _StochasticBlock(nn.Module):
 
 @odd(image(3, 32, 32))
 def noise_in_training() -> nn.Module:
-    """Drop path, functional dropout and noise, all of them in training only."""
+    """Drop path, functional dropout and noise, all only in training."""
     return Plain(nn.Sequential(_StochasticBlock(), _StochasticBlock()))
 
 
 class _Selective(nn.Module):
-    """Selective kernels: two branches weighed by a softmax over a stacked axis."""
+    """Selective kernels: two branches, weighted by a softmax over a stacked axis."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class _Selective(nn.Module):
 
 @odd(image(3, 32, 32))
 def selective_kernel() -> nn.Module:
-    """SKNet's block: stack, softmax over branches, weighted sum."""
+    """The block of SKNet: a stack, a softmax over the branches and a weighted sum."""
     return Plain(_Selective())
 
 
@@ -200,7 +200,7 @@ class _Shuffle(nn.Module):
 
 @odd(image(3, 32, 32))
 def channel_shuffle() -> nn.Module:
-    """ShuffleNetV2's unit, sizes through `x.data.size()`."""
+    """The unit of ShuffleNetV2, which reads sizes from `x.data.size()`."""
     return Plain(_Shuffle())
 
 
@@ -216,7 +216,7 @@ class _Ghost(nn.Module):
 
 @odd(image(3, 32, 32))
 def ghost() -> nn.Module:
-    """A ghost module: more channels than wanted, cut by a slice."""
+    """A ghost module: more channels than needed, cut by a slice."""
     return Plain(_Ghost())
 
 
@@ -236,7 +236,7 @@ class _Res2(nn.Module):
 
 @odd(image(3, 32, 32))
 def res2() -> nn.Module:
-    """Res2Net's cascade over a split."""
+    """The cascade of Res2Net over a split."""
     return Plain(_Res2())
 
 
@@ -252,12 +252,12 @@ class _Deformable(nn.Module):
 
 @odd(image(3, 32, 32), opset=19)
 def deformable() -> nn.Module:
-    """`torchvision.ops.DeformConv2d` (ONNX has DeformConv since opset 19)."""
+    """`torchvision.ops.DeformConv2d` (ONNX has had DeformConv since opset 19)."""
     return Plain(_Deformable())
 
 
 class _Kernels(nn.Module):
-    """A kernel a pixel, predicted (CARAFE, burst denoising): unfold and a weighted sum."""
+    """One predicted kernel per pixel (CARAFE, burst denoising): unfold and a weighted sum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -294,7 +294,7 @@ class _Involution(nn.Module):
 
 @odd(image(3, 32, 32))
 def involution() -> nn.Module:
-    """Involution: a kernel a group and a pixel."""
+    """Involution: one kernel per group and pixel."""
     return Plain(_Involution())
 
 
@@ -307,7 +307,7 @@ class _Capsules(nn.Module):
 
     @staticmethod
     def squash(s: Tensor) -> Tensor:
-        """Vectors shortened to below 1."""
+        """Returns the vectors with their length reduced to below 1."""
         norm = s.pow(2).sum(-1, keepdim=True)
         return norm / (1 + norm) * s / torch.sqrt(norm + 1e-6)
 
@@ -325,5 +325,5 @@ class _Capsules(nn.Module):
 
 @odd(image(3, 32, 32))
 def capsules() -> nn.Module:
-    """Capsule routing: a batched matmul with a parameter, a loop."""
+    """Capsule routing: a batched matmul with a parameter, in a loop."""
     return Plain(_Capsules())

@@ -1,4 +1,4 @@
-"""Shape logic that is constant once the input's size is known: branches, loops, assertions, type tests."""
+"""Logic that is constant once the size of the input is known: branches, loops, assertions, type tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ENTRIES = odd.entries
 
 
 def body(channels: int = 16) -> nn.Sequential:
-    """Two convolutions, [N, 3, H, W] to [N, channels, H/4, W/4]."""
+    """Returns two convolutions, [N, 3, H, W] to [N, channels, H/4, W/4]."""
     return nn.Sequential(
         nn.Conv2d(3, 8, 3, 2, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, channels, 3, 2, 1), nn.ReLU()
     )
@@ -23,7 +23,7 @@ def body(channels: int = 16) -> nn.Sequential:
 
 @odd(image(3, 32, 32))
 class BranchOnSize(nn.Module):
-    """Pools only what is larger than 4 pixels."""
+    """A pool that is applied only if the feature map is wider than 4 pixels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class BranchOnSize(nn.Module):
 
 @odd(image(3, 32, 32))
 class IsTensor(nn.Module):
-    """`isinstance(x, torch.Tensor)` decides, as in blocks that take a tensor or a list."""
+    """A branch on `isinstance(x, torch.Tensor)`, as in blocks that accept a tensor or a list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class IsTensor(nn.Module):
 
 @odd(image(3, 32, 32))
 class AssertSize(nn.Module):
-    """Asserts the input's size and unpacks its shape, as patch embeddings do."""
+    """An assertion of the input's size, and its unpacked shape, as in patch embeddings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class AssertSize(nn.Module):
 
 @odd(image(3, 30, 30))
 class PadToMultiple(nn.Module):
-    """Pads to the next multiple of 8 and crops again, as window attention and segmentation nets do."""
+    """Padding to the next multiple of 8 and cropping again, as in window attention and segmentation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class PadToMultiple(nn.Module):
 
 @odd(image(3, 32, 32))
 class LoopOverRows(nn.Module):
-    """A loop over a size: each row of the map through one Linear."""
+    """A loop over a size: each row of the feature map goes through one Linear."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class LoopOverRows(nn.Module):
 
 @odd(vector(12, 16))
 class RankBranch(nn.Module):
-    """`x.ndim`, `x.dim()` and `len(x.shape)` decide how a Linear is applied."""
+    """Branches on `x.ndim`, `x.dim()` and `len(x.shape)`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class RankBranch(nn.Module):
 
 @odd(image(3, 32, 32))
 class SizeArithmetic(nn.Module):
-    """Kernel and stride of a pool from the input's size: adaptive pooling by hand."""
+    """Adaptive pooling by hand: kernel and stride are computed from the size of the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class SizeArithmetic(nn.Module):
 
 @odd(image(3, 32, 32))
 class ViewByNumel(nn.Module):
-    """Sizes through `numel`, `size()` and integer division."""
+    """Sizes from `numel`, `size()` and integer division."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class ViewByNumel(nn.Module):
 
 @odd(image(3, 32, 32))
 class DtypeAndDevice(nn.Module):
-    """Asks for dtype and device, and makes a grid on them (CoordConv)."""
+    """A grid of coordinates with the dtype and device of the input (CoordConv)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class DtypeAndDevice(nn.Module):
 
 @odd(image(3, 32, 32))
 class TrainingBranch(nn.Module):
-    """An auxiliary head in training mode only, after `if self.training`."""
+    """An auxiliary branch only in training mode, after `if self.training`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class TrainingBranch(nn.Module):
 
 @odd(image(3, 33, 47))
 class UpToSkip(nn.Module):
-    """`F.interpolate` to another tensor's size, whatever that is (odd sizes, not square)."""
+    """`F.interpolate` to the size of another tensor (odd and not square)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ class UpToSkip(nn.Module):
 
 @odd(image(3, 32, 32))
 class TryExcept(nn.Module):
-    """Compares a shape with a tuple, formats it, and keeps it in a dict."""
+    """A shape that is compared with a tuple, formatted into an error and kept in a dict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ class TryExcept(nn.Module):
 
 @odd(vector(7, 16))
 class PositionsFromLength(nn.Module):
-    """Sinusoidal positions made from the length in `forward`, and a cache keyed by it."""
+    """Sinusoidal positions computed in `forward` from the length, and a cache by length."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Values changed in place: through a slice, a view, an alias, a buffer, or an operator that ends in "_"."""
+"""Models that change values in place: through a slice, a view, an alias, a buffer, or an operator ending in "_"."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ENTRIES = odd.entries
 
 @odd(image(3, 32, 32))
 class SliceAssign(nn.Module):
-    """Temporal shift by writing into slices of zeros (TSM)."""
+    """A shift of channels by writing into slices of zeros (TSM)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class SliceAssign(nn.Module):
 
 @odd(image(3, 32, 32))
 class ViewChanged(nn.Module):
-    """A view is changed in place; what it is a view of is read afterwards."""
+    """A view that is changed in place before its base is read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class AliasChanged(nn.Module):
 
 @odd(image(3, 32, 32))
 class ReshapeChanged(nn.Module):
-    """A reshape that is a view, changed in place after a read."""
+    """A reshape that is a view, changed in place after its base was read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class ReshapeChanged(nn.Module):
 
 @odd(image(3, 32, 32))
 class ChunkChanged(nn.Module):
-    """The parts of a chunk are views: one is scaled in place, then the whole is used."""
+    """The views of a chunk, changed in place before the whole tensor is used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class ChunkChanged(nn.Module):
 
 @odd(image(3, 32, 32))
 class InplaceResidual(nn.Module):
-    """`out += identity` and in-place activations all over, as in torchvision's blocks."""
+    """`out += identity` and in-place activations everywhere, as in torchvision's blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class InplaceResidual(nn.Module):
 
 @odd(image(3, 32, 32))
 class PasteSum(nn.Module):
-    """`y[...] += z`: an overlap-add of shifted maps."""
+    """`y[...] += z`: an overlap-add of shifted feature maps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class PasteSum(nn.Module):
 
 @odd(image(3, 32, 32))
 class FillMasked(nn.Module):
-    """`masked_fill_` with a mask of the values, and `where` with a constant."""
+    """`masked_fill_` with a mask computed from the values, and `where` with a constant."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class FillMasked(nn.Module):
 
 @odd(image(3, 32, 32))
 class ZeroBorder(nn.Module):
-    """A border set to zero on a clone, the original kept."""
+    """A border set to zero on a clone; the original is used later."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class ZeroBorder(nn.Module):
 
 @odd(vector(6, 24))
 class WriteSteps(nn.Module):
-    """Fills a table step by step: `out[:, t] = cell(x[:, t])`, each step from the last."""
+    """A recurrence that writes its steps into a tensor: `out[:, t] = state`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ class WriteSteps(nn.Module):
 
 @odd(image(3, 32, 32))
 class TransposedView(nn.Module):
-    """`t_`-style changes of layout: `squeeze_`, `unsqueeze_`, a permuted view written to."""
+    """In-place changes of shape (`squeeze_`, `unsqueeze_`), and a write to a permuted view."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ class TransposedView(nn.Module):
 
 @odd(image(3, 32, 32))
 class OutArgument(nn.Module):
-    """`torch.add(..., out=buffer)` and `index_copy_`."""
+    """`index_copy_` on a clone, and `torch.add` with `alpha`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ class OutArgument(nn.Module):
 
 @odd(image(3, 32, 32))
 class RunningBuffer(nn.Module):
-    """Counts calls in a buffer and keeps a running mean of its own in training mode."""
+    """A counter of calls and a running mean, both buffers that change in training mode."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Layers beside the usual: norms, activations, pads, pools, hooks, custom functions, number types."""
+"""Less common layers: norms, activations, pads, pools, hooks, custom functions, number types."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class _Lambda(nn.Module):
 
 
 def between(*layers: nn.Module) -> nn.Module:
-    """Each layer behind a convolution."""
+    """Returns a model with each layer after a convolution."""
     mixed = [part for layer in layers for part in (nn.Conv2d(16, 16, 3, padding=1), layer)]
     return Plain(nn.Sequential(*mixed))
 
 
 @odd(image(3, 32, 32))
 def activations_modules() -> nn.Module:
-    """Mish, SELU, CELU, GELU(tanh), Hardtanh, Softplus, Softsign, LogSigmoid, Tanhshrink, Threshold."""
+    """Mish, SELU, CELU, GELU(tanh), Hardtanh, Softplus, Softsign, LogSigmoid, Threshold and the shrink modules."""
     return between(nn.Mish(), nn.SELU(), nn.CELU(), nn.GELU("tanh"), nn.Hardtanh(-2, 2), nn.Softplus(), nn.Softsign(),
                    nn.LogSigmoid(), nn.Tanhshrink(), nn.Threshold(0.1, 0.0),
                    nn.Softshrink(0.1), nn.Hardshrink(0.1))  # fmt: skip
@@ -44,7 +44,7 @@ def activations_modules() -> nn.Module:
 
 @odd(image(3, 32, 32))
 def activations_functions() -> nn.Module:
-    """The same by functions and by hand: mish, hard swish and sigmoid, softplus, tanh GELU, swish with a beta."""
+    """Activations as functions and by hand: mish, hard swish, hard sigmoid, softplus, tanh GELU, sigmoid GELU."""
 
     def gelu(x: Tensor) -> Tensor:
         return 0.5 * x * (1 + torch.tanh(0.7978845608 * (x + 0.044715 * torch.pow(x, 3))))
@@ -67,23 +67,23 @@ class _Swish(nn.Module):
 
 @odd(image(3, 32, 32))
 def learned_activations() -> nn.Module:
-    """PReLU per channel, swish with a learned beta, RReLU, a GLU over channels."""
+    """Per-channel PReLU, swish with a learned beta, RReLU, a GLU over channels."""
     return Plain(nn.Sequential(nn.Conv2d(16, 16, 1), nn.PReLU(16), nn.Conv2d(16, 16, 1), _Swish(), nn.Conv2d(16, 16, 1),
                                nn.RReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.GLU(dim=1)))  # fmt: skip
 
 
 class _MemoryEfficient(torch.autograd.Function):
-    """Swish with a backward of its own."""
+    """Swish with its own backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """X times its sigmoid."""
+        """Returns x times its sigmoid."""
         ctx.save_for_backward(x)
         return x * torch.sigmoid(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        """Its derivative times `grad`."""
+        """Returns the derivative times `grad`."""
         (x,) = ctx.saved_tensors
         gate = torch.sigmoid(x)
         return grad * gate * (1 + x * (1 - gate))
@@ -102,7 +102,7 @@ def _scripted_swish(x: Tensor) -> Tensor:
 
 @odd(image(3, 32, 32))
 def scripted_function() -> nn.Module:
-    """A function under `@torch.jit.script`."""
+    """A function decorated with `@torch.jit.script`."""
     return between(_Lambda(_scripted_swish), _Lambda(_scripted_swish))
 
 
@@ -144,7 +144,7 @@ def norms() -> nn.Module:
 
 @odd(image(3, 32, 32))
 def functional_norms() -> nn.Module:
-    """`F.layer_norm` over a map, `F.group_norm`, `F.instance_norm`, `F.normalize`, without weights."""
+    """`F.layer_norm` over a feature map, `F.group_norm`, `F.instance_norm`, `F.normalize`, all without weights."""
     return between(
         _Lambda(lambda x: F.layer_norm(x, x.shape[1:])), _Lambda(lambda x: F.group_norm(x, 2)),
         _Lambda(F.instance_norm), _Lambda(lambda x: F.normalize(x, dim=1) * 4),
@@ -153,7 +153,7 @@ def functional_norms() -> nn.Module:
 
 
 class _FrozenNorm(nn.Module):
-    """BatchNorm with fixed statistics, written out (Detectron)."""
+    """BatchNorm with fixed statistics, by hand (Detectron)."""
 
     weight: Tensor
     bias: Tensor
@@ -173,14 +173,14 @@ class _FrozenNorm(nn.Module):
 
 @odd(image(3, 32, 32))
 def frozen_norms() -> nn.Module:
-    """Frozen BatchNorm: by hand, torchvision's, SyncBatchNorm, one without weights, one without statistics."""
+    """Frozen BatchNorm by hand and from torchvision, SyncBatchNorm, BatchNorm with and without weights."""
     return between(_FrozenNorm(), torchvision.ops.FrozenBatchNorm2d(16), nn.SyncBatchNorm(16),
                    nn.BatchNorm2d(16, affine=False), nn.BatchNorm2d(16))  # fmt: skip
 
 
 @odd(image(3, 33, 33))
 def pads() -> nn.Module:
-    """`padding="same"`, reflect, replicate and circular pads, in the module, by nn and by F."""
+    """`padding="same"`, reflect, replicate, circular and constant padding, by Conv2d, by nn and by F."""
     return Plain(nn.Sequential(
         nn.Conv2d(16, 16, 4, padding="same"), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1, padding_mode="reflect"),
         nn.ReplicationPad2d(1), nn.Conv2d(16, 16, 3), nn.Conv2d(16, 16, 3, padding=1, padding_mode="circular"),
@@ -191,7 +191,7 @@ def pads() -> nn.Module:
 
 @odd(image(3, 45, 37))
 def pools() -> nn.Module:
-    """Pools with ceil_mode, without counting pads, Lp, adaptive to sizes that divide and that don't."""
+    """Pools with ceil_mode, with count_include_pad=False, Lp, and adaptive to sizes that do and do not divide."""
     return Plain(nn.Sequential(
         nn.Conv2d(16, 16, 1), nn.MaxPool2d(3, 2, ceil_mode=True), nn.Conv2d(16, 16, 1),
         nn.AvgPool2d(3, 2, 1, ceil_mode=True, count_include_pad=False), nn.Conv2d(16, 16, 1), nn.AdaptiveMaxPool2d(2),
@@ -200,7 +200,7 @@ def pools() -> nn.Module:
 
 
 class _Hooked(nn.Module):
-    """A forward hook that scales, a pre-hook that shifts, features kept by a hook."""
+    """A forward hook that scales, a pre-hook that shifts, and a hook that keeps features."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ class _Hooked(nn.Module):
         self.one.register_forward_hook(self.keep)
 
     def keep(self, module: nn.Module, args: Any, output: Tensor) -> None:
-        """Remembers what came out."""
+        """Keeps the output of the module."""
         self.kept["one"] = output
 
     def forward(self, x: Tensor) -> Tensor:
@@ -220,12 +220,12 @@ class _Hooked(nn.Module):
 
 @odd(image(3, 32, 32))
 def hooks() -> nn.Module:
-    """Hooks that change what modules take and give."""
+    """Hooks that change the inputs and outputs of modules."""
     return Plain(_Hooked())
 
 
 class _Tree(nn.Module):
-    """Recursion: a tree of convolutions (DLA)."""
+    """A recursive tree of convolutions (DLA)."""
 
     def __init__(self, depth: int) -> None:
         super().__init__()
@@ -240,13 +240,13 @@ class _Tree(nn.Module):
 
 @odd(image(3, 32, 32))
 def recursion() -> nn.Module:
-    """A module that holds itself in smaller, two levels deep."""
+    """A module that contains smaller modules of its own class, two levels deep."""
     return Plain(_Tree(2))
 
 
 @odd(vector(12))
 class FloatFraction(nn.Module):
-    """float64 in the middle, back to float32 (calibration layers, geometry)."""
+    """A float64 computation in the middle of a float32 model (calibration layers, geometry)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -260,7 +260,7 @@ class FloatFraction(nn.Module):
 
 @odd(vector(20))
 class Tabular(nn.Module):
-    """A residual MLP on vectors with BatchNorm1d, an ensemble of heads averaged."""
+    """A residual MLP on vectors with BatchNorm1d, and the average of several heads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -280,7 +280,7 @@ class Tabular(nn.Module):
 
 @odd(vector(2))
 class Nerf(nn.Module):
-    """NeRF's MLP: sines of the input at powers of two, a skip in the middle."""
+    """The MLP of NeRF: sines and cosines of the input times powers of two, and a skip in the middle."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -295,7 +295,7 @@ class Nerf(nn.Module):
 
 @odd(image(3, 32, 32))
 class FeaturePyramidOps(nn.Module):
-    """torchvision.ops: a FeaturePyramidNetwork, SqueezeExcitation, Conv2dNormActivation, StochasticDepth."""
+    """Modules of torchvision.ops: FeaturePyramidNetwork, SqueezeExcitation, Conv2dNormActivation, StochasticDepth."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -313,7 +313,7 @@ class FeaturePyramidOps(nn.Module):
 
 @odd(image(3, 32, 32))
 class BranchesByName(nn.Module):
-    """Modules found by `getattr`, `named_children` and a dict of functions."""
+    """Modules looked up by `getattr` and `named_children`, and functions in a dict."""
 
     def __init__(self) -> None:
         super().__init__()

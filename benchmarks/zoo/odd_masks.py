@@ -1,4 +1,4 @@
-"""Values picked and replaced by masks that are computed, bounds that are tensors, diagonals, kernels by image."""
+"""Values selected and replaced by computed masks, tensors as bounds, diagonals, and one kernel per image."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ENTRIES = odd.entries
 
 @odd(image(3, 32, 32))
 class MaskedValues(nn.Module):
-    """`x[mask] *= 2`, `x[mask] = y[mask]`, `x[mask] = token` with masks of the values."""
+    """`x[mask] *= 0.5`, `x[mask] = y[mask]` and `x[mask] = token`, with masks computed from the values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class MaskedValues(nn.Module):
 
 @odd(vector(12))
 class TensorBounds(nn.Module):
-    """clamp with bounds that are parameters, tensors or other activations."""
+    """`clamp` with bounds that are parameters, tensors or other activations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class TensorBounds(nn.Module):
 
 @odd(vector(6, 8))
 class Diagonals(nn.Module):
-    """fill_diagonal_ on a table of similarities, a diagonal that is written to, diag_embed, tril."""
+    """`fill_diagonal_` on a mask of similarities, a diagonal that is written to, `diag_embed` and `tril`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Diagonals(nn.Module):
 
 
 class _Modulated(nn.Module):
-    """StyleGAN2: a kernel per image, scaled by its style and demodulated, the batch in the groups."""
+    """Modulated convolution (StyleGAN2): one kernel per image, scaled by its style; the batch as groups."""
 
     def __init__(self, inputs: int, outputs: int, kernel: int = 3, *, demodulate: bool = True) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class _Modulated(nn.Module):
 
 @odd(vector(12))
 class StyleGenerator(nn.Module):
-    """StyleGAN2's synthesis: a learned constant repeated, modulated convolutions, noise as a buffer, a skip to RGB."""
+    """The synthesis of StyleGAN2: a repeated learned constant, modulated convolutions, noise as a buffer, RGB."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class StyleGenerator(nn.Module):
 
 @odd((image(3, 32, 32), image(3, 16, 16)))
 class SiameseTracker(nn.Module):
-    """SiamFC and SiamRPN: one image's features are the kernel that slides over the other's, depthwise too."""
+    """SiamFC and SiamRPN: the features of one image are the kernel over those of the other, also depthwise."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class SiameseTracker(nn.Module):
 
 @odd((vector(10), vector(6)))
 class FunctionalBilinear(nn.Module):
-    """F.bilinear, and einsum of three with a parameter in the middle."""
+    """`F.bilinear`, and `einsum` of three operands with a parameter in the middle."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class FunctionalBilinear(nn.Module):
 
 @odd(image(3, 32, 32))
 class Unpooled(nn.Module):
-    """DeconvNet: F.max_unpool2d with the places of F.max_pool2d."""
+    """DeconvNet: `F.max_unpool2d` with the indices of `F.max_pool2d`."""
 
     def __init__(self) -> None:
         super().__init__()

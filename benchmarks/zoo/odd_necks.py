@@ -1,4 +1,4 @@
-"""Detectors' and segmenters' parts: YOLO blocks and heads, feature pyramids, ASPP, anchors' decoders."""
+"""Parts of detectors and segmentation models: YOLO blocks and heads, feature pyramids, ASPP, box decoders."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ENTRIES = odd.entries
 
 
 class _Conv(nn.Module):
-    """Conv, BatchNorm, SiLU."""
+    """The unit of YOLO: Conv, BatchNorm and SiLU."""
 
     def __init__(self, inputs: int, outputs: int, kernel: int = 1, stride: int = 1) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class _Bottleneck(nn.Module):
 
 
 class _C2f(nn.Module):
-    """A split kept as a list that grows by each block's output; joined at the end."""
+    """A split kept as a list, to which each block appends its output; concatenated at the end."""
 
     def __init__(self, inputs: int, outputs: int, count: int = 1) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class _Concat(nn.Module):
 
 
 class _Dfl(nn.Module):
-    """Distances as expectations: a softmax through a fixed 1x1 convolution."""
+    """Expected distances: a softmax over bins, then a fixed 1x1 convolution."""
 
     def __init__(self, bins: int = 4) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class _Dfl(nn.Module):
 
 
 def _anchors(features: list[Tensor], strides: list[int]) -> tuple[Tensor, Tensor]:
-    """Centres of all cells, and the stride of each."""
+    """Returns the centre of every cell, and its stride."""
     points, steps = [], []
     for feature, stride in zip(features, strides, strict=True):
         _, _, h, w = feature.shape
@@ -120,7 +120,7 @@ class _Detect(nn.Module):
 
 @odd(image(3, 64, 64))
 class YoloV8(nn.Module):
-    """YOLOv8 in small: C2f's chunk lists, SPPF, a PAN over a list of modules, the decoding head."""
+    """A small YOLOv8: C2f blocks with lists of chunks, SPPF, a PAN neck, a decoding head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class YoloV8(nn.Module):
 
 
 class _DetectV5(nn.Module):
-    """YOLOv5's head: a grid kept and remade, decoding by slices of the last axis."""
+    """The head of YOLOv5: a cached grid that is rebuilt for other sizes, and decoding by a split of the last axis."""
 
     def __init__(self, classes: int, channels: tuple[int, ...]) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class _DetectV5(nn.Module):
 
 @odd(image(3, 64, 64))
 class YoloV5(nn.Module):
-    """YOLOv5 in small: Focus by strided slices, two maps, decoded and raw outputs."""
+    """A small YOLOv5: Focus by strided slices, two feature maps, decoded and raw outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ class YoloV5(nn.Module):
 
 @odd(image(3, 64, 64))
 class FpnDict(nn.Module):
-    """A feature pyramid that goes through an ordered dict, with a dict as its output."""
+    """A feature pyramid that iterates over dicts and returns a dict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ class FpnDict(nn.Module):
 
 @odd(image(3, 64, 64))
 class BiFpn(nn.Module):
-    """Weighted fusion: weights through ReLU, divided by their sum (EfficientDet)."""
+    """Weighted fusion with weights after a ReLU, divided by their sum (EfficientDet)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ class BiFpn(nn.Module):
 
 @odd(image(3, 64, 64))
 class Aspp(nn.Module):
-    """DeepLab's pooling pyramid: dilated branches, a pooled one enlarged again."""
+    """The pooling pyramid of DeepLab: dilated branches, and a pooled branch that is upsampled again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -264,7 +264,7 @@ class Aspp(nn.Module):
 
 @odd(image(3, 64, 64))
 class PyramidPooling(nn.Module):
-    """PSPNet: adaptive pools to 1, 2, 3 and 6 cells (sizes that don't divide)."""
+    """PSPNet: adaptive pools to 1, 2, 3 and 6 cells (sizes that do not all divide the input)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -285,7 +285,7 @@ class PyramidPooling(nn.Module):
 
 @odd(image(3, 64, 64))
 class SsdHead(nn.Module):
-    """SSD: maps to rows of boxes by permute and view, joined over levels; priors as a buffer."""
+    """SSD: feature maps become rows of boxes by permute and view, concatenated over levels; priors as a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -317,7 +317,7 @@ class SsdHead(nn.Module):
 
 @odd(image(3, 64, 64))
 class CenterNet(nn.Module):
-    """CenterNet's heads: a heat map kept where it equals its own max pool, a dict per task."""
+    """The heads of CenterNet: a clamped heat map, and a list with one dict of outputs."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""More of papers and products: super-resolution, poses, recommenders, forecasting, speech, wavelets, policies."""
+"""Models of papers and products: super-resolution, poses, recommenders, forecasting, speech, wavelets, policies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ENTRIES = odd.entries
 
 
 class _MeanShift(nn.Conv2d):
-    """EDSR's: a 1x1 convolution with an identity for a weight, never trained."""
+    """The mean shift of EDSR: a 1x1 convolution with the identity as its weight, never trained."""
 
     def __init__(self, sign: int) -> None:
         super().__init__(3, 3, kernel_size=1)
@@ -81,7 +81,7 @@ class _Hourglass(nn.Module):
 
 @odd(image(3, 32, 32))
 class Hourglasses(nn.Module):
-    """Stacked hourglasses: heat maps of every stack in a list, fed back, and a soft argmax of the last."""
+    """Stacked hourglasses: a list of heat maps, each fed into the next stack, and a soft argmax of the last one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Hourglasses(nn.Module):
 
 @odd((vector(5), tokens(20, 4)))
 class Dlrm(nn.Module):
-    """DLRM: embedding bags, a bottom MLP, all pairs of products by triangle indices; DeepFM's sums beside it."""
+    """DLRM: embeddings, a bottom MLP, products of all pairs by triangle indices, and the sums of DeepFM."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class _Block(nn.Module):
 
 @odd(vector(24))
 class NBeats(nn.Module):
-    """N-BEATS: blocks that subtract what they explain; polynomial bases as buffers; the series normalized by itself."""
+    """N-BEATS: blocks that subtract what they explain, polynomial bases as buffers, per-series normalization."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class NBeats(nn.Module):
 
 @odd({"input_ids": tokens(40, 10), "attention_mask": mask(10)})
 class SentenceEncoder(nn.Module):
-    """A sentence encoder: encoder layers with a padding mask, mean pooling over what is there, unit length."""
+    """A sentence encoder: encoder layers with a padding mask, mean pooling over the tokens, unit length."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ class SentenceEncoder(nn.Module):
 
 @odd(vector(1, 320))
 class SpeechRecognizer(nn.Module):
-    """wav2vec's strided convolutions with group norm, a positional convolution with weight norm, CTC's log-softmax."""
+    """wav2vec with an LSTM and a CTC head: strided convolutions, a positional convolution with weight norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ class SpeechRecognizer(nn.Module):
 
 @odd((vector(6, 8), vector(8), vector(8)))
 class RecurrentPolicy(nn.Module):
-    """A policy over a window of observations: noisy Linears off in inference, state in and out, several heads."""
+    """A policy over a window of observations: noisy weights only in training, state in and out, several heads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,7 +235,7 @@ class RecurrentPolicy(nn.Module):
 
 @odd(image(3, 32, 32))
 class WaveletUnet(nn.Module):
-    """Haar wavelets by strided slices and back by writing into zeros; convolutions between them."""
+    """Haar wavelets by strided slices, a convolution, and the inverse by writing into slices of zeros."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -257,7 +257,7 @@ class WaveletUnet(nn.Module):
 
 
 class _QuaternionConv(nn.Module):
-    """A kernel put together of four by Hamilton's rule."""
+    """A convolution whose kernel is concatenated from four by Hamilton's rule."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -283,7 +283,7 @@ def quaternions() -> nn.Module:
 
 @odd((image(3, 32, 32), image(3, 32, 32), image(3, 32, 32)))
 class Triplet(nn.Module):
-    """Three images through one tower, called with keyword and star arguments; distances and margins."""
+    """Three images, as star arguments, through one tower; distances and a similarity."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Detectors of 2024 to 2026: blocks of YOLO 10 to 12, heads without suppression, RT-DETR and its distributions."""
+"""Detectors of 2024 to 2026: blocks of YOLO 10 to 12, heads without NMS, RT-DETR and D-FINE."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ENTRIES = odd.entries
 
 
 class Conv(nn.Module):
-    """Convolution, norm and SiLU, the unit of YOLO."""
+    """The unit of YOLO: convolution, BatchNorm and SiLU."""
 
     def __init__(self, c1: int, c2: int, k: int = 1, s: int = 1, g: int = 1, act: bool = True) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class _C3k2(nn.Module):
 
 
 class _Psa(nn.Module):
-    """Attention over all positions, positions by a depthwise convolution of the values."""
+    """Attention over all positions, which are encoded by a depthwise convolution of the values."""
 
     def __init__(self, dim: int, count: int = 2) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class _Psa(nn.Module):
 
 @odd(image(3, 64, 64))
 class Yolo11(nn.Module):
-    """YOLO11: C3k2, SPPF and C2PSA, and a head whose class branch is depthwise."""
+    """YOLO11: C3k2, SPPF and C2PSA blocks, and a head with a depthwise class branch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,10 +105,10 @@ class Yolo11(nn.Module):
 
 @odd(image(3, 64, 64))
 class Yolo12(nn.Module):
-    """YOLOv12: area attention over strips of the map, an R-ELAN block with a scaled residual."""
+    """YOLOv12: area attention over strips of the feature map, and an R-ELAN block with a scaled residual."""
 
     class Area(nn.Module):
-        """Attention within `area` strips of the flattened map."""
+        """Attention within each of `area` strips of the flattened feature map."""
 
         def __init__(self, dim: int, count: int = 2, area: int = 4) -> None:
             super().__init__()
@@ -150,7 +150,7 @@ class Yolo12(nn.Module):
 
 @odd(image(3, 32, 32))
 class OneToOneHead(nn.Module):
-    """YOLOv10 and 26: a head of its own for one box an object on detached features, the best ones by topk, no NMS."""
+    """YOLOv10 and YOLO26: a second head, on detached features, for one box per object; topk instead of NMS."""
 
     def __init__(self, classes: int = 4, best: int = 6) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ class OneToOneHead(nn.Module):
 
 @odd(image(3, 64, 64))
 class HybridEncoder(nn.Module):
-    """RT-DETR: a transformer layer on the coarsest level with 2-D sines, a pyramid up and down, queries by topk."""
+    """RT-DETR: a transformer layer with 2-D sines on the coarsest level, a feature pyramid, queries by topk."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ class HybridEncoder(nn.Module):
 
     @staticmethod
     def positions(w: int, h: int, width: int) -> Tensor:
-        """Sines and cosines of both coordinates, [1, h * w, width]."""
+        """Returns sines and cosines of both coordinates, [1, h * w, width]."""
         grid_w, grid_h = torch.meshgrid(torch.arange(w).float(), torch.arange(h).float(), indexing="ij")
         omega = 1.0 / 10000.0 ** (torch.arange(width // 4).float() / (width // 4))
         parts = [one.flatten()[..., None] @ omega[None] for one in (grid_w, grid_h)]
@@ -216,7 +216,7 @@ class HybridEncoder(nn.Module):
 
 @odd(image(3, 32, 32))
 class FineDistributions(nn.Module):
-    """D-FINE: distances as distributions over uneven bins, refined layer by layer, quality from their top shares."""
+    """D-FINE: distances as distributions over uneven bins, refined by each layer; quality from top probabilities."""
 
     def __init__(self, width: int = 16, bins: int = 8) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ class FineDistributions(nn.Module):
         self.up, self.scale = nn.Parameter(torch.tensor([0.5])), nn.Parameter(torch.tensor([4.0]))
 
     def weights(self) -> Tensor:
-        """The distances that the bins stand for, from both learned ends."""
+        """Returns the distances of the bins, computed from learned parameters."""
         upper = abs(self.up[0]) * abs(self.scale)
         step = (upper + 1) ** (2 / (self.bins - 2))
         left = [-((step) ** i) + 1 for i in range(self.bins // 2 - 1, 0, -1)]

@@ -1,4 +1,4 @@
-"""Sound and streams of 2023 to 2026: enhancement, keywords, codecs, encoders with caches, video buffers."""
+"""Audio and streaming models of 2023 to 2026: enhancement, keywords, codecs, encoders with caches, video buffers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class GroupedEnhancer(nn.Module):
 
 @odd((vector(1, 10, 24, 2), vector(1, 10, 8)))
 class DeepFilter(nn.Module):
-    """DeepFilterNet: gains per band, and a complex filter over 3 frames for the low frequencies, by unfold."""
+    """DeepFilterNet: per-band gains, and a complex filter over 3 frames, by unfold, for the low frequencies."""
 
     def __init__(self, order: int = 3, low: int = 12) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class DeepFilter(nn.Module):
 
 
 class _SubSpectral(nn.Module):
-    """A norm with statistics of its own for every band of frequencies."""
+    """BatchNorm with separate statistics for every frequency band."""
 
     def __init__(self, channels: int, bands: int) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class _SubSpectral(nn.Module):
 
 @odd(image(1, 20, 24))
 class BcResNet(nn.Module):
-    """BC-ResNet: 2-D features averaged over frequency, convolved over time, broadcast back onto them."""
+    """BC-ResNet: 2-D features are averaged over frequency, convolved over time, and added back by broadcasting."""
 
     def __init__(self, width: int = 12) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class BcResNet(nn.Module):
 
 @odd(vector(16, 40))
 class MatchboxNet(nn.Module):
-    """MatchboxNet: separable 1-D convolutions over time, a pointwise residual with a norm, statistics pooled."""
+    """MatchboxNet: separable 1-D convolutions over time, a pointwise residual with a norm, pooled statistics."""
 
     def __init__(self, width: int = 24) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class MatchboxNet(nn.Module):
 
 @odd((vector(4, 16), vector(6, 16), vector(16, 4)))
 class StreamingConformer(nn.Module):
-    """One chunk of a streaming Conformer: caches of attention and convolution go in and come out, relative shifts."""
+    """One chunk of a streaming Conformer: relative positions; attention and convolution caches in and out."""
 
     def __init__(self, width: int = 16, count: int = 2) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ class StreamingConformer(nn.Module):
 
 @odd(vector(1, 128))
 class ResidualCodec(nn.Module):
-    """A streaming codec: causal strided convolutions, Snake, residual vector quantization by cdist, codes and sound."""
+    """A streaming codec: causal strided convolutions, Snake, residual vector quantization; audio and codes out."""
 
     def __init__(self, width: int = 16, codes: int = 16, books: int = 3) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ class ResidualCodec(nn.Module):
 
 @odd(vector(16, 12))
 class Vocos(nn.Module):
-    """Vocos: ConvNeXt blocks over frames, a head of magnitudes and phases, the inverse transform by matrices."""
+    """Vocos: a ConvNeXt block over frames, a head for magnitudes and phases, the inverse STFT as a convolution."""
 
     def __init__(self, width: int = 24, window: int = 16) -> None:
         super().__init__()
@@ -249,10 +249,10 @@ class Vocos(nn.Module):
 
 @odd(vector(12, 16))
 class Zipformer(nn.Module):
-    """Zipformer: norms by the bias, Swoosh activations, a block at half the rate, and bypasses between."""
+    """Zipformer: BiasNorm, Swoosh activations, a block at half the frame rate, and bypasses."""
 
     class Block(nn.Module):
-        """A convolution and a feed-forward layer around a learned bypass."""
+        """A feed-forward layer and a convolution with a learned bypass."""
 
         def __init__(self, width: int) -> None:
             super().__init__()
@@ -289,7 +289,7 @@ class Zipformer(nn.Module):
 
 @odd((image(3, 4, 16, 16), vector(8, 2, 8, 8)))
 class StreamedVideo(nn.Module):
-    """MoViNet's stream: causal (2+1)-D convolutions with a buffer of frames, a running mean of what was seen."""
+    """Streaming MoViNet: causal (2+1)-D convolutions with a buffer of frames, and a cumulative mean over time."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Series, graphs and tables of 2023 to 2026: mixers over time and variates, transformers over rows and columns."""
+"""Time series, graph and tabular models of 2023 to 2026: mixers, and transformers over variates, rows and columns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ENTRIES = odd.entries
 
 @odd(vector(24, 5))
 class TsMixer(nn.Module):
-    """TSMixer: MLPs over time and over features in turn, reversible normalization with learned parameters."""
+    """TSMixer: MLPs over time and over features, and reversible normalization with learned parameters."""
 
     def __init__(self, length: int = 24, features: int = 5, horizon: int = 6) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class TsMixer(nn.Module):
 
 @odd((vector(24, 4), vector(24, 2)))
 class InvertedTransformer(nn.Module):
-    """iTransformer: a token per variate and per time feature, attention between variates, statistics put back."""
+    """iTransformer: one token per variate and time feature, attention between them, statistics restored at the end."""
 
     def __init__(self, length: int = 24, width: int = 32, horizon: int = 6) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class InvertedTransformer(nn.Module):
 
 @odd(vector(32, 3))
 class TimeMixer(nn.Module):
-    """TimeMixer: several scales by pooling, seasons mixed upward and trends downward, a head for every scale."""
+    """TimeMixer: pooled scales, seasons mixed fine to coarse and trends coarse to fine, one head per scale."""
 
     def __init__(self, length: int = 32, horizon: int = 8) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class TimeMixer(nn.Module):
         self.heads = nn.ModuleList(nn.Linear(size, horizon) for size in sizes)
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Season and trend by a moving average with repeated ends."""
+        """Returns season and trend, by a moving average with repeated ends."""
         trend = self.average(torch.cat([x[..., :1].repeat(1, 1, 2), x, x[..., -1:].repeat(1, 1, 2)], -1))
         return x - trend, trend
 
@@ -104,7 +104,7 @@ class TimeMixer(nn.Module):
 
 @odd((tokens(6, 10), fixed(torch.randint(0, 5, (10, 10), generator=torch.Generator().manual_seed(3)))))
 class GraphTransformer(nn.Module):
-    """Graphormer: attention with biases looked up by distances between nodes, a degree encoding, a virtual node."""
+    """Graphormer: attention biases looked up by distances between nodes, a degree encoding, a virtual node."""
 
     def __init__(self, width: int = 16, count: int = 2) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class GraphTransformer(nn.Module):
 
 @odd((vector(6), tokens(4, 3)))
 class FtTransformer(nn.Module):
-    """FT-Transformer: a token per feature (piecewise-linear bins, sines), categories with offsets, ReGLU."""
+    """FT-Transformer: one token per feature (piecewise-linear bins), categories with offsets, ReGLU."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class FtTransformer(nn.Module):
 
 @odd((vector(12, 4), vector(8)))
 class InContextTable(nn.Module):
-    """TabPFN: attention between features of a row, then between rows, where test rows see the training rows alone."""
+    """TabPFN: attention between the features of a row, then between rows; all rows attend only to training rows."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ class InContextTable(nn.Module):
 
 @odd(vector(8))
 class TabularEnsemble(nn.Module):
-    """TabM: an ensemble in one MLP that shares its weights, with vectors of every member before and after."""
+    """TabM: an ensemble in one MLP with shared weights, scaled before and after by vectors of each member."""
 
     def __init__(self, members: int = 4, width: int = 24) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ class TabularEnsemble(nn.Module):
 
 @odd(vector(6))
 class SplineNetwork(nn.Module):
-    """KAN with B-splines: bases by the Cox-de Boor recursion over a grid, beside a SiLU branch."""
+    """KAN with B-splines: bases by the Cox-de Boor recursion over a grid, in parallel with a SiLU branch."""
 
     class Layer(nn.Module):
         """One layer of splines from `inputs` to `outputs`."""

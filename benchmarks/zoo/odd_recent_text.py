@@ -15,7 +15,7 @@ ENTRIES = odd.entries
 
 
 class RmsNorm(nn.Module):
-    """Root mean square normalization in float32, as the published code of language models writes it."""
+    """Root mean square normalization in float32, as in the published code of language models."""
 
     def __init__(self, width: int, eps: float = 1e-6) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class RmsNorm(nn.Module):
 
 
 class SwiGlu(nn.Module):
-    """A gated feed-forward layer with both projections in one matrix."""
+    """A gated feed-forward layer with gate and value projections in one matrix."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class SwiGlu(nn.Module):
 
 
 def rotate(x: Tensor, start: int = 0) -> Tensor:
-    """Rotary positions over [batch, heads, time, width], halves rotated against each other."""
+    """Returns [batch, heads, time, width] with rotary position embeddings in halves."""
     half = x.shape[-1] // 2
     rate = 10000.0 ** (-torch.arange(half, dtype=torch.float32, device=x.device) / half)
     angle = torch.outer(torch.arange(start, start + x.shape[-2], device=x.device).float(), rate)
@@ -51,14 +51,14 @@ def rotate(x: Tensor, start: int = 0) -> Tensor:
 
 
 def heads(x: Tensor, count: int) -> Tensor:
-    """[batch, time, width] as [batch, heads, time, width of a head]."""
+    """Returns [batch, time, width] as [batch, heads, time, width of a head]."""
     b, t, _ = x.shape
     return x.view(b, t, count, -1).transpose(1, 2)
 
 
 @odd(vector(12, 32))
 class GatedAttention(nn.Module):
-    """Attention whose output a sigmoid of the query's input gates, queries and keys normalized, zero-centred norms."""
+    """Attention with a sigmoid gate on its output, normalized queries and keys, and grouped queries."""
 
     def __init__(self, width: int = 32, count: int = 4) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class GatedAttention(nn.Module):
 
 @odd(vector(12, 32))
 class LatentAttention(nn.Module):
-    """Multi-head latent attention: keys and values from a small latent, rotary parts beside it, one key for all."""
+    """Multi-head latent attention: keys and values from a small latent, plus a rotary key shared by all heads."""
 
     def __init__(self, width: int = 32, count: int = 4, plain: int = 8, rotary: int = 4) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class LatentAttention(nn.Module):
 
 @odd(vector(16, 32))
 class SinkWindow(nn.Module):
-    """Sliding-window attention with a learned sink: one more logit per head, dropped after the softmax."""
+    """Sliding-window attention with a learned sink: one extra logit per head, dropped after the softmax."""
 
     def __init__(self, width: int = 32, count: int = 4, window: int = 5) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class SinkWindow(nn.Module):
 
 @odd(vector(12, 32))
 class Differential(nn.Module):
-    """Differential attention: two softmaxes, one taken from the other by a learned share, a norm per head."""
+    """Differential attention: a learned share of one softmax is subtracted from another; a norm per head."""
 
     def __init__(self, width: int = 32, count: int = 2, depth: int = 1) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class Differential(nn.Module):
 
 @odd(vector(16, 32))
 class SparseBlocks(nn.Module):
-    """Native sparse attention: means of blocks, the best two blocks of every query, a window; gates mix them."""
+    """Native sparse attention: means of blocks, the best two blocks of each query, and a window, mixed by gates."""
 
     def __init__(self, width: int = 32, count: int = 2, block: int = 4) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ class SparseBlocks(nn.Module):
 
 @odd(vector(6, 16))
 class BiasRouter(nn.Module):
-    """Experts by sigmoid scores with a bias for balance, chosen within groups, all computed, one shared by all."""
+    """Experts chosen within groups by sigmoid scores with a balancing bias, all computed, plus a shared expert."""
 
     def __init__(self, width: int = 16, experts: int = 8, chosen: int = 2) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ class BiasRouter(nn.Module):
 
 @odd((tokens(50, 1), vector(2, 8, 8), vector(2, 8, 8)))
 class CacheStep(nn.Module):
-    """One step of a decoder: the caches of keys and values are inputs, and outputs with the step appended."""
+    """One decoding step: the key and value caches are inputs, and outputs with the new step appended."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -245,7 +245,7 @@ class CacheStep(nn.Module):
 
 @odd((vector(1, 16), vector(2, 8, 8), fixed(torch.tensor([3]))))
 class StaticCache(nn.Module):
-    """A decoder step that writes its key into a cache of fixed size at a position given as an input."""
+    """A decoding step that writes its key into a cache of fixed size, at a position that is an input."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -261,7 +261,7 @@ class StaticCache(nn.Module):
 
 @odd(vector(8, 16))
 class HyperConnections(nn.Module):
-    """Several residual streams, mixed by matrices that depend on the input; doubly stochastic by Sinkhorn steps."""
+    """Residual streams, mixed by input-dependent matrices that Sinkhorn steps make doubly stochastic."""
 
     def __init__(self, width: int = 16, streams: int = 4) -> None:
         super().__init__()
@@ -301,7 +301,7 @@ class DynamicTanhNorm(nn.Module):
 
 @odd(vector(10, 32))
 class DynamicTanh(nn.Module):
-    """A transformer block without norms: dynamic tanh instead of LayerNorm, squared ReLU in the feed-forward."""
+    """A transformer block with dynamic tanh instead of LayerNorm, and squared ReLU in the feed-forward layer."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
@@ -317,7 +317,7 @@ class DynamicTanh(nn.Module):
 
 @odd(tokens(60, 14))
 class Canon(nn.Module):
-    """Canon layers: causal depthwise convolutions over 4 steps with a residual, before attention and inside it."""
+    """Canon layers: causal depthwise convolutions over 4 steps with a residual, before and inside attention."""
 
     class Layer(nn.Conv1d):
         """The convolution, over [batch, time, channels]."""

@@ -1,4 +1,4 @@
-"""Vision of 2024 to 2026: small backbones, super-resolution, raw images, flow, diffusion steps, points, splats."""
+"""Vision models of 2024 to 2026: small backbones, super-resolution, raw images, flow, diffusion, points, splats."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ENTRIES = odd.entries
 
 @odd(image(3, 32, 32))
 class LsNet(nn.Module):
-    """LSNet: weights of a small kernel per position computed from a large one, applied to unfolded patches."""
+    """LSNet: a large kernel computes the weights of a small kernel per position, applied to unfolded patches."""
 
     def __init__(self, width: int = 16, groups: int = 8) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class LsNet(nn.Module):
 
 @odd(image(3, 32, 32))
 class OverviewNet(nn.Module):
-    """OverLoCK: a coarse overview makes the kernels of the fine branch, one per image and group, by softmax."""
+    """OverLoCK: a coarse overview determines the kernels of the fine branch, one per position and group, by softmax."""
 
     def __init__(self, width: int = 16, groups: int = 4) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class OverviewNet(nn.Module):
 
 @odd(image(3, 32, 32))
 class RepMixer(nn.Module):
-    """RepNeXt and FastViT: a depthwise convolution less a norm's identity, rows and columns by chunks of channels."""
+    """RepNeXt and FastViT: a depthwise convolution minus a BatchNorm; row and column kernels on channel chunks."""
 
     def __init__(self, width: int = 24) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class RepMixer(nn.Module):
 
 @odd(image(3, 16, 16))
 class Span(nn.Module):
-    """SPAN: an attention without parameters (a centred sigmoid) over features, and a pixel shuffle."""
+    """SPAN: parameter-free attention (a centred sigmoid) over features, and a pixel shuffle."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Span(nn.Module):
 
 @odd(image(3, 16, 16))
 class Safmn(nn.Module):
-    """SAFMN: chunks of channels pooled to several sizes and back, multiplied onto the input; a norm over channels."""
+    """SAFMN: chunks of channels are pooled to several sizes, upsampled and multiplied by the input; a channel norm."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class Safmn(nn.Module):
         )
 
     def norm(self, x: Tensor) -> Tensor:
-        """Layer normalization over the channels of [N, C, H, W]."""
+        """Returns [N, C, H, W] after layer normalization over the channels."""
         u = x.mean(1, keepdim=True)
         s = (x - u).pow(2).mean(1, keepdim=True)
         return self.weight[:, None, None] * ((x - u) / torch.sqrt(s + 1e-6)) + self.bias[:, None, None]
@@ -147,7 +147,7 @@ class Safmn(nn.Module):
 
 @odd(image(3, 16, 16))
 class Plksr(nn.Module):
-    """PLKSR: a large kernel on a part of the channels written back in place, repeated pixels added at the end."""
+    """PLKSR: a large kernel on part of the channels, written back in place; repeated pixels added at the end."""
 
     def __init__(self, width: int = 16, part: int = 4) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ class Plksr(nn.Module):
 
 @odd((image(1, 32, 32), vector(2)))
 class RawIsp(nn.Module):
-    """From a Bayer mosaic to sRGB: packed by slices, gains from metadata, a colour matrix, local curves, a gamma."""
+    """Bayer mosaic to sRGB: packing by slices, gains from metadata, a colour matrix, local curves, a gamma."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ class RawIsp(nn.Module):
 
 @odd((image(3, 32, 32), image(3, 32, 32)))
 class LocalCorrelation(nn.Module):
-    """Lightweight flow: correlation with shifted features by slices, a soft argmax, a convex upsampling."""
+    """Lightweight optical flow: correlation with shifted slices of features, a soft argmax, convex upsampling."""
 
     def __init__(self, width: int = 16, radius: int = 2) -> None:
         super().__init__()
@@ -231,13 +231,13 @@ class LocalCorrelation(nn.Module):
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """Scales and shifts tokens by what a condition says."""
+    """Returns tokens, scaled and shifted per sample."""
     return x * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
 
 
 @odd((image(4, 8, 8), tokens(1000), tokens(10)))
 class DiffusionTransformer(nn.Module):
-    """DiT: patches, sines of the time step, six modulations per block from SiLU and a Linear, guidance by halves."""
+    """DiT: patches, sines of the time step, and six modulations per block from SiLU and a Linear."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
@@ -273,7 +273,7 @@ class DiffusionTransformer(nn.Module):
 
 @odd((vector(2), vector(8)))
 class FlowMatching(nn.Module):
-    """A policy by flow matching: four Euler steps of a velocity field, conditioned on an observation by FiLM."""
+    """A flow-matching policy: four midpoint steps of a velocity field, conditioned on an observation by FiLM."""
 
     def __init__(self, width: int = 32, steps: int = 4) -> None:
         super().__init__()
@@ -281,7 +281,7 @@ class FlowMatching(nn.Module):
         self.one, self.two, self.out = nn.Linear(2, width), nn.Linear(width, width), nn.Linear(width, 2)
 
     def velocity(self, x: Tensor, t: Tensor, seen: Tensor) -> Tensor:
-        """The field at `x` and time `t`."""
+        """Returns the field at `x` and time `t`."""
         angles = t[:, None] * torch.pi * 2.0 ** torch.arange(4)
         condition = torch.cat([seen, F.silu(self.time(torch.cat([angles.sin(), angles.cos()], -1)))], -1)
         gamma, beta = self.film(condition).chunk(2, -1)
@@ -298,7 +298,7 @@ class FlowMatching(nn.Module):
 
 @odd(image(3, 32, 32))
 class Matryoshka(nn.Module):
-    """Matryoshka heads: one embedding, classifiers on nested prefixes that share one weight, unit prefixes."""
+    """Matryoshka heads: classifiers on nested prefixes of one embedding that share a weight; normalized prefixes."""
 
     def __init__(self, sizes: tuple[int, ...] = (4, 8, 16)) -> None:
         super().__init__()
@@ -312,7 +312,7 @@ class Matryoshka(nn.Module):
 
 @odd((vector(24, 3), vector(24, 4)), opset=18)
 class SerializedPoints(nn.Module):
-    """Point Transformer v3: points sorted along a curve of their grid cells, attention within groups, sorted back."""
+    """Point Transformer v3: points sorted along a curve through grid cells, attention within groups, order restored."""
 
     def __init__(self, width: int = 16, group: int = 6) -> None:
         super().__init__()
@@ -342,7 +342,7 @@ class SerializedPoints(nn.Module):
 
 @odd((vector(20, 8), vector(3)))
 class SplatDecoder(nn.Module):
-    """Gaussian splats from anchors: offsets, colours, opacities, scales, quaternions as rotations, covariances."""
+    """Gaussian splats from anchors: opacities, colours, and covariances from scales and quaternions."""
 
     def __init__(self, width: int = 32, splats: int = 2) -> None:
         super().__init__()

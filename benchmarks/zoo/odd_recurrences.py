@@ -1,4 +1,4 @@
-"""Recent mixers that carry a state through a sequence: delta rules, gated memories, scans, long convolutions."""
+"""Recent sequence mixers, most of which carry a state: delta rules, gated memories, scans, long convolutions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ENTRIES = odd.entries
 
 @odd(vector(8, 16))
 class Rwkv7(nn.Module):
-    """RWKV-7 time mixing: token shift, a decay per channel, a generalized delta rule, step by step."""
+    """RWKV-7 time mixing: token shift, a per-channel decay, and a generalized delta rule, step by step."""
 
     def __init__(self, width: int = 16, count: int = 2) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Rwkv7(nn.Module):
 
 @odd(vector(8, 16))
 class GatedDelta(nn.Module):
-    """A gated delta network: short convolutions, normalized keys, a decay and a write strength per step."""
+    """A gated delta network: short convolutions, normalized queries and keys, a decay and write strength per step."""
 
     def __init__(self, width: int = 16, count: int = 2) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class GatedDelta(nn.Module):
 
 @odd(vector(10, 16))
 class MatrixLstm(nn.Module):
-    """mLSTM in its parallel form: exponential gates, a matrix of log decays, stabilized by its row maxima."""
+    """mLSTM in its parallel form: exponential gates and a matrix of log decays, stabilized by its row maxima."""
 
     def __init__(self, width: int = 16, count: int = 2) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class MatrixLstm(nn.Module):
 
 @odd(vector(8, 12))
 class ScalarLstm(nn.Module):
-    """sLSTM: exponential gates with a running maximum that keeps them finite, a normalizer state, heads by einsum."""
+    """sLSTM: exponential gates kept finite by a running maximum, a normalizer state, heads by einsum."""
 
     def __init__(self, width: int = 12, count: int = 3) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class ScalarLstm(nn.Module):
 
 @odd(vector(16, 16))
 class LongConvolution(nn.Module):
-    """Hyena: filters over the whole length made by an MLP of positions, applied as Toeplitz matrices, gates around."""
+    """Hyena: filters over the whole length from an MLP of positions, applied as Toeplitz matrices, with gates."""
 
     def __init__(self, width: int = 16, length: int = 16) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class LongConvolution(nn.Module):
 
 @odd(vector(12, 8))
 class MinGru(nn.Module):
-    """minGRU: gates that don't see the state, all steps at once by sums of logarithms (cumsum, logcumsumexp)."""
+    """minGRU: gates that do not depend on the state; all steps at once by cumsum and logcumsumexp."""
 
     def __init__(self, width: int = 8, hidden: int = 16) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ class MinGru(nn.Module):
 
 @odd(image(3, 16, 16))
 class CrossScan(nn.Module):
-    """VMamba's 2-D selective scan: four directions by flips and transposes, a loop over positions, merged again."""
+    """The 2-D selective scan of VMamba: four directions by flips and transposes, a loop over positions, a merge."""
 
     def __init__(self, width: int = 12, state: int = 4) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ class CrossScan(nn.Module):
 
 @odd(vector(8, 12))
 class TestTimeTraining(nn.Module):
-    """A linear model inside the layer, trained on the sequence as it is read: explicit gradient steps by chunks."""
+    """A linear model inside the layer, trained on the sequence chunk by chunk with explicit gradient steps."""
 
     def __init__(self, width: int = 12, chunk: int = 2) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ class TestTimeTraining(nn.Module):
 
 @odd(vector(10, 16))
 class LightningAttention(nn.Module):
-    """Linear attention with a fixed decay per head: within blocks by a masked product, between blocks by a state."""
+    """Linear attention with a fixed decay per head: a masked product within blocks, a state between blocks."""
 
     def __init__(self, width: int = 16, count: int = 2, block: int = 4) -> None:
         super().__init__()

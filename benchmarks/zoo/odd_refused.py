@@ -1,4 +1,4 @@
-"""What no static int8 file can say: refused in one line, that names the place and what to do."""
+"""Models, most of which no static INT8 file can express: these are refused with a one-line error."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class BranchOnValue(nn.Module):
 
 @odd(vector(8), refused="the number of rounds depends on values")
 class LoopOnValue(nn.Module):
-    """Iterates until a norm is small."""
+    """A loop that ends when a norm is small."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class LoopOnValue(nn.Module):
 
 @odd(image(3, 32, 32), refused="the size of the output depends on values")
 class SelectByMask(nn.Module):
-    """Keeps the rows above a threshold: a size that depends on values."""
+    """Selection of the rows above a threshold: the size depends on values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class SelectByMask(nn.Module):
 
 @odd(image(3, 32, 32), refused="hard gating picks samples by value")
 class HardExperts(nn.Module):
-    """A mixture of experts that sends each sample to one (`index_add_` of what `nonzero` finds)."""
+    """A mixture of experts that sends each sample to one expert (`nonzero` and `index_add_`)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class HardExperts(nn.Module):
 
 @odd(vector(16, 16), refused="complex numbers")
 class FourierMixer(nn.Module):
-    """FNet: a two-dimensional FFT instead of attention."""
+    """FNet: a 2-D FFT instead of attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class FourierMixer(nn.Module):
 
 @odd(vector(16, 8), refused="complex numbers")
 class FourierOperator(nn.Module):
-    """A Fourier neural operator's layer: rfft, complex weights, irfft."""
+    """A layer of a Fourier neural operator: rfft, complex weights, irfft."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class FourierOperator(nn.Module):
 
 @odd(image(3, 32, 32))
 def bfloat16_model() -> nn.Module:
-    """A model cast to bfloat16 that casts its input."""
+    """A model in bfloat16 that casts its input and output (it is not refused)."""
 
     class Half(nn.Module):
         def __init__(self) -> None:
@@ -123,7 +123,7 @@ def bfloat16_model() -> nn.Module:
 
 @odd(image(3, 32, 32), refused="a random output in evaluation")
 class RandomInEvaluation(nn.Module):
-    """Dropout that is never switched off (Monte Carlo dropout)."""
+    """Dropout that is also active in evaluation (Monte Carlo dropout)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class RandomInEvaluation(nn.Module):
 
 @odd(image(3, 32, 32), refused="values leave torch")
 class NumpyInside(nn.Module):
-    """Goes through NumPy on the way."""
+    """A computation in NumPy between two layers."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Layers of papers as their repositories write them: splines, scans, gated experts, modulation, spectra, flows."""
+"""Layers of papers as in their repositories: splines, scans, experts, modulation, slots, codebooks, diffusion."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ENTRIES = odd.entries
 
 
 class _KanLinear(nn.Module):
-    """efficient-kan: a base Linear and B-splines, whose weight is scaled edge by edge."""
+    """The layer of efficient-kan: a base Linear, and B-splines with a weight that is scaled per edge."""
 
     def __init__(self, inputs: int, outputs: int, size: int = 5, order: int = 3) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def kan() -> nn.Module:
 
 
 class _Mamba(nn.Module):
-    """A selective scan, step by step over a length that is known (mamba-minimal)."""
+    """A selective scan, step by step over a known length (mamba-minimal)."""
 
     def __init__(self, width: int = 16, inner: int = 32, state: int = 8, rank: int = 4) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class _Mamba(nn.Module):
 
 @odd(tokens(50, 12))
 class MambaText(nn.Module):
-    """Mamba blocks over tokens, RMS norms with a weight of their own, the head tied to the embedding."""
+    """Mamba blocks over tokens, RMS norms with weights in a ParameterList, a head tied to the embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class MambaText(nn.Module):
 
 @odd(vector(6, 16))
 class StackedExperts(nn.Module):
-    """Experts as stacks of matrices in one einsum of three operands, gates kept by top-k and scattered back."""
+    """Experts as stacked matrices in an einsum of three operands, with top-k gates scattered into zeros."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class StackedExperts(nn.Module):
 
 @odd((image(3, 32, 32), tokens(40, 7)))
 class FilmVqa(nn.Module):
-    """FiLM: a question scales and shifts the feature maps of an image; coordinates are added to them."""
+    """FiLM: a question scales and shifts the feature maps of an image, with coordinates as extra channels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class _SpatialGate(nn.Module):
 
 @odd(image(3, 32, 32))
 class Gmlp(nn.Module):
-    """gMLP on patches: a Conv1d over the tokens gates the channels."""
+    """gMLP on patches: a Conv1d over the tokens makes the gate."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ class Gmlp(nn.Module):
 
 @odd(image(3, 32, 32))
 class SlotAttention(nn.Module):
-    """Slots compete for pixels in three rounds of attention and a GRU cell."""
+    """Slot attention: slots compete for pixels in three rounds of attention with a GRU cell."""
 
     def __init__(self, slots: int = 4, width: int = 16) -> None:
         super().__init__()
@@ -234,7 +234,7 @@ class SlotAttention(nn.Module):
 
 @odd(image(3, 32, 32))
 class VqVae(nn.Module):
-    """Vector quantization: the nearest code of a table, straight through; codes come out too."""
+    """VQ-VAE: the nearest code of a codebook, with a straight-through gradient; the distances are an output too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -262,7 +262,7 @@ class VqVae(nn.Module):
 
 @odd((image(3, 16, 16), tokens(100)))
 class DiffusionUnet(nn.Module):
-    """A diffusion model's U-Net: sinusoidal times, GroupNorm, SiLU, attention over pixels, skips in a list."""
+    """The U-Net of a diffusion model: sinusoidal time steps, GroupNorm, attention over pixels, a list of skips."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""More of papers: stereo, DETR, flows, state spaces, graphs, points, sound, coupled and computed convolutions."""
+"""More layers of papers: stereo, DETR, normalizing flows, state spaces, graphs, points, audio."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ENTRIES = odd.entries
 
 @odd((image(3, 16, 32), image(3, 16, 32)))
 class StereoVolume(nn.Module):
-    """Stereo: a cost volume written shift by shift, convolutions in 3D, a soft argmin of disparities."""
+    """Stereo matching: a cost volume written shift by shift, 3-D convolutions, a soft argmin of disparities."""
 
     def __init__(self, disparities: int = 4) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class _Mlp(nn.Module):
 
 @odd(image(3, 32, 32))
 class Detr(nn.Module):
-    """DETR: positions from a mask's cumulative sums, nn.Transformer, outputs of every layer as dictionaries."""
+    """DETR: positions from cumulative sums of a mask, nn.Transformer, and a nested dict of outputs."""
 
     def __init__(self, width: int = 16, queries: int = 5) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class _Coupling(nn.Module):
 
 @odd(vector(6))
 class RealNvp(nn.Module):
-    """Coupling layers with masks, an invertible matrix made of L, U and signs, and the log-determinant."""
+    """Coupling layers with masks, an invertible matrix from an LU decomposition, and the log-determinant."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class RealNvp(nn.Module):
 
 @odd(image(3, 16, 16))
 class GlowStep(nn.Module):
-    """A Glow step: squeeze, actnorm, an invertible 1x1 convolution of `weight.view(c, c, 1, 1)`, a coupling."""
+    """A Glow step: squeeze, actnorm, an invertible 1x1 convolution with an unsqueezed matrix, a coupling."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class GlowStep(nn.Module):
 
 @odd(vector(16, 4))
 class StateSpaceConv(nn.Module):
-    """S4D as a convolution with a kernel that is computed from decays: `F.conv1d` with groups."""
+    """S4D as a convolution: `F.conv1d` with groups and a kernel computed from decays."""
 
     def __init__(self, width: int = 8, states: int = 4) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ class StateSpaceConv(nn.Module):
 
 @odd((vector(10, 6), vector(10, 10)))
 class GraphAttention(nn.Module):
-    """GAT with a dense adjacency: pairs by repeats, -9e15 where there is no edge, ELU, degrees by power."""
+    """GAT with a dense adjacency: -9e15 where there is no edge, ELU, and normalization by degrees to the power -0.5."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ def _knn(x: Tensor, k: int) -> Tensor:
 
 @odd(vector(3, 24))
 class DgCnn(nn.Module):
-    """EdgeConv: neighbours by top-k, gathered through an index that is flat over the batch."""
+    """EdgeConv: neighbours by top-k, gathered with an index that is flattened over the batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ class DgCnn(nn.Module):
 
 @odd(vector(24, 3))
 class FarthestPoints(nn.Module):
-    """PointNet++: farthest points by a loop of argmax, groups by distance, indices that are replaced where too far."""
+    """PointNet++: farthest points by a loop of argmax, groups by distance, and replaced indices of points too far."""
 
     def __init__(self, points: int = 6, near: int = 4) -> None:
         super().__init__()
@@ -286,7 +286,7 @@ class FarthestPoints(nn.Module):
 
 @odd(vector(1, 256))
 class SincNet(nn.Module):
-    """SincNet: band-pass filters computed from two cut-offs each, then a plain text-book 1D network."""
+    """SincNet: band-pass filters, each computed from two cut-off frequencies, then a plain 1-D network."""
 
     def __init__(self, filters: int = 8, size: int = 31) -> None:
         super().__init__()

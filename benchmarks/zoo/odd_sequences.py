@@ -1,4 +1,4 @@
-"""Sequences: recurrent layers, causal and dilated convolutions, text and audio, time series, points, graphs."""
+"""Sequence models: recurrent layers, causal and dilated convolutions, text, audio, time series, points, graphs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ENTRIES = odd.entries
 
 @odd(image(1, 32, 64))
 class Crnn(nn.Module):
-    """CRNN: columns of a text line's picture through a bidirectional LSTM; time first on the way out."""
+    """CRNN: a bidirectional LSTM over the columns of an image of a text line, with reshapes of time and batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Crnn(nn.Module):
 
 @odd(vector(20, 8))
 class LstmSeries(nn.Module):
-    """A forecast: an LSTM with a zero state made in forward, its last step through a head."""
+    """Forecasting: an LSTM with a zero state made in forward, and a head on its last step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class LstmSeries(nn.Module):
 
 @odd(vector(20, 8))
 class GruSeries(nn.Module):
-    """A GRU, batch first, bidirectional, the final states of both directions."""
+    """A bidirectional, batch-first GRU, and a head on the final states of both directions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class CellLoop(nn.Module):
 
 @odd(image(2, 12, 12))
 class ConvLstm(nn.Module):
-    """A ConvLSTM over one frame repeated three times, gates by split."""
+    """A ConvLSTM over one frame repeated three times, with gates by split."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class ConvLstm(nn.Module):
 
 @odd(image(1, 800))
 class KeywordSpotting(nn.Module):
-    """M5: 1-D convolutions over raw sound."""
+    """M5: 1-D convolutions over raw audio."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,10 +128,10 @@ class KeywordSpotting(nn.Module):
 
 @odd(image(4, 40))
 class Tcn(nn.Module):
-    """A temporal convolutional network: padded on both sides, the future cut off by a slice (Chomp1d)."""
+    """A temporal convolutional network: padding on both sides, and a slice that cuts off the future (Chomp1d)."""
 
     class Chomp(nn.Module):
-        """Cuts the last `size` steps."""
+        """A slice without the last `size` steps."""
 
         def __init__(self, size: int) -> None:
             super().__init__()
@@ -159,7 +159,7 @@ class Tcn(nn.Module):
 
 @odd(image(8, 48))
 class WaveNet(nn.Module):
-    """Gated dilated convolutions, padded on the left by F.pad; skips added up."""
+    """WaveNet: gated dilated convolutions, padded on the left by `F.pad`, and a sum of skips."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class WaveNet(nn.Module):
 
 @odd(tokens(100, 16))
 class TextCnn(nn.Module):
-    """Kim's sentence classifier: an Embedding, convolutions of several widths, max over time."""
+    """Kim's sentence classifier: an Embedding, convolutions of several widths, and the maximum over time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ class TextCnn(nn.Module):
 
 @odd({"ids": tokens(100, 12), "mask": mask(12)})
 class BagOfWords(nn.Module):
-    """The mean of the embeddings of the words that are there: ids and a mask by name."""
+    """The mean embedding of all words that are not padding; ids and mask are keyword arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ class BagOfWords(nn.Module):
 
 @odd(tokens(60, 10))
 class Gpt(nn.Module):
-    """A small GPT: token and position embeddings, causal blocks, logits tied to the embedding."""
+    """A small GPT: token and position embeddings, causal blocks, a head tied to the embedding."""
 
     def __init__(self) -> None:
         from zoo.odd_attention import _Sdpa
@@ -233,7 +233,7 @@ class Gpt(nn.Module):
 
 @odd(vector(3, 64))
 class PointNet(nn.Module):
-    """PointNet: shared MLPs as 1-D convolutions, a learned transform by bmm, max over points."""
+    """PointNet: shared MLPs as 1-D convolutions, a learned transform by bmm, the maximum over points."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -254,7 +254,7 @@ class PointNet(nn.Module):
 
 @odd(vector(10, 8))
 class GraphConv(nn.Module):
-    """Graph convolutions with the adjacency as a buffer: `A @ x @ W`."""
+    """Graph convolutions `A @ x @ W` with the adjacency matrix as a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -272,7 +272,7 @@ class GraphConv(nn.Module):
 
 @odd((vector(10, 8), fixed(torch.eye(10) * 0.5 + 0.05)))
 class GraphInput(nn.Module):
-    """The adjacency as an input without a batch axis."""
+    """Graph convolutions with the adjacency matrix as an input without a batch axis."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -284,7 +284,7 @@ class GraphInput(nn.Module):
 
 @odd(image(1, 16, 8, 6))
 class SkeletonGcn(nn.Module):
-    """ST-GCN: einsum over joints with a buffer times a learned importance."""
+    """ST-GCN: einsum over joints with a buffer that is multiplied by a learned importance."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -307,7 +307,7 @@ class SkeletonGcn(nn.Module):
 
 @odd(vector(24, 4))
 class DLinear(nn.Module):
-    """Trend by a moving average with repeated ends, a Linear over time for each part."""
+    """DLinear: a trend by a moving average with repeated ends, and one Linear over time for trend and season each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -322,7 +322,7 @@ class DLinear(nn.Module):
 
 @odd(vector(16, 12))
 class PatchSeries(nn.Module):
-    """Normalizes each series in forward, cuts it into patches by `unfold`, undoes it at the end (PatchTST)."""
+    """PatchTST: each series is normalized in forward, cut into patches by `unfold`, and denormalized at the end."""
 
     def __init__(self) -> None:
         super().__init__()

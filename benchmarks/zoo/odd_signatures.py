@@ -1,4 +1,4 @@
-"""Signatures: several inputs, integer inputs, keyword arguments, defaults, and outputs of every structure."""
+"""Models with unusual signatures: several inputs, integers, keyword arguments, defaults, nested outputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ENTRIES = odd.entries
 
 @odd((image(3, 32, 32), image(3, 32, 32)))
 class TwoImages(nn.Module):
-    """Two pictures through one tower, their difference classified (change detection)."""
+    """Change detection: two images go through one tower, and their difference is classified."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class TwoImages(nn.Module):
 
 @odd({"picture": image(3, 32, 32), "facts": vector(6)})
 class ImageAndVector(nn.Module):
-    """A picture and a row of numbers, by name."""
+    """An image and a vector as keyword arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class ImageAndVector(nn.Module):
 
 @odd({"picture": image(3, 32, 32), "ids": tokens(40, 8), "mask": mask(8)})
 class ImageAndTokens(nn.Module):
-    """A question about a picture: token ids and a mask beside it."""
+    """A question about an image: the image, token ids and a mask."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class ImageAndTokens(nn.Module):
 
 @odd({"x": image(3, 32, 32), "scale": vector(1)})
 class Defaults(nn.Module):
-    """Keyword arguments with defaults: a flag, a None, a number."""
+    """Keyword arguments with defaults: a flag, None, a number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Defaults(nn.Module):
 
 @odd((image(3, 32, 32), (vector(4), vector(5))))
 class NestedInput(nn.Module):
-    """A tuple of tensors as the second argument (a recurrent state)."""
+    """A tuple of tensors, such as a recurrent state, as the second argument."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,21 +109,21 @@ class DictInput(nn.Module):
 
 
 class Both(nn.Module):
-    """A tower with logits and features, for the outputs below."""
+    """The base of the models below: a tower with logits and features."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tower, self.head = body(), nn.Linear(16, 4)
 
     def both(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [N, 4] and features [N, 16, H, W]."""
+        """Returns logits [N, 4] and features [N, 16, H, W]."""
         features = self.tower(x)
         return self.head(features.mean((2, 3))), features
 
 
 @odd(image(3, 32, 32))
 class OutputDict(Both):
-    """A dict."""
+    """A dict as the output."""
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         logits, features = self.both(x)
@@ -132,7 +132,7 @@ class OutputDict(Both):
 
 @odd(image(3, 32, 32))
 class OutputNested(Both):
-    """A list in a tuple in a dict."""
+    """A list in a tuple in a dict as the output."""
 
     def forward(self, x: Tensor) -> dict[str, Any]:
         logits, features = self.both(x)
@@ -141,7 +141,7 @@ class OutputNested(Both):
 
 @dataclass
 class Result:
-    """What `OutputDataclass` gives."""
+    """The output of `OutputDataclass`."""
 
     logits: Tensor
     features: Tensor | None = None
@@ -149,14 +149,14 @@ class Result:
 
 @odd(image(3, 32, 32))
 class OutputDataclass(Both):
-    """A dataclass."""
+    """A dataclass as the output."""
 
     def forward(self, x: Tensor) -> Result:
         return Result(*self.both(x))
 
 
 class Pair(NamedTuple):
-    """What `OutputNamedTuple` gives."""
+    """The output of `OutputNamedTuple`."""
 
     logits: Tensor
     features: Tensor
@@ -164,7 +164,7 @@ class Pair(NamedTuple):
 
 @odd(image(3, 32, 32))
 class OutputNamedTuple(Both):
-    """A NamedTuple."""
+    """A NamedTuple as the output."""
 
     def forward(self, x: Tensor) -> Pair:
         return Pair(*self.both(x))
@@ -172,7 +172,7 @@ class OutputNamedTuple(Both):
 
 @odd(image(3, 32, 32))
 class OutputNone(Both):
-    """A tuple with a None, and the same tensor twice."""
+    """A tuple of outputs with None and with the same tensor twice."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, None, Tensor]:
         logits, _ = self.both(x)
@@ -181,7 +181,7 @@ class OutputNone(Both):
 
 @odd(image(3, 32, 32))
 class Argmax(Both):
-    """Ends in argmax: class numbers, int64."""
+    """A model that ends with argmax: int64 class indices."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.both(x)[0].softmax(1).argmax(dim=1)
@@ -189,7 +189,7 @@ class Argmax(Both):
 
 @odd(image(3, 32, 32))
 class TopClasses(Both):
-    """Scores and class numbers by `topk`."""
+    """Scores and class indices by `topk`."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         found = self.both(x)[0].softmax(1).topk(2, dim=1)
@@ -198,7 +198,7 @@ class TopClasses(Both):
 
 @odd(image(3, 32, 32))
 class Threshold(Both):
-    """A boolean mask out."""
+    """A boolean mask as the output."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.both(x)[0].sigmoid() > 0.5
@@ -206,7 +206,7 @@ class Threshold(Both):
 
 @odd(image(3, 32, 32))
 class PassThrough(Both):
-    """The input among the outputs, and an output that is a view of another."""
+    """The input as an output, and an output that is a view of another."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits, _ = self.both(x)
@@ -215,7 +215,7 @@ class PassThrough(Both):
 
 @odd(tokens(40, 8))
 class IntegerArithmetic(nn.Module):
-    """Arithmetic on ids before the embedding: shifts, clamps, `eq`, cumulated positions."""
+    """Arithmetic on ids before the embedding: a shift, a clamp, `ne`, positions by cumsum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -230,7 +230,7 @@ class IntegerArithmetic(nn.Module):
 
 @odd((lambda n, g: torch.randint(0, 256, (n, 3, 32, 32), generator=g, dtype=torch.uint8)))
 class Uint8Input(nn.Module):
-    """Pixels as bytes, normalized in forward by buffers."""
+    """Pixels as uint8, normalized in forward with a buffer."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What surrounds a model in users' code: wrappers, hooks, checkpoints, scripted parts, types, devices, state."""
+"""Models with the surroundings of users' code: wrappers, hooks, checkpoints, scripted parts, types, devices, state."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ class _Net(nn.Module):
 
 @odd(image(3, 32, 32))
 def data_parallel() -> nn.Module:
-    """A model in nn.DataParallel, as a training script leaves it."""
+    """A model wrapped in nn.DataParallel, as training scripts leave it."""
     return nn.DataParallel(_Net())
 
 
 @odd(image(3, 32, 32))
 def averaged() -> nn.Module:
-    """The moving average of a model's weights (swa_utils)."""
+    """A model wrapped in AveragedModel of torch.optim.swa_utils."""
     return torch.optim.swa_utils.AveragedModel(_Net())
 
 
 @odd(image(3, 32, 32))
 def half_model() -> nn.Module:
-    """`model.half()`, called with float32 that it casts to the type of its own weights."""
+    """`model.half()`, which casts its float32 input to the type of its weights."""
 
     class Half(_Net):
         def forward(self, x: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ def half_model() -> nn.Module:
 
 @odd(image(3, 32, 32))
 def half_inside() -> nn.Module:
-    """Half of the model in float16, by hand: `.half()` in front of it and `.float()` behind it."""
+    """A layer in float16, with `.half()` before it and `.float()` after it."""
 
     class Half(_Net):
         def __init__(self) -> None:
@@ -73,7 +73,7 @@ def half_inside() -> nn.Module:
 
 @odd(image(3, 32, 32))
 def double_model() -> nn.Module:
-    """A model in float64 that casts what it gets."""
+    """A model in float64 that casts its input."""
 
     class Double(_Net):
         def forward(self, x: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ def double_model() -> nn.Module:
 
 @odd(image(3, 32, 32))
 class Checkpointed(nn.Module):
-    """torch.utils.checkpoint around blocks while training, around a Sequential always."""
+    """torch.utils.checkpoint: around blocks only in training, around a method and a Sequential always."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Checkpointed(nn.Module):
 
 @odd(image(3, 32, 32))
 class FeatureHooks(nn.Module):
-    """Features gathered by forward hooks into a dictionary of the module."""
+    """Features collected by forward hooks in a dictionary of the module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class _Gate(nn.Module):
 
 @odd(image(3, 32, 32), refused="TorchScript has no Python code")
 def scripted_part() -> nn.Module:
-    """A part of the model is torch.jit.script'ed."""
+    """A model with a part compiled by torch.jit.script."""
 
     class Mixed(_Net):
         def __init__(self) -> None:
@@ -153,7 +153,7 @@ def scripted_part() -> nn.Module:
 
 @odd(vector(6, 8), refused="torch.vmap transforms a function")
 class Vmapped(nn.Module):
-    """torch.vmap over rows, and an ensemble by functional_call over stacked parameters."""
+    """torch.vmap over rows, and over the stacked parameters of an ensemble."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ class _Output:
 
 @odd({"pixels": image(3, 32, 32), "scale": vector(1)})
 class Configured(nn.Module):
-    """Built from a dataclass, called by keywords with flags left at their defaults, yields a dataclass."""
+    """A model built from a dataclass, with keyword arguments, flags at their defaults, and a dataclass as output."""
 
     def __init__(self, config: _Config = _Config()) -> None:  # noqa: B008
         super().__init__()
@@ -210,7 +210,7 @@ class Configured(nn.Module):
 
 @odd((vector(4, 8), fixed(torch.tril(torch.ones(4, 4)).bool())))
 class FixedMask(nn.Module):
-    """A mask over positions beside the batch, four by four."""
+    """A 4 x 4 attention mask as an input without a batch axis."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ class FixedMask(nn.Module):
 
 @odd(vector(2, 8))
 class FunctionalAttention(nn.Module):
-    """`F.multi_head_attention_forward` with parameters of one's own, as CLIP's attention pool calls it."""
+    """`F.multi_head_attention_forward` with the model's own parameters, as in CLIP's attention pool."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -260,7 +260,7 @@ class FunctionalAttention(nn.Module):
 
 @odd(image(3, 32, 32))
 class Lazy(nn.Module):
-    """Lazy layers, made concrete by the first call; layers found by name; flags in a ModuleDict."""
+    """Lazy layers, initialized by a first call; layers looked up by name; heads in a ModuleDict."""
 
     def __init__(self) -> None:
         super().__init__()

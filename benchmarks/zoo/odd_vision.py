@@ -1,4 +1,4 @@
-"""Whole vision networks as users write them: U-Nets, generators, super-resolution, video, siamese nets."""
+"""Whole vision networks as users write them: U-Nets, generators, super-resolution, video, siamese networks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ENTRIES = odd.entries
 
 
 def block(inputs: int, outputs: int, stride: int = 1) -> nn.Sequential:
-    """Conv, BatchNorm, ReLU."""
+    """Returns Conv, BatchNorm and ReLU."""
     return nn.Sequential(
         nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)
     )
@@ -22,7 +22,7 @@ def block(inputs: int, outputs: int, stride: int = 1) -> nn.Sequential:
 
 @odd(image(3, 37, 45))
 class UnetOdd(nn.Module):
-    """A U-Net at odd sizes: what comes up is padded to what went down."""
+    """A U-Net with odd sizes: upsampled maps are padded to the sizes of the skips."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class UnetOdd(nn.Module):
 
 @odd(image(1, 60, 60))
 class UnetCrop(nn.Module):
-    """The original U-Net: convolutions without padding, skips cropped to the smaller map."""
+    """The original U-Net: convolutions without padding, and skips cropped to the smaller maps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class UnetCrop(nn.Module):
 
 @odd(vector(32))
 class Dcgan(nn.Module):
-    """DCGAN's generator: transposed convolutions from a vector to a picture."""
+    """The generator of DCGAN: transposed convolutions from a vector to an image."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Dcgan(nn.Module):
 
 @odd(image(3, 32, 32))
 class Discriminator(nn.Module):
-    """A patch discriminator: LeakyReLU, InstanceNorm, spectral_norm on every convolution."""
+    """A patch discriminator: LeakyReLU, InstanceNorm, and spectral_norm on every convolution."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Discriminator(nn.Module):
 
 @odd(image(3, 16, 16))
 class PixelShuffleNet(nn.Module):
-    """Super-resolution: residual blocks, pixel shuffle, the enlarged input added (EDSR)."""
+    """Super-resolution (EDSR): residual blocks, a pixel shuffle, and the upsampled input added."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class PixelShuffleNet(nn.Module):
 
 @odd(image(3, 32, 32))
 class StyleTransfer(nn.Module):
-    """Reflection padding, InstanceNorm with weights, nearest upsampling."""
+    """Style transfer: reflection padding, InstanceNorm with weights, nearest upsampling."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class StyleTransfer(nn.Module):
 
 @odd(vector(784))
 class Vae(nn.Module):
-    """A variational autoencoder: noise in training, the mean in evaluation; a tuple out."""
+    """A variational autoencoder: noise in training, the mean in evaluation, and a tuple as the output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class Vae(nn.Module):
         self.fc3, self.fc4 = nn.Linear(8, 64), nn.Linear(64, 784)
 
     def sample(self, mean: Tensor, log_var: Tensor) -> Tensor:
-        """Reparametrized in training."""
+        """Returns a sample by reparametrization in training, and the mean in evaluation."""
         if not self.training:
             return mean
         return mean + torch.randn_like(mean) * torch.exp(0.5 * log_var)
@@ -173,7 +173,7 @@ class ConvAutoencoder(nn.Module):
 
 @odd(image(3, 32, 32))
 class SegNet(nn.Module):
-    """Pools that carry indices, and unpooling with them."""
+    """SegNet: a pool that returns indices, and unpooling with them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,14 +191,14 @@ class SegNet(nn.Module):
 
 @odd(image(6, 32, 32))
 class Siamese(nn.Module):
-    """One tower over both halves of the channels, their distance as the output."""
+    """One tower over both halves of the channels, and the distance of their embeddings."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tower, self.head = body(), nn.Linear(16, 8)
 
     def embed(self, x: Tensor) -> Tensor:
-        """A vector of length 1."""
+        """Returns vectors of length 1."""
         return F.normalize(self.head(self.tower(x).mean((2, 3))), dim=-1)
 
     def forward(self, pair: Tensor) -> Tensor:
@@ -208,7 +208,7 @@ class Siamese(nn.Module):
 
 @odd(image(3, 4, 32, 32))
 class VideoShift(nn.Module):
-    """Frames folded into the batch and back, a temporal shift between (TSM)."""
+    """Frames folded into the batch and back, with a temporal shift between (TSM)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,7 +226,7 @@ class VideoShift(nn.Module):
 
 @odd(image(1, 8, 16, 16))
 class Conv3dNet(nn.Module):
-    """3-D convolutions and pools over a volume, with a transposed one."""
+    """3-D convolutions, also transposed, and a 3-D pool over a volume."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -241,7 +241,7 @@ class Conv3dNet(nn.Module):
 
 @odd(image(3, 32, 32), opset=16)
 class SpatialTransformer(nn.Module):
-    """`affine_grid` and `grid_sample` (STN)."""
+    """A spatial transformer: `affine_grid` and `grid_sample`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -259,7 +259,7 @@ class SpatialTransformer(nn.Module):
 
 @odd(image(3, 32, 32))
 class DenoiserDnCnn(nn.Module):
-    """DnCNN: the noise is predicted and subtracted; convolutions without bias before BatchNorm."""
+    """DnCNN: the predicted noise is subtracted; convolutions without bias before BatchNorm."""
 
     def __init__(self) -> None:
         super().__init__()

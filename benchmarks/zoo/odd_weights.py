@@ -1,6 +1,6 @@
-"""Weights that are not a Conv's or Linear's own: functional calls, parametrizations, computed and shared weights.
+"""Weights that no plain Conv or Linear owns: functional calls, parametrizations, computed and shared weights.
 
-Each has a twin that computes the same with plain modules: its weight is what the functional part works out.
+Most models have a twin that computes the same with plain modules, whose weights are those that the model computes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ENTRIES = odd.entries
 
 
 def conv_of(weight: Tensor, bias: Tensor | None, **options: Any) -> nn.Conv2d:
-    """A Conv2d that holds `weight`."""
+    """Returns a Conv2d with a copy of `weight` and `bias`."""
     outputs, inputs, height, width = weight.shape
     groups = options.get("groups", 1)
     conv = nn.Conv2d(inputs * groups, outputs, (height, width), bias=bias is not None, **options)
@@ -33,7 +33,7 @@ def conv_of(weight: Tensor, bias: Tensor | None, **options: Any) -> nn.Conv2d:
 
 
 def linear_of(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    """A Linear that holds `weight`, [outputs, inputs]."""
+    """Returns a Linear with a copy of `weight`, [outputs, inputs], and `bias`."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
     linear.weight = nn.Parameter(weight.detach().clone())
     if bias is not None:
@@ -42,7 +42,7 @@ def linear_of(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 
 
 class Plain(nn.Module):
-    """What most of the models here are: a body, `middle` on its maps, a head on their means."""
+    """The frame of most models here: a body, `middle` on its feature maps, and a head on their means."""
 
     def __init__(self, middle: nn.Module | None = None) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Plain(nn.Module):
 
 
 def with_middle(model: Plain, middle: nn.Module) -> Plain:
-    """A copy of `model` with another middle."""
+    """Returns a copy of `model` with another middle."""
     twin = Plain(middle)
     twin.body, twin.head = copy.deepcopy(model.body), copy.deepcopy(model.head)
     return twin.eval()
@@ -81,7 +81,7 @@ def _(model: Any) -> nn.Module:
 
 
 class _SameConv(nn.Conv2d):
-    """TensorFlow's SAME padding, worked out in forward."""
+    """A convolution with TensorFlow's SAME padding, computed in forward."""
 
     def forward(self, x: Tensor) -> Tensor:
         height, width = x.size()[-2:]
@@ -97,7 +97,7 @@ class _SameConv(nn.Conv2d):
 
 @odd(image(3, 32, 32))
 def same_padding() -> nn.Module:
-    """A Conv2d subclass that pads in forward, by one more below and on the right (stride 2)."""
+    """A Conv2d subclass that pads in forward: with stride 2, one more at the bottom and on the right."""
     return Plain(nn.Sequential(_SameConv(16, 16, 3, 2), nn.ReLU(), _SameConv(16, 16, 5, 2, groups=16)))
 
 
@@ -115,7 +115,7 @@ class _StandardizedConv(nn.Conv2d):
         return self._conv_forward(x, self.standardized(), self.bias)
 
     def standardized(self) -> Tensor:
-        """The weight with mean 0 and variance 1 a channel."""
+        """Returns the weight with mean 0 and variance 1 per channel."""
         mean = self.weight.mean((1, 2, 3), keepdim=True)
         var = self.weight.var((1, 2, 3), keepdim=True, unbiased=False)
         return (self.weight - mean) / torch.sqrt(var + 1e-6)
@@ -123,7 +123,7 @@ class _StandardizedConv(nn.Conv2d):
 
 @odd(image(3, 32, 32))
 def weight_standardization() -> nn.Module:
-    """Weight standardization (BiT), with GroupNorm behind it."""
+    """Weight standardization (BiT), followed by GroupNorm."""
     return Plain(nn.Sequential(_StandardizedConv(16, 16, 3, padding=1), nn.GroupNorm(4, 16)))
 
 
@@ -145,7 +145,7 @@ class _BatchNormStandardized(nn.Conv2d):
 
 @odd(image(3, 32, 32))
 def weight_standardization_by_batch_norm() -> nn.Module:
-    """Weight standardization through `F.batch_norm(training=True)` of the weight, as timm writes it."""
+    """Weight standardization by `F.batch_norm(training=True)` of the weight, as in timm."""
     return Plain(_BatchNormStandardized(16, 16, 3, padding=1))
 
 
@@ -170,7 +170,7 @@ def old_weight_norm() -> nn.Module:
 
 @odd(image(3, 32, 32))
 def spectral_norm() -> nn.Module:
-    """`parametrizations.spectral_norm`: the weight over its largest singular value."""
+    """`parametrizations.spectral_norm`: the weight divided by its largest singular value."""
     return Plain(parametrizations.spectral_norm(nn.Conv2d(16, 16, 3, padding=1)))
 
 
@@ -196,7 +196,7 @@ class _Symmetric(nn.Module):
 
 @odd(image(3, 32, 32))
 def own_parametrization() -> nn.Module:
-    """A parametrization of one's own: kernels that are mirror images of themselves."""
+    """A custom parametrization: kernels that are symmetric under a horizontal flip."""
     conv = nn.Conv2d(16, 16, 3, padding=1)
     parametrize.register_parametrization(conv, "weight", _Symmetric())
     return Plain(conv)
@@ -204,7 +204,7 @@ def own_parametrization() -> nn.Module:
 
 @odd(image(3, 32, 32))
 def pruned() -> nn.Module:
-    """`prune.l1_unstructured`: a mask on the weight, still in place."""
+    """`prune.l1_unstructured` without `prune.remove`: the weight still has a mask."""
     conv = nn.Conv2d(16, 16, 3, padding=1)
     prune.l1_unstructured(conv, "weight", amount=0.5)
     return Plain(conv)
@@ -233,7 +233,7 @@ class _LoRA(nn.Module):
 
 @odd(image(3, 32, 32))
 def lora() -> nn.Module:
-    """LoRA beside a Linear: two small matmuls with parameters."""
+    """LoRA added to the output of a Linear: two small matmuls with parameters."""
     return Plain(_ChannelsLast(_LoRA()))
 
 
@@ -242,13 +242,13 @@ class _MergedLoRA(_LoRA):
         return F.linear(x, self.merged(), self.base.bias)
 
     def merged(self) -> Tensor:
-        """The weight with the update in it."""
+        """Returns the weight plus the low-rank update."""
         return self.base.weight + 0.5 * self.b @ self.a
 
 
 @odd(image(3, 32, 32))
 def merged_lora() -> nn.Module:
-    """LoRA added to the weight in forward."""
+    """LoRA that is added to the weight in forward."""
     return Plain(_ChannelsLast(_MergedLoRA()))
 
 
@@ -270,7 +270,7 @@ class _EqualizedConv(nn.Module):
 
 @odd(image(3, 32, 32))
 def equalized_rate() -> nn.Module:
-    """Equalized learning rate (StyleGAN): the weight times a constant in forward."""
+    """Equalized learning rate (StyleGAN): the weight is multiplied by a constant in forward."""
     return Plain(_EqualizedConv())
 
 
@@ -295,7 +295,7 @@ class _MaskedConv(nn.Conv2d):
 
 @odd(image(3, 32, 32))
 def masked_conv() -> nn.Module:
-    """PixelCNN's masked convolution: `self.weight.data *= self.mask` in forward."""
+    """The masked convolution of PixelCNN: `self.weight.data *= self.mask` in forward."""
     return Plain(_MaskedConv(16, 16, 3, padding=1))
 
 
@@ -330,7 +330,7 @@ def _(model: Any) -> nn.Module:
 
 @odd(vector(6, 16))
 class EinsumWeight(nn.Module):
-    """`einsum` with parameters: heads as an axis of the weight (Flax's DenseGeneral)."""
+    """`einsum` with parameters whose heads are an axis (DenseGeneral in Flax)."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""More weights that are worked out: shared, tied, merged at inference, made from others, or the input's own."""
+"""More computed weights: shared, tied, merged in forward, made from other weights, or dependent on the input."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ENTRIES = odd.entries
 
 @odd(image(3, 32, 32))
 class SplitBiases(nn.Module):
-    """A qkv weight with biases for q and v only, put together in forward (BEiT, EVA)."""
+    """A qkv weight with biases only for q and v, concatenated in forward (BEiT, EVA)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class SplitBiases(nn.Module):
         self.out, self.head = nn.Linear(32, 32), nn.Linear(32, 10)
 
     def joined(self) -> Tensor:
-        """The bias of all three."""
+        """Returns the bias of q, k and v."""
         return torch.cat((self.q_bias, torch.zeros_like(self.v_bias), self.v_bias))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ class SplitBiases(nn.Module):
         return self.attend(x, qkv)
 
     def attend(self, x: Tensor, qkv: Tensor) -> Tensor:
-        """Attention over 16 tokens, four heads."""
+        """Returns the logits after attention with four heads."""
         batch, length, _ = x.shape
         q, k, v = qkv.reshape(batch, length, 3, 4, 8).permute(2, 0, 3, 1, 4).unbind(0)
         x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, length, 32))
@@ -59,7 +59,7 @@ def _(model: Any) -> nn.Module:
 
 
 class _CastLinear(nn.Linear):
-    """A Linear with a forward of its own, as timm's classifier (it casts under torch.jit)."""
+    """A Linear with its own forward, like timm's classifier (it casts under torch.jit)."""
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.jit.is_scripting():  # type: ignore[attr-defined]
@@ -85,7 +85,7 @@ def _(model: Any) -> nn.Module:
 
 @odd(tokens(50, 8))
 class TiedDecoder(nn.Module):
-    """The output layer is the embedding's weight: `F.linear(x, self.embed.weight)`."""
+    """An output layer that uses the weight of the embedding: `F.linear(x, self.embed.weight)`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class TiedDecoder(nn.Module):
 
 @odd(vector(24))
 class TiedAutoencoder(nn.Module):
-    """A decoder with the encoder's weight transposed."""
+    """An autoencoder whose decoder uses the transposed weight of the encoder."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,14 +118,14 @@ def shared_module() -> nn.Module:
 
 
 class _RepBlock(nn.Module):
-    """3x3, 1x1 and identity branches; RepVGG's training form."""
+    """3x3, 1x1 and identity branches (the training form of RepVGG), merged in forward."""
 
     def __init__(self, channels: int = 16) -> None:
         super().__init__()
         self.three, self.one = nn.Conv2d(channels, channels, 3, padding=1), nn.Conv2d(channels, channels, 1)
 
     def merged(self) -> tuple[Tensor, Tensor]:
-        """Weight and bias of the three branches in one."""
+        """Returns the weight and bias of all three branches together."""
         identity = torch.eye(16)[:, :, None, None]
         assert self.three.bias is not None and self.one.bias is not None
         weight = self.three.weight + F.pad(self.one.weight + identity, (1, 1, 1, 1))
@@ -148,7 +148,7 @@ def _(model: Any) -> nn.Module:
 
 
 class _ScaledWeight(nn.Module):
-    """A gain a channel on the weight, as NFNet has it."""
+    """A convolution with a per-channel gain on its weight, as in NFNet."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class _ScaledWeight(nn.Module):
 
 @odd(image(3, 32, 32))
 def gained_weight() -> nn.Module:
-    """The weight times a learned gain a channel."""
+    """A weight that is multiplied by a learned per-channel gain."""
     return Plain(_ScaledWeight())
 
 
@@ -196,7 +196,7 @@ def _(model: Any) -> nn.Module:
 
 
 class _BlurPool(nn.Module):
-    """Reflection padding, then a fixed kernel with stride 2."""
+    """Reflection padding and a convolution with a fixed kernel and stride 2."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ class _BlurPool(nn.Module):
 
 @odd(image(3, 32, 32))
 def blur_pool() -> nn.Module:
-    """Anti-aliased pooling: a kernel expanded to the channels of the input."""
+    """Anti-aliased pooling: a fixed kernel, expanded to the channels of the input."""
     return Plain(nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(), _BlurPool()))
 
 
@@ -226,7 +226,7 @@ def _(model: Any) -> nn.Module:
 
 @odd(image(3, 32, 32))
 class CosineHead(nn.Module):
-    """A head of normalized features and normalized weight times a temperature (ArcFace, CLIP)."""
+    """A head with normalized features, a normalized weight and a temperature (ArcFace, CLIP)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -239,7 +239,7 @@ class CosineHead(nn.Module):
 
 
 class _DynamicConv(nn.Module):
-    """Four kernels mixed by the input (CondConv): a weight that depends on the sample."""
+    """A convolution whose weight depends on the sample, which mixes four kernels (CondConv)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -255,7 +255,7 @@ class _DynamicConv(nn.Module):
 
 @odd(image(3, 32, 32))
 def dynamic_conv() -> nn.Module:
-    """CondConv: the batch folded into the groups of a convolution whose weight is computed."""
+    """CondConv: a convolution with computed weights and the batch folded into its groups."""
     return Plain(_DynamicConv())
 
 
@@ -281,7 +281,7 @@ def _(model: Any) -> nn.Module:
 
 @odd(vector(16))
 class HyperNetwork(nn.Module):
-    """A weight made from an embedding by another Linear: constant at inference."""
+    """A weight that a Linear computes from a learned code: constant at inference."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -295,7 +295,7 @@ class HyperNetwork(nn.Module):
 
 @odd(vector(16))
 class Bilinear(nn.Module):
-    """`nn.Bilinear` and `torch.baddbmm` with a parameter expanded to the batch."""
+    """`nn.Bilinear`, and `torch.bmm` with a parameter expanded to the batch."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -19,7 +19,7 @@ TITLES = {
 }
 STATUSES = ("through", "refused", "wrong", "traceback", "killed")
 LOW = 0.95  # share of int8 below which a model's float operators are listed
-WITHIN = 1.0  # dB that a model may be below its twin
+WITHIN = 1.0  # dB by which a model may be below its twin
 
 
 def pages(rows: Rows) -> dict[str, str]:
@@ -76,7 +76,7 @@ def _summary(rows: Rows) -> list[str]:
     twins = [row["snr"] - row["twin_snr"] for row in rows.values() if _has_twin(row)]
     if twins:
         near = sum(difference >= -WITHIN for difference in twins)
-        lines += ["", f"Against their twins: {near} of {len(twins)} are less than {WITHIN:.0f} dB worse "
+        lines += ["", f"{near} of {len(twins)} models with a twin are less than {WITHIN:.0f} dB worse than it "
                   f"(worst {min(twins):+.1f} dB, median {statistics.median(twins):+.2f} dB)."]  # fmt: skip
     return lines
 
@@ -112,7 +112,7 @@ def _sizes(row: Rows) -> str:
 
 
 def _share(row: Rows) -> str:
-    return f"{100 * row['int8_share']:.1f} %" if row["macs"] else "no products"
+    return f"{100 * row['int8_share']:.1f} %" if row["macs"] else "no MACs"
 
 
 def _short(name: str) -> str:
@@ -124,28 +124,28 @@ def _number(value: float | None) -> str:
 
 
 def _refusals(rows: Rows) -> list[str]:
-    """Returns the models without an INT8 file, with the error."""
+    """Returns a table of the models that did not go through, with their errors."""
     lines = []
     for status in STATUSES[1:]:
         for name, row in sorted(rows.items()):
             if row["status"] == status:
                 said = row.get("error") or "; ".join(row["wrong"])
                 expected = (
-                    f" (rightly: {row['expected']})" if row.get("expected") and status == "refused" else ""
+                    f" (expected: {row['expected']})" if row.get("expected") and status == "refused" else ""
                 )
                 lines.append(f"| {_short(name)} | {status}{expected} | {said.replace('|', '/')[:600]} |")
-    return ["", "| model | | what was said |", "|---|---|---|", *lines] if lines else []
+    return ["", "| model | status | message |", "|---|---|---|", *lines] if lines else []
 
 
 def _low(rows: Rows) -> list[str]:
-    """Returns the reasons for float operators of each model with little int8."""
+    """Returns a table of the models with a low int8 share, with their float operators and the reasons."""
     lines = []
     for name, row in sorted(rows.items()):
         if row.get("macs") and row.get("int8_share", 1) < LOW:
             why = "; ".join(f"{reason} ({count})" for reason, count in row["floats"].items())
             lines.append(f"| {_short(name)} | {_share(row)} | {why.replace('|', '/')} |")
     return (
-        ["", "| model below 95 % | int8 | float operators and why |", "|---|---|---|", *lines]
+        ["", "| model below 95 % | int8 MACs | float operators and reasons |", "|---|---|---|", *lines]
         if lines
         else []
     )

@@ -1,7 +1,7 @@
 """Takes the list through the chain, each model in its own process, and stores the results.
 
-The parent imports everything once and forks, so that a model that crashes or hangs is one row, and no model pays
-for importing torch. Each row is stored at once, so that a stopped run can continue.
+The parent process imports everything once and forks, so that a model that crashes or hangs affects only its own row,
+and no model spends time on importing torch. Each row is stored at once, so that a stopped run can continue.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Rows = dict[str, Any]
 
 @dataclass
 class Running:
-    """A model's process."""
+    """The running process of a model."""
 
     entry: Entry
     process: BaseProcess
@@ -39,10 +39,12 @@ class Running:
 
 
 def chosen(patterns: Sequence[str]) -> list[Entry]:
-    """The models that a pattern names: "odd/yolo_v8", "odd", "timm/*net*"; all of them without patterns.
+    """Returns the models that match a pattern, such as "odd/yolo_v8", "odd" or "timm/*net*".
+
+    Without patterns it returns all models.
 
     Raises:
-        SystemExit: a pattern names no model.
+        SystemExit: a pattern matches no model.
     """
     groups = [
         g for g in GROUPS if not patterns or any(fnmatch.fnmatchcase(g, p.split("/")[0]) for p in patterns)
@@ -50,7 +52,7 @@ def chosen(patterns: Sequence[str]) -> list[Entry]:
     listed = [entry for group in groups for entry in entries(group)]
     for pattern in patterns:
         if not any(_named(entry, pattern) for entry in listed):
-            sys.exit(f"--models {pattern}: no model of the list ({', '.join(GROUPS)})")
+            sys.exit(f"--models {pattern}: no model matches; the groups are {', '.join(GROUPS)}")
     return [e for e in listed if not patterns or any(_named(e, p) for p in patterns)]
 
 
@@ -59,14 +61,14 @@ def _named(entry: Entry, pattern: str) -> bool:
 
 
 def run(wanted: Sequence[Entry], record: Path, *, jobs: int, limit: float, again: bool) -> Rows:
-    """Measures what is not recorded yet, and returns all rows.
+    """Measures the models that are not recorded yet, and returns all recorded rows.
 
     Args:
-        wanted: models.
-        record: JSON file of rows by name.
-        jobs: processes at a time.
-        limit: seconds for one model.
-        again: measure recorded models again.
+        wanted: the models.
+        record: the JSON file of rows by name.
+        jobs: the number of processes at a time.
+        limit: the time limit of one model, in seconds.
+        again: whether to measure recorded models again.
     """
     rows: Rows = json.loads(record.read_text()) if record.is_file() else {}
     left = [entry for entry in wanted if again or entry.name not in rows]
@@ -88,7 +90,7 @@ def _figures(row: Rows) -> str:
 
 
 def _warm() -> None:
-    """Imports what every model needs, the exporter's parts by an export; on one thread, so that forking is safe."""
+    """Imports what every model needs, on one thread, so that forking is safe; an export imports the exporter."""
     import torch
 
     from qatkit.export.torch_to_onnx import export_onnx
@@ -100,7 +102,7 @@ def _warm() -> None:
 
 
 def _measured(left: Sequence[Entry], folder: Path, jobs: int, limit: float) -> Iterator[tuple[Entry, Rows]]:
-    """(entry, row) as they end."""
+    """Yields the entry and row of each model when its process ends."""
     waiting, running = list(left), list[Running]()
     while waiting or running:
         while waiting and len(running) < jobs:
@@ -126,14 +128,14 @@ def _one(entry: Entry, result: Path) -> None:
 
     from zoo.measure import measure
 
-    torch.set_num_threads(1)  # again: the pool of threads does not outlive a fork
+    torch.set_num_threads(1)  # set again, since the thread pool does not survive a fork
     with open("/dev/null", "w") as quiet, redirect_stdout(quiet):  # the exporter prints its progress
         row = measure(entry)
     result.write_text(json.dumps(row))
 
 
 def _ended(one: Running, limit: float) -> Rows:
-    """The row that a process left, or why there is none."""
+    """Returns the row that a process wrote, or a row with the reason why it wrote none."""
     if one.process.is_alive():
         one.process.kill()
     one.process.join()

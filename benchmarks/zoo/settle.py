@@ -1,7 +1,7 @@
-"""Sets random weights with which every part of a model matters, as in a trained one.
+"""Random weights with which every part of a model matters, as in a trained model.
 
-Freshly initialized models hide mistakes: biases are zero, layer scales are 1e-6, the last norm of a block is zero,
-and the weights of transformers are so small that attention is uniform.
+Freshly initialized models hide mistakes: biases are zero, layer scales are 1e-6, the weight of the last norm of a block
+is zero, and the weights of transformers are so small that attention is uniform.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zoo.entry import Entry, call
 
 
 def settled(entry: Entry) -> nn.Module:
-    """The entry's model in evaluation mode, its BatchNorm statistics those of a few batches."""
+    """Returns the entry's model in evaluation mode, with BatchNorm statistics from two batches."""
     torch.manual_seed(0)
     model = entry.build()
     _spread_weights(model)
@@ -50,7 +50,7 @@ def _spread_weights(model: nn.Module) -> None:
 
 
 def _spread(name: str, parameter: Tensor, matrix: bool) -> None:
-    """Constant parameters get a spread, weights of products the size that keeps a signal's size."""
+    """Randomizes a parameter that is constant and near zero, and enlarges a weight that would shrink the signal."""
     least = 0.7 / math.sqrt(max(1, parameter[0].numel())) if matrix and parameter.ndim > 1 else 0.0
     constant = parameter.numel() > 1 and bool((parameter == parameter.flatten()[0]).all())
     first = float(parameter.flatten()[0]) if parameter.numel() else 0.0
@@ -65,7 +65,7 @@ def _spread(name: str, parameter: Tensor, matrix: bool) -> None:
 
 
 def has_random_training(model: nn.Module, batch: Any) -> bool:
-    """Whether two calls in training mode differ, norms by batch statistics left out."""
+    """Returns whether two calls in training mode, with BatchNorm in evaluation mode, differ."""
     with torch.no_grad(), in_training(model):
         outputs = []
         for seed in (0, 1):
@@ -78,7 +78,7 @@ def has_random_training(model: nn.Module, batch: Any) -> bool:
 
 @contextlib.contextmanager
 def in_training(model: nn.Module) -> Any:
-    """`model` in training mode but for its norms; in evaluation mode afterwards."""
+    """Puts `model`, except for BatchNorm, in training mode, and in evaluation mode afterwards."""
     model.train()
     for module in model.modules():
         if isinstance(module, _BatchNorm):

@@ -1,4 +1,4 @@
-"""Runs models at other sizes than the example's (images, lengths, numbers of streams)."""
+"""Comparison of files and models at sizes other than the example's (images, lengths, numbers of streams)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from zoo.entry import Entry, call
 _SAMPLES = 8
 _SIZES = 2  # in addition to the example's
 _STEPS = (3, 5, -1, 7, -2, 1, 2, 32, 96, -32, 16, 8)
-# An INT8 file that is further from its converted module than this, and by so much more than at the example's size, is
-# another function (dB).
+# An INT8 file computes something else if its SNR against the converted module is below _SAME_FILE, and is lower than at
+# the example's size by more than _NEARER (dB).
 _SAME_FILE, _NEARER = 20.0, 10.0
 
 
@@ -31,14 +31,17 @@ def at_other_sizes(
     rounding: Callable[[nn.Module, Any], float],
     near: float | None,
 ) -> dict[str, Any]:
-    """Returns the names of the free axes, at how many other sizes the files ran, and what was wrong there.
+    """Returns the names of the free axes, the number of other sizes that were compared, and what was wrong there.
 
     Args:
-        paths: of the float file, which is compared with the model, and of the INT8 file, which is compared with the
-            converted module.
-        free: axes that have any size in both files.
-        rounding: what rounding may make of the model's outputs for a batch.
-        near: distance of the INT8 file and the converted module at the example's size (dB).
+        entry: the model's entry, which makes the inputs.
+        model: the float model.
+        converted: the converted module.
+        paths: the float file, which is compared with the model, and the INT8 file, which is compared with the converted
+            module.
+        free: the axes that may have any size in both files.
+        rounding: returns the relative difference that rounding may cause in the model's outputs for a batch.
+        near: the SNR of the INT8 file against the converted module at the example's size (dB).
     """
     found: dict[str, Any] = {"free_axes": [axis.name for axis in free], "sizes": 0, "wrong": []}
     if not free:
@@ -59,7 +62,7 @@ def at_other_sizes(
         ):
             found["wrong"].append(f"float file at {at}: {line}")
         distance = snr(simulated, of_int8)
-        # Random weights enlarge one rounding to anything: then the file is as near to the model as the module is.
+        # Random weights can amplify rounding by any factor; the file is then as close to float as the module is.
         worse = (snr(exact, of_int8) or 0.0) < (snr(exact, simulated) or 0.0) - 1.0
         if distance is not None and distance < min(_SAME_FILE, (near or 0.0) - _NEARER) and worse:
             found["wrong"].append(f"file at {at}, against the converted module: {distance:.1f} dB")
@@ -70,7 +73,7 @@ def at_other_sizes(
 
 
 def _batches(entry: Entry, free: tuple[FreeAxis, ...]) -> Iterator[Any]:
-    """Inputs whose free axes have other sizes, each axis by another amount; what they hold is repeated."""
+    """Yields inputs whose free axes have other sizes, each changed by a different amount; values are repeated."""
     for number, steps in enumerate(_STEPS):
         sizes: dict[tuple[int, int], int] = {}
         for place, axis in enumerate(free):
@@ -83,7 +86,7 @@ def _batches(entry: Entry, free: tuple[FreeAxis, ...]) -> Iterator[Any]:
 
 
 def _resized(batch: Any, sizes: Mapping[tuple[int, int], int]) -> Any:
-    """A batch of the same form; its tensors are counted in order."""
+    """Returns a batch of the same structure; `sizes` are by the tensor's number, in order, and axis."""
     count = iter(range(len(leaves(batch))))
 
     def one(value: Any) -> Any:

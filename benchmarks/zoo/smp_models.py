@@ -1,4 +1,4 @@
-"""segmentation_models_pytorch: every decoder, several encoders, with a classification head too."""
+"""segmentation_models_pytorch: every decoder, several encoders, and one model with a classification head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torchvision without its classifiers: segmentation, video, optical flow, detectors' backbones, heads and losses."""
+"""torchvision without its classifiers: segmentation, video, optical flow, backbones and heads of detectors."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _add(
 
 @vision(image(3, 4, 32, 32))
 def mvit() -> nn.Module:
-    """Multiscale attention with relative positions, two blocks."""
+    """MViT: multiscale attention with relative positions, in two blocks."""
     setting = [
         video.mvit.MSBlockConfig(2, 16, 32, [3, 3, 3], [3, 3, 3], [1, 2, 2], [1, 2, 2]),
         video.mvit.MSBlockConfig(2, 32, 32, [3, 3, 3], [3, 3, 3], [1, 1, 1], [1, 2, 2]),
@@ -66,7 +66,7 @@ def mvit() -> nn.Module:
 
 @vision((image(3, 128, 128), image(3, 128, 128)), opset=16)
 def raft_small() -> nn.Module:
-    """Optical flow between two pictures: correlation volumes read by grid_sample, a GRU; two updates."""
+    """Optical flow between two images: correlation volumes read by grid_sample, a GRU, two updates."""
 
     class Two(nn.Module):
         def __init__(self) -> None:
@@ -82,13 +82,13 @@ def raft_small() -> nn.Module:
 
 @vision(SIZE)
 def resnet_fpn() -> nn.Module:
-    """ResNet-18 with a feature pyramid and an extra pooled level: a dict of maps."""
+    """ResNet-18 with a feature pyramid and an extra pooled level: a dict of feature maps."""
     return detection.backbone_utils.resnet_fpn_backbone(backbone_name="resnet18", weights=None)
 
 
 @vision(SIZE)
 def resnet_fpn_p6p7() -> nn.Module:
-    """The same with P6 and P7 made by convolutions (RetinaNet)."""
+    """ResNet-18 with a feature pyramid and P6 and P7 by convolutions (RetinaNet)."""
     extra = ops.feature_pyramid_network.LastLevelP6P7(256, 256)
     return detection.backbone_utils.resnet_fpn_backbone(
         backbone_name="resnet18", weights=None, returned_layers=[2, 3, 4], extra_blocks=extra
@@ -97,14 +97,14 @@ def resnet_fpn_p6p7() -> nn.Module:
 
 @vision(SIZE)
 def mobilenet_backbone() -> nn.Module:
-    """MobileNetV3's maps for a detector."""
+    """MobileNetV3 with a feature pyramid, as the backbone of a detector."""
     return detection.backbone_utils.mobilenet_backbone(
         backbone_name="mobilenet_v3_large", weights=None, fpn=True
     )
 
 
 class _Parts(nn.Module):
-    """Backbone and dense head of a detector, without anchors, thresholds and suppression."""
+    """Backbone and dense head of a detector, without anchors, thresholds and NMS."""
 
     def __init__(self, detector: nn.Module) -> None:
         super().__init__()
@@ -128,37 +128,37 @@ class _Proposals(nn.Module):
 
 @vision(SIZE)
 def retinanet_parts() -> nn.Module:
-    """RetinaNet's backbone and head."""
+    """Backbone and head of RetinaNet."""
     return _Parts(_detection("retinanet_resnet50_fpn")())
 
 
 @vision(SIZE)
 def fcos_parts() -> nn.Module:
-    """FCOS's backbone and head (GroupNorm, scaled exponentials)."""
+    """Backbone and head of FCOS (with GroupNorm)."""
     return _Parts(_detection("fcos_resnet50_fpn")())
 
 
 @vision(image(3, 300, 300))
 def ssd300_parts() -> nn.Module:
-    """SSD's VGG backbone (normalized features times a weight) and head."""
+    """VGG backbone (with normalized features times a weight) and head of SSD."""
     return _Parts(_detection("ssd300_vgg16")())
 
 
 @vision(image(3, 320, 320))
 def ssdlite_parts() -> nn.Module:
-    """SSDlite on MobileNetV3 and its head."""
+    """MobileNetV3 backbone and head of SSDlite."""
     return _Parts(_detection("ssdlite320_mobilenet_v3_large")())
 
 
 @vision(SIZE)
 def faster_rcnn_parts() -> nn.Module:
-    """Faster R-CNN's backbone and proposal head: a tuple of lists."""
+    """Backbone and region proposal head of Faster R-CNN: a tuple of lists."""
     return _Proposals(_detection("fasterrcnn_mobilenet_v3_large_320_fpn")())
 
 
 @vision(image(256, 7, 7))
 def box_head() -> nn.Module:
-    """What Faster R-CNN does with each region: two Linears, then classes and boxes."""
+    """The box head of Faster R-CNN, for each region: two Linears, then classes and boxes."""
     return nn.Sequential(
         detection.faster_rcnn.TwoMLPHead(256 * 49, 64), detection.faster_rcnn.FastRCNNPredictor(64, 5)
     )
@@ -166,7 +166,7 @@ def box_head() -> nn.Module:
 
 @vision(image(16, 14, 14))
 def mask_head() -> nn.Module:
-    """Mask R-CNN's head: convolutions, a transposed one, a mask a class."""
+    """The mask head of Mask R-CNN: convolutions, a transposed convolution, one mask per class."""
     return nn.Sequential(
         detection.mask_rcnn.MaskRCNNHeads(16, (16, 16), 1), detection.mask_rcnn.MaskRCNNPredictor(16, 16, 5)
     )
@@ -174,7 +174,7 @@ def mask_head() -> nn.Module:
 
 @vision(image(16, 14, 14))
 def keypoint_head() -> nn.Module:
-    """Keypoint R-CNN's head: a transposed convolution, then bilinear upsampling."""
+    """The head of Keypoint R-CNN: a transposed convolution, then bilinear upsampling."""
     return nn.Sequential(
         detection.keypoint_rcnn.KeypointRCNNHeads(16, (16, 16)),
         detection.keypoint_rcnn.KeypointRCNNPredictor(16, 4),
@@ -198,7 +198,7 @@ for _name in ("resnet18", "mobilenet_v2", "googlenet", "shufflenet_v2_x0_5"):
 
 @vision(SIZE)
 def feature_extractor() -> nn.Module:
-    """`create_feature_extractor`: a GraphModule that gives two maps by name."""
+    """`create_feature_extractor`: a GraphModule that returns two feature maps by name."""
     from torchvision.models.feature_extraction import create_feature_extractor
 
     return create_feature_extractor(torchvision.models.resnet18(), {"layer1": "low", "layer4": "high"})
@@ -206,7 +206,7 @@ def feature_extractor() -> nn.Module:
 
 @vision(SIZE)
 def layer_getter() -> nn.Module:
-    """`IntermediateLayerGetter`: a ModuleDict that is run in a loop."""
+    """`IntermediateLayerGetter`: a ModuleDict whose modules run in a loop."""
     from torchvision.models._utils import IntermediateLayerGetter
 
     return IntermediateLayerGetter(torchvision.models.resnet18(), {"layer2": "a", "layer3": "b"})
@@ -214,7 +214,7 @@ def layer_getter() -> nn.Module:
 
 @vision(SIZE)
 def drop_block() -> nn.Module:
-    """DropBlock between convolutions: random in training."""
+    """DropBlock between convolutions, which is random in training."""
     return nn.Sequential(
         nn.Conv2d(3, 16, 3, 2),
         nn.ReLU(),
@@ -226,7 +226,7 @@ def drop_block() -> nn.Module:
 
 @vision(SIZE, opset=16)
 def region_align() -> nn.Module:
-    """`roi_align` with the whole picture as the region of each sample."""
+    """`roi_align` with one fixed region for each sample."""
 
     class Align(nn.Module):
         def __init__(self) -> None:
