@@ -270,6 +270,7 @@ def test_trials_that_fall_short_say_so_and_share_no_ranges(
     assert "falls short of verify.min_speedup=2.0" in (tmp_path / "study" / "search.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_no_attempt(launch: Launch) -> None:
     def full(config: Config) -> int:
         raise OSError(errno.ENOSPC, "No space left on device", "file")
