@@ -55,7 +55,7 @@ def read_key(path: str, setting: str = KEY_SETTING) -> bytes:
 
     Args:
         path: the path of the file.
-        setting: the key of the configuration, or the argument, for which the path was typed.
+        setting: the setting or the argument that contains the path, for messages.
 
     Raises:
         ConfigError: the file contains no key or cannot be read, or `cryptography` is not installed.

@@ -1,4 +1,4 @@
-"""Removes a folder when the parent process has ended: `python guard.py FOLDER PARENT`, with its process id.
+"""Removes a folder when the parent process has ended: `python guard.py FOLDER PARENT` (PARENT is its process id).
 
 A process that is killed cannot remove its folder, so the guard does it instead. The guard ignores the signals that a
 terminal or a cluster sends to all processes. It imports nothing from this project, so that it starts in milliseconds.

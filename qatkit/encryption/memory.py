@@ -1,9 +1,9 @@
 """Keeps temporary files in memory: a folder on a tmpfs replaces /tmp for this process and its children.
 
 ONNX Runtime, the exporter and OpenVINO need unencrypted files with names. Therefore `tempfile` and TMPDIR point to a
-folder that is never on a disk. The folder is removed at the end of the job, or by its guard if the process is killed.
-If both are killed, the folder stays in memory until the next encrypted run of the same user removes it. This run
-recognizes such a folder because its lock is free.
+folder that is never on a disk. The folder is removed at the end of the job, or by a second process (`guard`) if the
+first one is killed. If both are killed, the folder stays in memory until the next encrypted run of the same user
+removes it. This run recognizes such a folder because its lock is free.
 """
 
 from __future__ import annotations
@@ -73,7 +73,11 @@ def temporary_files_in_memory(key_file: str) -> Iterator[Path]:
 
 
 def _folder_in_memory(key_file: str) -> Path:
-    """Returns the folder for temporary files if it is in memory, else /dev/shm."""
+    """Returns the folder for temporary files if it is in memory and writable, else /dev/shm.
+
+    Raises:
+        ConfigError: /dev/shm is not in memory or not writable either.
+    """
     for place in (Path(tempfile.gettempdir()), Path("/dev/shm")):  # noqa: S108 - our folder in it is private
         if _file_system(place) in _IN_MEMORY and os.access(place, os.W_OK | os.X_OK):
             return place

@@ -1,7 +1,7 @@
 """Writes and reads secret files, with or without a key.
 
 with protected(config.export.encrypt):  # once, around a job
-with secret(path) as temporary: ...     # like files.whole; encrypts the file if there is a key
+with secret(path) as temporary: ...     # writes the file atomically, encrypted if there is a key
 with readable(path) as plain: ...       # the file itself, or its decrypted content in memory
 """
 
@@ -39,7 +39,7 @@ def key_file_held() -> str | None:
 def protected(key_file: str | None) -> Iterator[None]:
     """Within the block, makes `secret` encrypt and puts temporary files in memory.
 
-    Does nothing without a key file, and in a block that already has this key file.
+    Does nothing without a key file, or within the block of another call with the same key file.
 
     Raises:
         ConfigError: the file contains no key, `cryptography` is not installed, or this machine has no folder in memory.
@@ -58,7 +58,10 @@ def protected(key_file: str | None) -> Iterator[None]:
 
 @contextmanager
 def secret(path: str | Path) -> Iterator[Path]:
-    """Yields a temporary path like `files.whole`; with a key, this path is in memory and `path` gets encrypted."""
+    """Yields a path to write to; at the end of the block, `path` gets this content, encrypted if there is a key.
+
+    Without a key, this is `files.whole`. With a key, the yielded path is in memory.
+    """
     if _Held.key is None:
         with whole(path) as temporary:
             yield temporary

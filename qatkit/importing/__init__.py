@@ -5,8 +5,8 @@
     inputs.py             describes the inputs: types, axes, batch axes, fixed inputs
     float_file.py         checks a file for export.py without torch
     unsupported_nodes.py  finds the nodes that have no PyTorch equivalent
-    islands.py            groups these nodes into regions
-    island.py             runs a region in ONNX Runtime
+    islands.py            groups these nodes into regions (islands) that run in ONNX Runtime
+    island.py             runs one region in ONNX Runtime
     build.py              builds the program from the file's graph
     program.py            runs the nodes in order, each as a submodule with the node's name
     operators/            implements the ONNX operators in PyTorch
@@ -15,8 +15,9 @@
     write_back.py         writes the file again, with the integers of a converted module
     encodings.py          reads scales and zero points from any quantized file
 
-The module accepts the file's inputs by position or by name. It returns its outputs by name, or its only output.
-Sizes are plain numbers while it runs, so `qatkit.graph.trace` records it like any other model.
+The module accepts the file's inputs by position or by name. It returns a dict of its outputs by name, or the output
+itself if there is only one. Sizes are Python integers while it runs, so `qatkit.graph.trace` records it like any other
+model.
 """
 
 from __future__ import annotations

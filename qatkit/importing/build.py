@@ -40,7 +40,8 @@ _STANDARD = ("", "ai.onnx")
 def built(file: Path, fixed: Mapping[str, Any], any_batch: bool, library: Path | None) -> ImportedModel:
     """Returns the module of a file; see `qatkit.importing.program.import_onnx`.
 
-    Whenever nodes turn out to have no PyTorch equivalent, the file is read again with islands for these nodes.
+    Whenever nodes turn out to have no PyTorch equivalent, the file is read again, and these nodes become islands, which
+    run in ONNX Runtime.
     """
     unsupported: dict[str, str] = {}
     while True:
@@ -57,7 +58,7 @@ def _attempt(
     library: Path | None,
     unsupported: Mapping[str, str],
 ) -> tuple[ImportedModel, dict[str, str]]:
-    """Returns a module of the file, and why nodes have no PyTorch equivalent, by the first output of each node."""
+    """Returns a module, and why nodes have no PyTorch equivalent: a reason by the name of a node's first output."""
     model = read(file)
     given = fixed_inputs(file, model.graph, fixed)
     constants = {name: array(value) for name, value in given.items() if value.dtype.kind not in "OUS"}
@@ -81,7 +82,7 @@ def _attempt(
 
 
 class _NeverError(UnsupportedError):
-    """Raised for a node that is refused and must not become an island either."""
+    """Raised for a random or quantized operator, which must not run in ONNX Runtime (an island) either."""
 
 
 class _Builder:
@@ -172,7 +173,10 @@ class _Builder:
         )
 
     def _folded(self, node: Node, constants: Sequence[Array | None]) -> bool:
-        """Computes a node that depends only on constants; returns whether it did."""
+        """Computes a node whose inputs are constants, and adds its outputs to `known`; returns whether it was computed.
+
+        Random and quantized operators and those without a PyTorch equivalent are not computed.
+        """
         given = [value is not None for value, name in zip(constants, node.inputs, strict=True) if name]
         if (
             not all(given)
@@ -233,7 +237,7 @@ class _Builder:
         return ConfigError("onnx", self.file, reason=f"node '{node.name}': {one_line(error)}")
 
     def _share(self, node: Node, made: nn.Module) -> None:
-        """Gives a module the parameters of an earlier module that reads the same initializer."""
+        """Gives a module the parameters of an earlier one with the same operator, initializer and values."""
         for owner in list(made.modules()):
             for name, parameter in list(owner._parameters.items()):
                 place = {"bias": 2}.get(name, 0 if node.op_type == "Gather" else 1)
@@ -275,7 +279,7 @@ class _Builder:
 
 
 def _file_node(node: Node) -> FileNode:
-    """Returns the description of a node that selectors match."""
+    """Returns the description of a node that is matched against selectors."""
     weight = {"Gather": 0}.get(node.op_type, 1)
     turned = node.op_type in ("MatMul", "ConvTranspose") or (
         node.op_type == "Gemm" and not node.get("transB", 0)

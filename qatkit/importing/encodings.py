@@ -1,14 +1,14 @@
 """Reads the encodings (scales and zero points by tensor name) of an ONNX file that any tool has quantized.
 
-    activation     the input of a QuantizeLinear, by the name of the tensor without quantization
-    parameter      a constant that a DequantizeLinear reads, by the name of the original float constant
-    format         the input of a function of the domain `qatkit`
+    activation     a computed tensor that a QuantizeLinear reads
+    parameter      a constant that a QuantizeLinear or a DequantizeLinear reads
+    format         a tensor that a function of the domain `qatkit` rounds to a number format
 
-Names are the names in the float file. qatkit (when it edits a given file), onnxruntime.quantization and tools
-that follow it write `X_quantized` and `X_DequantizeLinear_Output` for the constant X. If a pair ends at an
-output of the graph, the output has the tensor's name, and the input of the pair has another one. Pairs may be
-operators of ONNX, of `com.microsoft`, or of AMD Quark (Extended..., Vitis...), whose inputs are in the same
-order.
+Activations and parameters get their names in the float file, which are derived from the quantized file. For a constant
+X, qatkit (when it edits a given file), onnxruntime.quantization and tools that follow it write `X_quantized` and
+`X_DequantizeLinear_Output`. If a pair of QuantizeLinear and DequantizeLinear computes an output of the graph, this
+output has the tensor's name, and the input of the pair has another one. The operators may also be those of
+`com.microsoft` or AMD Quark (Extended..., Vitis...), whose inputs are in the same order.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def encodings_of(path: Path) -> Encodings:
     """Returns the encodings of a file.
 
     Raises:
-        ConfigError: the file cannot be read, or has neither pairs with constant scales nor number formats.
+        ConfigError: the file cannot be read, or has neither QuantizeLinear or DequantizeLinear with constant scales nor
+            number formats.
     """
     from qatkit.graph.convert.format_modules import DOMAIN
 
@@ -86,7 +87,7 @@ class _Found:
                 self._parameter(node)
 
     def others(self) -> str:
-        """Returns, in parentheses, the operators that quantize without pairs; "" if there are none."""
+        """Returns, in parentheses, the operators that quantize without QuantizeLinear; "" if there are none."""
         count = Counter(node.op_type for node in self.nodes if _WITHOUT_PAIRS.fullmatch(node.op_type))
         listed = ", ".join(f"{number} {kind}" for kind, number in sorted(count.items()))
         return f" (not listed: {listed})" if listed else ""
@@ -147,7 +148,8 @@ def _kind(node: ir.Node) -> str:
 def _parameter_names(node: ir.Node) -> Iterator[str]:
     """Yields names that a constant may have had before quantization, the best first.
 
-    Constants with equal bytes are stored once, under the name of the first one.
+    Constants with equal bytes are stored once, under the name of the first one, so the name of the stored constant is
+    not the best guess.
     """
     output, stored, scale = str(node.outputs[0].name), *(str(one.name) for one in node.inputs[:2] if one)
     told = _CONSTANT.fullmatch(output)

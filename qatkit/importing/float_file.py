@@ -1,7 +1,7 @@
 """Checks a float ONNX file for export.py, without torch and, as far as possible, without ONNX Runtime.
 
-Checks that need only the file come first: damage, quantized nodes and inputs. For the modes of ONNX Runtime's tools,
-`qatkit.export.float_graph` then checks the graph and upgrades it.
+Checks that need only the file come first: damage, quantized nodes and inputs. If ONNX Runtime's tools quantize the
+file, `qatkit.export.float_graph` then checks the graph and upgrades it.
 """
 
 from __future__ import annotations

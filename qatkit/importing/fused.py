@@ -5,7 +5,7 @@
     com.microsoft.FusedMatMul (*)             MatMul (the matrix transposed if requested), Mul by alpha
     Einsum "...c,cm->...m" (*)                MatMul
 
-    (*) with a constant matrix as the second input
+    (*) with a constant matrix as the second input; for FusedMatMul, also without a transposed first input
 
 ONNX Runtime's optimizer writes the first three. If the parts stay float, it fuses them again when it loads the file.
 """
@@ -28,7 +28,7 @@ _PRODUCT = re.compile(r"(?P<rows>[A-Za-z.]*)(?P<c>[A-Za-z]),(?P=c)(?P<m>[A-Za-z]
 
 
 def take_apart(model: ir.Model) -> None:
-    """Replaces every fused operator of a model by its parts; its output keeps its name."""
+    """Replaces every fused operator of a model by its parts; the last part takes over the name of the output."""
     found = [node for node in ir.traversal.RecursiveGraphIterator(model.graph) if _is_fused(node)]
     if not found:
         return

@@ -1,4 +1,7 @@
-"""Finds the tables that an input of a file indexes. Valid indices are below the number of rows of each table."""
+"""Finds the tables (of embeddings, one-hot encodings) that an input of a file indexes.
+
+Valid indices are below the number of rows of each table.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,9 @@ _STANDARD = ("", "ai.onnx")
 
 
 def rows_indexed_by(value: ir.Value) -> int | None:
-    """Returns the number of rows of the smallest table that a value indexes by a Gather or a one-hot; None: unknown.
+    """Returns the number of rows of the smallest table that a value indexes by a Gather or a one-hot encoding.
 
-    The search ends where the value is changed, for example by adding an offset.
+    None if no table of known size is found. The search ends where the value is changed, such as by adding an offset.
     """
     found, waiting, seen = list[int](), [value], set[ir.Value]()
     while waiting:

@@ -28,7 +28,7 @@ class FileInput(NamedTuple):
         dtype: NumPy's name of its type.
         shape: its sizes; None for a dynamic size.
         axis: the batch axis; None without one.
-        names: the names of the sizes; "" for a size that is fixed or has no name.
+        names: the names of the dynamic sizes; "" for a size that is fixed or has no name.
         below: the number of rows of the smallest table that it indexes; None if no such table is found.
     """
 
@@ -89,7 +89,7 @@ def image_input(inputs: Sequence[FileInput], layout: str) -> ImageInput | None:
 
 
 def file_inputs(file: Path, model: ir.Model, fixed: Iterable[str], any_batch: bool = True) -> list[FileInput]:
-    """Returns the inputs of a file that are not fixed, in its order.
+    """Returns the inputs of a file that are not fixed, in the order of the file.
 
     Raises:
         ConfigError: an input is not a tensor of numbers, or the file does not give its type and shape.
@@ -123,7 +123,7 @@ def _is_tensor(value: ir.Value) -> bool:
 def one_sample_per_run(inputs: Sequence[ir.Value], graph: ir.Graph) -> bool:
     """Returns whether the first axis of every input is a batch axis of size 1.
 
-    An initial state of a recurrent node has another first axis.
+    False if an input is the initial state of a recurrent node, whose first axis is the layers.
     """
     return (
         bool(inputs)
@@ -133,7 +133,10 @@ def one_sample_per_run(inputs: Sequence[ir.Value], graph: ir.Graph) -> bool:
 
 
 def _initial_states(graph: ir.Graph) -> set[str]:
-    """Returns the inputs of a graph that are initial states of recurrent operators, [layers, batch, hidden]."""
+    """Returns the names of values that are initial states [layers, batch, hidden] of recurrent operators.
+
+    If nodes compute the state, the name is that of the value from which they compute it.
+    """
     recurrent = [
         node for node in graph if node.op_type in _RECURRENT and not node.attributes.get_int("layout", 0)
     ]
@@ -153,8 +156,9 @@ def _source(value: ir.Value) -> ir.Value:
 def batch_axes(inputs: Sequence[ir.Value], widened: bool) -> dict[str, int | None]:
     """Returns the batch axis of each input; None for an input without one.
 
-    It is the axis whose size has the name of the first dynamic size of the first input. If that size has no name, it
-    is the first or only dynamic axis of each input. If the first axis of the first input is 1, no input has one.
+    It is the axis whose size has the name of the first dynamic size of the first input. If that size has no name, the
+    batch axis of each input is its first axis if that is dynamic, otherwise its only dynamic axis. If the first size of
+    the first input is 1, or all its sizes are fixed, no input has a batch axis.
 
     Args:
         inputs: the inputs that are not fixed.

@@ -1,4 +1,4 @@
-"""The module of a region that has no PyTorch equivalent, which ONNX Runtime computes in float."""
+"""A torch module for nodes without a PyTorch equivalent (a region), which ONNX Runtime computes in float."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Region:
         name: the name of the first node without a PyTorch equivalent; reports use it for the region.
         reason: why this node has no equivalent, as a clause that follows the name.
         operators: the operators of all nodes, with their domain if it is not the standard one.
-        nodes: the first output of each node.
+        nodes: the name of the first output of each node.
         inputs, outputs: the tensors at the border of the region.
         model: the region as a serialized ONNX model.
         per_image: whether a batch is computed image by image.

@@ -114,7 +114,7 @@ def reached(graph: ir.Graph, start: ir.Node, *, forward: bool) -> set[ir.Node]:
 
 
 def output_dtypes(model: ir.Model) -> dict[str, ir.DataType]:
-    """Returns the types of a model's outputs as ONNX Runtime infers them, by name."""
+    """Returns the types of a model's outputs as ONNX Runtime infers them, by name; only of those that are tensors."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "types.onnx"
         ir.save(model, path)

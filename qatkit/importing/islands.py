@@ -1,8 +1,10 @@
 """Groups the nodes of a file that have no PyTorch equivalent (`unsupported_nodes`) into regions.
 
-Such nodes form one region if they read each other's results without a PyTorch node in between, so that only
-tensors of numbers cross its border. A region also contains the constants and sizes that it reads. In the
-graph, each region becomes one node of the domain `DOMAIN`, and its nodes are removed.
+Such nodes form one region if they read each other's results without a PyTorch node in between. Only tensors of
+numbers can cross the border of a region. If two such nodes exchange other values (strings, sequences), the nodes
+between them therefore belong to the region too. A region also contains copies of the nodes that compute the
+constants and sizes that it reads. In the graph, each region becomes one node of the domain `DOMAIN`, and its nodes
+are removed.
 """
 
 from __future__ import annotations
@@ -88,7 +90,7 @@ class _Cutter:
         return ConfigError("onnx", self.file, reason=reason)
 
     def cut(self, graph: ir.Graph) -> None:
-        """Replaces the regions of a graph and of its remaining branches."""
+        """Replaces the regions of a graph, and those in the branches of Ifs that belong to no region."""
         groups = self._groups(graph)
         found = [(nodes, *self._region(graph, nodes)) for nodes in groups]
         for nodes, region, inputs, outputs in found:
@@ -105,7 +107,7 @@ class _Cutter:
                     self.cut(branch)
 
     def _groups(self, graph: ir.Graph) -> list[list[ir.Node]]:
-        """Returns the regions of a graph: groups of nodes in `why` that read each other's results.
+        """Returns the regions of a graph: nodes without a PyTorch equivalent that read each other's results.
 
         No path leads from a region through a PyTorch node back into the same region.
         """
@@ -239,7 +241,10 @@ class _Cutter:
         return region, inputs, outputs
 
     def _leaves(self, maker: ir.Node, reader: ir.Node | None, members: set[ir.Node]) -> bool:
-        """Returns whether a reader needs a value as an output of its region; other regions copy constants instead."""
+        """Returns whether `reader` needs a result of `maker` as an output of the region `members`.
+
+        Other regions need no constants and sizes, since they copy the nodes that compute them.
+        """
         copied = reader in self.why and not self.found.is_computed(maker)
         return reader is not None and reader not in members and not copied
 

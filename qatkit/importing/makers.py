@@ -1,7 +1,8 @@
 """Finds the region of a prepared or converted graph that computes a tensor of the file.
 
-The search passes through nodes of the file that the graph lacks, because they became part of a range (Relu)
-or of weights (a BatchNormalization, a layer scale), and through nodes that only move values.
+A region is the set of all nodes of the graph that belong to one node of the file (`regions`). The search passes
+through nodes of the file that the graph lacks, because they became part of a range (Relu) or of weights (a
+BatchNormalization, a layer scale), and through nodes that only move or combine values.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import nn
 from qatkit.importing.program import ImportedModel, Operator, Step
 from qatkit.importing.regions import INPUT, Regions, region_of
 
-# Operators of the file that the graph may lack, because they became part of a range, or pass on their inputs.
+# Operators that the graph may lack, because they became part of a range; operators that move or combine values.
 _ABSORBED = ("Relu", "Clip")
 _NOTHING = (
     *(
@@ -37,7 +38,7 @@ class Way(NamedTuple):
     """The path from a tensor back to the region that computes it.
 
     Attributes:
-        region: the region; "" for values that no region computes (sizes, constants).
+        region: the region; "input NAME" for an input of the file; "" if no region is found (sizes, constants).
         absorbed: number of nodes on the path that are part of a range or of weights.
         moved: whether other nodes on the path move values.
     """

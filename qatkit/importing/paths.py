@@ -49,7 +49,7 @@ class Paths:
 
 
 def _allowed(part: str) -> str:
-    """Returns a part of a path as an allowed identifier that is not an attribute of every module."""
+    """Returns a part of a path; a keyword or the name of an attribute of every module gets a trailing "_"."""
     if part.isidentifier():
         part = unicodedata.normalize("NFKC", part)  # as Python reads identifiers
     return f"{part}_" if keyword.iskeyword(part) or part in _NEVER else part

@@ -1,6 +1,6 @@
 """Joins operators that exporters write in parts: SiLU, HardSwish, HardSigmoid, GELU.
 
-A joined operator has its own class in `qatkit.graph.operators`, with its own placement, and its own nodes in the file.
+A joined operator has its own class in `qatkit.graph.operators`. A backend can therefore quantize it as a whole.
 """
 
 from __future__ import annotations

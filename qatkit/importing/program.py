@@ -105,7 +105,7 @@ def _digest(array: Array) -> str:
 
 @dataclass(frozen=True)
 class Step:
-    """A node of a program.
+    """A node of the file, or an island, as a program runs it.
 
     Attributes:
         path: the path of its module; "" for an If.
@@ -176,8 +176,8 @@ class ImportedModel(nn.Module):
 
     Attributes:
         file: the path of the file.
-        inputs: names of the file's inputs that are not fixed, in its order.
-        outputs: names of its outputs, in its order.
+        inputs: names of the file's inputs that are not fixed, in the file's order.
+        outputs: names of the file's outputs, in the file's order.
         program: the steps that compute the outputs.
         any_batch: whether the module accepts any number of images although the file accepts one per run.
         fixed: values of inputs of the file that are constants here, by name.
@@ -334,7 +334,10 @@ def import_onnx(
 
 
 def _of_sizes(value: Value) -> Tensor:
-    """Returns an output as a tensor; a few numbers are converted one by one, so that a trace follows the sizes."""
+    """Returns an output as a tensor.
+
+    An array of a few numbers is converted number by number, so that a recorded graph follows sizes that change.
+    """
     if not isinstance(value, np.ndarray) or value.ndim > 1 or value.size > _SIZES:
         return tensor(value)
     kind = tensor(value).dtype
@@ -343,7 +346,7 @@ def _of_sizes(value: Value) -> Tensor:
 
 
 def _last_readers(program: Program) -> dict[int, list[str]]:
-    """Returns for each step, by its index, the values that no later step reads."""
+    """Returns the values to drop after each step, by its index: no later step reads them, and they are no outputs."""
     readers: dict[str, int] = {}
     for number, step in enumerate(program.steps):
         for name in (*step.inputs, *step.outputs, *step.captured()):

@@ -92,7 +92,7 @@ def _prove_nodes(model: ImportedModel, feeds: Feeds) -> None:
     """Computes each node of the main graph from ONNX Runtime's values of its inputs.
 
     Raises:
-        ConfigError: a node differs by more than rounding; the message names the node that misses its limit by most.
+        ConfigError: a node differs by more than rounding; the message names the node furthest below its limit.
     """
     steps = [step for step in model.program.steps if step.branches is None]
     values = {**feeds, **_every_value(model, feeds)}

@@ -1,8 +1,9 @@
 """Maps the nodes of a converted graph to the nodes of the file, and finds the pairs on the edges of the file's graph.
 
-A region is the set of all nodes of the graph that belong to one node of the file. Pairs and barriers belong
-to no region. They form the chain of an edge, from the region that computes a value to the region that reads
-it. A pair between two nodes of the same region is moved to an input or output edge of the region, across
+A pair is a QuantizeLinear with its DequantizeLinear, and a barrier keeps ONNX Runtime from fusing nodes across it
+(`written_file`). A region is the set of all nodes of the graph that belong to one node of the file. Pairs and
+barriers belong to no region. They form the chain of an edge, from the region that computes a value to the region
+that reads it. A pair between two nodes of the same region is moved to an input or output edge of the region, across
 nodes that only move values.
 """
 
@@ -238,5 +239,5 @@ def shape(node: fx.Node) -> tuple[int, ...]:
 
 
 def carries(chain: Chain) -> bool:
-    """Returns whether a chain quantizes."""
+    """Returns whether a chain contains a pair."""
     return any(isinstance(link, Pair) for link in chain)

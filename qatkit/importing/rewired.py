@@ -1,4 +1,7 @@
-"""Makes steps read other values in the file, at the inputs of their nodes or of the nodes joined into them."""
+"""Makes steps of the imported program read other values in the file, by changing the inputs of the steps' nodes.
+
+A step may stand for several nodes of the file (`patterns`).
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ class Rewired:
         self._replace(subgraphs(self.file.maker(next(one for one in step.outputs if one))), old, value)
 
     def island(self, island: Island, name: str, value: ir.Value) -> None:
-        """Makes the nodes of an island, and their loop bodies, read `value` instead of the value `name`."""
+        """Makes the nodes of an island, including their inner graphs, read `value` instead of the value `name`."""
         source = origin(self.file.value(name))
         for output in island.region.nodes:
             node = self.file.maker(output)
@@ -72,7 +75,10 @@ class Rewired:
                     graph.outputs[i] = value
 
     def _parts(self, step: Step, last: ir.Node, source: ir.Value) -> list[ir.Node]:
-        """Returns the nodes of a step between an input and its last node, as copies if other nodes read them too."""
+        """Returns the nodes of a step between `source` and its last node.
+
+        If nodes outside the step read them too, the step gets copies of them, which are returned instead.
+        """
         ends = {id(origin(self.file.value(name))) for name in step.inputs if name in self.file.values}
         found: list[ir.Node] = []
         waiting = [last]

@@ -54,8 +54,8 @@ def _tensors(model: ImportedModel) -> Iterator[tuple[str, str]]:
 def _quantizer(regions: Regions, region: str) -> tuple[fx.Node | None, bool]:
     """Returns the quantizer of a region's output, and whether its range belongs to another region.
 
-    The range belongs to another region if this one only moves values. Without a quantizer, or with several,
-    the quantizer is None.
+    The range belongs to another region if this one only moves values. The quantizer is None if there is none, or if
+    there are several and it is ambiguous which one belongs to the output.
     """
     if region.startswith(INPUT):
         nodes = [node for node, one in regions.region.items() if one == region]
@@ -71,7 +71,7 @@ def _quantizer(regions: Regions, region: str) -> tuple[fx.Node | None, bool]:
 def _weights(
     regions: Regions, graph_module: fx.GraphModule, graph: ir.Graph
 ) -> Iterator[tuple[str, list[str]]]:
-    """Yields the path of each quantized weight, with the name of the constant that its node reads."""
+    """Yields the path of each quantized weight, with the name of the constant that its node reads, if it reads one."""
     nodes = {str(value.name): node for node in graph for value in node.outputs}
     for path, _, _ in quantized_weights(graph_module):
         step = _step(regions, path)

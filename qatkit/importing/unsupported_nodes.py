@@ -1,11 +1,12 @@
-"""Finds the nodes of a file that have no PyTorch equivalent, and why.
+"""Finds the nodes of a file that have no PyTorch equivalent, and why. "Values" are those of the model's inputs.
 
 unknown operators                     operators that are not in the table, including contrib and custom ones
 Loop, Scan, a computed If             what runs, or how often, depends on values
 NonZero, NonMaxSuppression, Unique    the size of the output depends on values
 Reshape, Slice, TopK, ...             with a size, an axis or a count that is computed from values
 strings, sequences, optional values   PyTorch has no such tensors
-readers of a tensor of unknown size   unless their function records no size (a Conv, an activation)
+readers of a tensor whose size        unless a recorded graph can run them for any size (a Conv, an activation)
+depends on values
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _CONSTANT, _SIZES, _VALUES = range(3)
 
 
 class UnsupportedNodes:
-    """The nodes of a graph, and of its remaining branches, that belong to a region.
+    """The nodes without a PyTorch equivalent, in a graph and in the branches of those Ifs that have one.
 
     Args:
         graph: the graph, with shapes inferred.
@@ -69,7 +70,7 @@ class UnsupportedNodes:
         return plain and value not in self._others
 
     def judge(self, graph: ir.Graph) -> None:
-        """Finds the nodes of a graph, and of its remaining branches, that belong to a region."""
+        """Finds the nodes without a PyTorch equivalent, in a graph and in the branches of those Ifs that have one."""
         for node in graph:
             reads = read_by(node)
             depends = max((self._on(value) for value in reads), default=_CONSTANT)

@@ -6,11 +6,11 @@
     written_packed.py    writes packed weights of few bits, multiplied with float activations
     written_forms.py     replaces nodes with several others: gates, SiLU, transposed convolutions, image means
 
-Each region of the graph is a node of the file. For each input of a region, the graph shows whether the node
-reads the value directly or after a pair. The pair is inserted after the value in the file, and only the inputs
-that are quantized in the graph read it. Nodes that the graph has absorbed (a ReLU in a range that starts at
-zero, a reshape around a Linear) stay in the file. A BatchNorm or a layer scale that was folded into weights is
-removed.
+All nodes of the graph that belong to one node of the file form a region. For each input of a region, the graph
+shows whether the node of the file must read the value directly or after a pair of QuantizeLinear and
+DequantizeLinear. The pair is inserted after the value in the file, and only the inputs that are quantized in the
+graph read it. Nodes that the graph has absorbed (a ReLU in a range that starts at zero, a reshape around a Linear)
+stay in the file. A BatchNorm or a layer scale that was folded into weights is removed.
 """
 
 from __future__ import annotations
@@ -156,7 +156,11 @@ class _Writer:
             self.weights.write(step, module)
 
     def _opset(self) -> int:
-        """Returns the lowest opset that supports the pairs."""
+        """Returns the lowest opset that supports the pairs.
+
+        Raises:
+            ConfigError: a pair has a number type that cannot be written into the file.
+        """
         modules = list(self.graph.modules())
         for module in modules:
             if isinstance(module, QuantizeDequantize) and (kind := pair_of(module).dtype) not in _HELD:
@@ -230,7 +234,7 @@ class _Writer:
         return (*chain, Layout(axes)) if axes in (1, 2, 3) else chain
 
     def _captured(self, step: Step, edges: Sequence[Edge]) -> None:
-        """Makes both branches of an If read the same values and pairs as the branch that was taken."""
+        """Makes both branches of an If read the same values and pairs as the branch that the example took."""
         for maker in dict.fromkeys(edge.maker for edge in edges):
             chains = {edge.chain for edge in edges if edge.maker == maker}
             names = [name for name in step.captured() if self.makers.region(name) == maker]
@@ -371,7 +375,10 @@ def _unread(reader: str, maker: str) -> str:
 
 
 def _differs(module: nn.Module, own: nn.Module) -> bool:
-    """Returns whether the parameters of a module of the graph differ from those of the module of the file."""
+    """Returns whether the parameters of a module of the graph differ from those of the module of the file.
+
+    Quantized and packed modules differ if the module of the file has any.
+    """
     if is_packed(module) or type(module).__name__.startswith("Quantized"):
         return any(True for _ in own.parameters())
     return any(

@@ -187,7 +187,8 @@ class WrittenFile:
     def _converted(self, value: ir.Value, kind: ir.DataType, chain: Chain) -> ir.Value:
         """Writes a chain for a value whose float type is not float32, the type of the scales.
 
-        The chain is inserted before the Cast that makes the value, or between two new Casts.
+        If a Cast from float32 makes the value and only one node reads it, the chain is inserted before this Cast.
+        Otherwise it is inserted between two new Casts.
         """
         maker = value.producer()
         if maker is not None and maker.op_type == "Cast" and len(value.uses()) + value.is_graph_output() < 2:
@@ -235,9 +236,9 @@ class WrittenFile:
         return self.node(whole, "DequantizeLinear", [whole, *second], base)
 
     def bypass(self, old: ir.Value, new: ir.Value) -> None:
-        """Replaces `old` with `new`, under the name of `old`, and removes the node of `old`.
+        """Replaces `old` with `new`, under the name of `old`, and removes the node that computes `old`.
 
-        That node is the only reader of `new`.
+        This node must be the only reader of `new`.
         """
         name, node = str(old.name), old.producer()
         assert node is not None

@@ -2,7 +2,7 @@
 
     HardSigmoid in 8 bits               Add(x, 3), quantized with scale 6/255, dequantized with 1/255
     HardSwish in 8 bits                 the same, and a Mul
-    SiLU after a pair                   com.microsoft.QuickGelu, with a function of standard operators
+    SiLU after a pair, before opset 24  com.microsoft.QuickGelu, with a function of standard operators
     ConvTranspose with integer weights  Conv, DepthToSpace (or Reshape and Transpose), Slice
     ReduceMean of images in 8 bits      GlobalAveragePool (and Flatten)
 

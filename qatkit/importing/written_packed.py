@@ -1,4 +1,4 @@
-"""Writes packed weights of a converted module (`qatkit.graph.convert.weight_only_modules`) in the nodes of a file.
+"""Writes packed weights of a converted module (`qatkit.graph.convert.weight_only_modules`) into the nodes of a file.
 
     MatMul, Gemm of 4 bits or fewer   becomes com.microsoft MatMulNBits, with its bias
     MatMul, Gemm of 8 bits; Conv      gets a float weight that operators unpack from constants; ONNX Runtime

@@ -1,6 +1,7 @@
-"""Backends as data: how each target quantizes each operator class. Placement does not depend on a backend's name.
+"""Backends as data: how each target quantizes each operator class.
 
-A new backend needs a `Backend` here and a file under conf/backend that names it. The reasons for the tables
+The code that decides what is quantized (`qatkit.graph.placement`) reads this data, never a backend's name. A new
+backend therefore needs only a `Backend` here and a file under conf/backend that names it. The reasons for the tables
 are in docs/onnxruntime-qdq.md.
 """
 
@@ -36,13 +37,15 @@ class OpRule:
 class Shifts:
     """Inclusive bounds of the shifts by which hardware with scales 2^-pos requantizes (decision 77).
 
+    If a shift is out of bounds, the scale that the entry names is changed.
+
     Attributes:
-        cut: bounds of pos(weight) + pos(input) - pos(output) for a convolution or Linear; moves the weight's
+        cut: bounds of pos(weight) + pos(input) - pos(output) for a convolution or Linear; changes the weight's
             scale.
-        bias: upper bound of pos(weight) + pos(input) - pos(bias), whose lower bound is 0; moves the bias's scale.
-        read: bounds of the distance between the positions of a sum's inputs; moves the finer input's scale.
-        sum_write: bounds of the smallest position of a sum's inputs - pos(output); moves the output's scale.
-        product_write: bounds of the sum of both positions of a product's inputs - pos(output); moves the
+        bias: upper bound of pos(weight) + pos(input) - pos(bias), whose lower bound is 0; changes the bias's scale.
+        read: bounds of the distance between the pos of a sum's inputs; changes the finer input's scale.
+        sum_write: bounds of (the smallest pos of a sum's inputs) - pos(output); changes the output's scale.
+        product_write: bounds of (the sum of the pos of a product's two inputs) - pos(output); changes the
             output's scale.
     """
 
@@ -83,8 +86,8 @@ class Backend:
             allowed.
         integer_biases: whether the other runtime reads integer biases, as ONNX Runtime does.
         sixteen_bits: whether the other runtime also supports 16-bit integers, as ONNX Runtime does.
-        all_int8: whether no operator stays float for accuracy (`calibration.mixed_scales` only reports),
-            because another processor would compute it.
+        all_int8: whether no operator may stay float for accuracy, because another processor would have to compute
+            it; `calibration.mixed_scales` then only reports.
 
     Raises:
         ConfigError: the specs do not fit each other or the rules.
@@ -155,7 +158,7 @@ class Backend:
 
         ONNX Runtime has no kernel for 16-bit activations, so with these the file is not shaped for its kernels.
         Version 1.32 replaces a MatMul of such activations by one that rounds them to 8 bits, unless the session
-        option for the accuracy level is 0.
+        option for the accuracy level is 0, which is therefore set.
         """
         found = replace(self, activation=replace(self.activation, dtype=dtype))
         if not found.activation.wide:

@@ -5,9 +5,9 @@
     float          whole steps, written as float32
 
 With an integer multiplier, a bias of 8 or 16 bits is a whole number of steps too. Every bias is thus added to
-the products' sums as an integer, and requantization gets no new ties (`qatkit.graph.scales.align`). A step is
-far finer than the rounding of a result, so nothing is lost. If scales are powers of two, the multiplier is
-also a power of two, so that hardware shifts to the left.
+the products' sums as an integer, so it causes no further ties when results are rounded (`qatkit.graph.scales.align`).
+A step is far finer than the rounding of a result, so whole steps lose nothing. If scales are powers of two, the
+multiplier is also a power of two, so that hardware shifts to the left.
 """
 
 from __future__ import annotations

@@ -7,13 +7,12 @@ quantizer of a weight is in `qatkit.quant.weight_fake_quantize`.
 Alignment, conversion, the cache and the report get the scale and the integers from a quantizer and compute
 neither. Scales and roundings that are learned (LSQ), solved for (GPTQ, AdaRound) or given by the user
 therefore reach the file. `fix` freezes a scale, so that it no longer follows its source. A quantizer that
-learns its scale is a subclass that sets or returns the wanted scale (`settle`, `wanted_scale`). The settings
-`quantizer.activation` and `quantizer.weight` choose the classes.
+learns its scale is a subclass that sets or returns the scale before alignment (`settle`, `wanted_scale`). The
+settings `quantizer.activation` and `quantizer.weight` choose the classes.
 
-A ReLU or ReLU6 before the edge is absorbed as the edge's `bounds`: quantizing to a range that starts at zero
-implements the activation. This holds in the simulation (one pass less forward and backward) and in the
-exported file (where ONNX Runtime's int8 kernels need an operator to be followed by its QuantizeLinear
-directly).
+A ReLU or ReLU6 before the edge is absorbed as the edge's `bounds`: quantizing to a range that starts at zero (and
+ends at 6 or below) implements the activation. This saves a pass forward and backward in training. In the exported file,
+ONNX Runtime's int8 kernels need an operator to be followed by its QuantizeLinear directly.
 """
 
 from __future__ import annotations
@@ -155,11 +154,11 @@ class FakeQuantize(Quantizer):
         return numerics.choose_qparams(low, high, self.spec)
 
     def follow_range(self, low: Tensor, high: Tensor) -> None:
-        """Sets scale and zero point from a range, without waiting for a device; an empty range changes nothing.
+        """Sets scale and zero point from a range, without waiting for a device; if low > high, it changes nothing.
 
         If the range contains only zero, the zero point becomes the middle integer unless a ReLU cuts off negative
         values. At an end of the range a value has no gradient, so a branch that begins at zero (an adapter, a
-        BatchNorm whose γ is 0) would stay at zero.
+        BatchNorm whose γ is 0) would otherwise stay at zero.
         """
         scale, zero_point = self.qparams(low, high)
         if self.bounds[0] != 0.0:
@@ -171,7 +170,10 @@ class FakeQuantize(Quantizer):
 
     @torch.no_grad()
     def begin(self, weight: Tensor | None = None) -> None:
-        """Makes a range of only zeros follow the training, with any observer, since it would clip all other values."""
+        """Makes the range follow the values in training, with any observer, if calibration observed only zeros.
+
+        Such a range would clip all other values.
+        """
         if not self.frozen and self._is_empty:
             self._observe_anew()
 

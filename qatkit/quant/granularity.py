@@ -11,7 +11,7 @@ The inputs of an output channel are all its values in order: the row of a Linear
 the kernel of a Conv. These are the granularities that ONNX's DequantizeLinear (blocks of a matrix from opset
 21 on) and ONNX Runtime's MatMulNBits support. Code that needs the shape of the scales, the scale of an
 element or a reduction over elements that share a scale asks the type for it. The module does not import
-torch, since the command line's checks read it.
+torch, so that the command line can check settings without waiting for torch.
 """
 
 from __future__ import annotations

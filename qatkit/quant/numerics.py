@@ -49,7 +49,7 @@ def choose_qparams(low: Tensor, high: Tensor, spec: QuantSpec) -> tuple[Tensor, 
 
 
 def flat(x: Tensor) -> Tensor | None:
-    """Returns all values in memory order, if that is contiguous or channels-last; else None."""
+    """Returns all values in memory order, if the memory format is contiguous or channels-last; else None."""
     if x.is_contiguous():
         return x.view(-1)
     if x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last):
@@ -218,7 +218,7 @@ def computed_once(x: Tensor) -> Tensor:
 
 
 def fake_quantize_weight(w: Tensor, scale: Tensor, spec: QuantSpec, ends: Ends | None = None) -> Tensor:
-    """Applies fake quantization to a weight within its range: nothing is clipped.
+    """Applies fake quantization to a weight that lies within its range, so that nothing is clipped.
 
     Args:
         w: the weight, [out, ...].
@@ -243,7 +243,7 @@ def weight_scale(w: Tensor, spec: QuantSpec) -> Tensor:
 def weight_zero_point(w: Tensor, spec: QuantSpec) -> Tensor:
     """Returns the zero points of a weight, int32, in the granularity's shape.
 
-    They do not depend on the size of the scale: the range grows and shrinks around zero.
+    They do not change if a scale is multiplied by a factor, since this multiplies both ends of its range.
     """
     return choose_qparams(*_weight_range(w, spec), spec)[1]
 

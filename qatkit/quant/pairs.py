@@ -1,4 +1,4 @@
-"""Weights whose products cannot saturate in kernels that add two products in 16 bits.
+"""Weights with which sums of two products cannot saturate in kernels that add them in 16 bits.
 
 On x86 without VNNI, ONNX Runtime multiplies uint8 activations by int8 weights with vpmaddubsw, which adds the products
 of two neighbours along the depth of a matrix product and saturates at 16 bits (docs/onnxruntime-qdq.md, 3f):
@@ -64,7 +64,10 @@ def fitted(integers: Tensor, steps: Tensor) -> Tensor:
 
 
 def _nearest(integers: Tensor, steps: Tensor) -> Tensor:
-    """Returns the pairs [..., 2] nearest to `steps` whose sum is at the limit; a pair of `integers` has one sign."""
+    """Returns the pairs [..., 2] nearest to `steps` whose sum is at the limit.
+
+    Both integers of a pair in `integers` must have the same sign. No absolute value grows.
+    """
     sign = integers[..., :1].sign()
     most = integers * sign
     wanted = steps * sign

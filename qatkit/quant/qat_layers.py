@@ -61,7 +61,7 @@ class QATOperator(nn.Module):
         return cast("tuple[Tensor, Tensor | None]", self.weight_fake_quant(weight, bias))
 
     def run(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Runs the plain operator with another weight and bias."""
+        """Runs the plain operator with the given weight and bias instead of its own."""
         raise NotImplementedError
 
     def train(self, mode: bool = True) -> Self:

@@ -7,8 +7,9 @@
 
 The choice starts from the float scale:
 
-    activation   with a histogram: the scale near the float scale and the zero point (of three) with the least
-                 squared error; with only a range: the next larger scale, so that nothing is clipped
+    activation   with a histogram: of the scales near the float scale, each with up to three zero points, the
+                 combination with the least squared error; with only a range: the next larger scale, so that
+                 nothing is clipped
     weight       for each scale, the one near the float scale with the least squared error
 
 A sum of integers times a power of two is exact in float32 below 2²⁴, ties included, which all runtimes round

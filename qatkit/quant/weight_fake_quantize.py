@@ -41,8 +41,8 @@ class Integers:
         bias_multiplier: the multiplier, whole numbers in float64, in the shape of `scale`; always 1 unless
             biases have 8 or 16 bits.
         repaired: number of channels whose scale was raised so that the bias fits int32.
-        lost: the largest error of a result in these channels if every input is one step, relative to the bias; 0
-            without such channels.
+        lost: the largest error of a result in these channels relative to the bias, if every input value is one
+            step of the input's scale; 0 without such channels.
     """
 
     weight: Tensor
@@ -171,8 +171,8 @@ class WeightFakeQuantize(WeightQuantizerState):
     def scale(self, weight: Tensor) -> Tensor:
         """Returns the scales, in the shape of `clip`.
 
-        Between two quantized tensors they are at most 1 % above the wanted scales, so that the requantization
-        has no near-ties (`qatkit.graph.scales.align`).
+        Scales that are not frozen and may have any value are raised by up to 1 % if the input and the output are
+        quantized to at most 8 bits, so that the requantization has no near-ties (`qatkit.graph.scales.align`).
         """
         if self.fixed_scale is not None:
             return self.bounded(self.fixed_scale)
@@ -279,7 +279,7 @@ class WeightFakeQuantize(WeightQuantizerState):
             input_scale: scale [] of the operator's input.
 
         Raises:
-            ValueError: there is a bias, but scales of blocks.
+            ValueError: there is a bias, and the weight has one scale per block.
         """
         scale, raised, lost = self.scale(weight), None, 0.0
         if bias is not None:

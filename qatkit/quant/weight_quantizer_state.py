@@ -154,7 +154,7 @@ class WeightQuantizerState(Quantizer):
 
     @torch.no_grad()
     def below(self, weight: Tensor, scale: Tensor) -> Tensor:
-        """Returns `weight` over `scale` rounded down, in float, clamped to the range or the integer just below it."""
+        """Returns `weight` over `scale`, in float, rounded down and clamped to integers from the smallest - 1."""
         return floor(weight.detach() / self._spread(scale, weight), self.ends(weight))
 
     @torch.no_grad()
@@ -184,5 +184,5 @@ class WeightQuantizerState(Quantizer):
 
 
 def floor(steps: Tensor, ends: numerics.Ends) -> Tensor:
-    """Returns `steps` rounded down, clamped to the range or the integer just below it."""
+    """Returns `steps` rounded down and clamped to the integers from `ends[0]` - 1 to `ends[1]`."""
     return numerics.clamped(torch.floor(steps), (ends[0] - 1, ends[1]))

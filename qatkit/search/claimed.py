@@ -22,7 +22,7 @@ _BY_EPOCHS = ("accuracy", "drop")  # metrics for which the score of an epoch mat
 
 
 class Claimed:
-    """A trial that belongs to this worker until its `with` block ends; the folder must be locked before.
+    """A trial that belongs to this worker until the `with` block of the trial ends; its folder must be locked before.
 
     Args:
         study: the study that contains the trial.
@@ -36,10 +36,10 @@ class Claimed:
         number, values: the number of the trial and its proposed settings.
         folder: the folder of the trial's run.
         epochs: the scores so far, by stage and epoch.
-        attempts: the number of starts, including this one.
+        attempts: the number of starts, including this one, without those that `uncount` subtracted.
 
     Raises:
-        StorageError: the storage failed (in every method except `uncount`).
+        StorageError: the storage failed. Every method except `uncount` may raise it.
     """
 
     def __init__(
@@ -69,10 +69,10 @@ class Claimed:
         self._lock.close()
 
     def uncount(self) -> None:
-        """Subtracts this start from the number of attempts, since it was not killed.
+        """Subtracts this start from the number of attempts, since the worker was not killed.
 
-        If the storage does not answer, a file in the trial's folder tells the next worker to do so. If the trial is
-        already finished in the study, nothing changes.
+        If the storage does not answer, a file in the trial's folder tells the worker that continues the trial not to
+        count its own start. If the trial is already finished in the study, nothing changes.
         """
         try:
             with suppress(UpdateFinishedTrialError):

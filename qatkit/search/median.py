@@ -1,7 +1,7 @@
 """Prunes trials by the median stopping rule (Golovin et al., Google Vizier, KDD 2017, section 3.2).
 
-A trial is pruned if its best score so far is worse than the median score of the finished trials at the same epoch.
-Optuna's MedianPruner uses the same rule, but does not support studies with several objectives.
+A trial is pruned if its best score in the current stage is worse than the median score of the finished trials at the
+same epoch. Optuna's MedianPruner uses the same rule, but does not support studies with several objectives.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ Epochs = Mapping[str, float]  # from "QAT 3" to the task's main metric, in the o
 def falls_behind(
     epochs: Epochs, finished: Sequence[Epochs], startup: int, metric: Metric = NAMES.main
 ) -> bool:
-    """Returns whether a trial should be pruned after its last epoch.
+    """Returns whether a trial should be pruned after its latest epoch.
 
     Args:
         epochs: the scores of the trial so far.
         finished: the scores of the trials that ran to their end.
-        startup: the number of finished trials from which trials are pruned.
+        startup: the minimum number of finished trials; with fewer of them (or none), no trial is pruned.
         metric: the metric of the scores, which defines the better direction.
     """
     if not epochs or len(finished) < max(1, startup):

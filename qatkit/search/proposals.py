@@ -1,9 +1,9 @@
 """Proposes the settings of the next trial. No two trials get the same settings, since equal runs give equal results.
 
 Optuna's sampler makes the proposal from all trials. It assumes bad results for running trials, so that several workers
-do not try similar settings at the same time. If it proposes a known point, it is asked again as if this point were
-running. After some attempts, one of the remaining points is drawn at random. A small space is therefore tried
-completely, each point once, and then the search ends.
+do not try similar settings at the same time. If it proposes a point (one value for each axis) that already has a trial,
+it is asked again as if another trial of this point were running. After some attempts, one of the remaining points is
+drawn at random. A small space is therefore tried completely, each point once, and then the search ends.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _point(axes: Sequence[Axis], values: Mapping[str, Any]) -> Point:
 
 
 def _left(axes: Sequence[Axis], taken: set[Point], draw: random.Random) -> dict[str, Value]:
-    """Returns the first free point at or after a random one; there must be a free point."""
+    """Returns the first point without a trial at or after a random point; there must be one."""
     index = draw.randrange(possible(axes))
     while True:
         rest, values = index % possible(axes), dict[str, Value]()

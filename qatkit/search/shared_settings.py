@@ -1,7 +1,8 @@
 """The settings that all workers of a study must share, also after a restart, because they influence the results.
 
-Other settings may differ: where a worker runs, how its progress is shown, what is delivered (as in a resumed run,
-`qatkit.run.resume`), and how the study continues. Files may have other paths, since their contents are compared.
+Other settings may differ between workers. These are the settings of the machine, the monitoring, the analyses and the
+deliverables, which a resumed run may change too (`qatkit.run.resume`), and those that control the search, such as the
+number of trials. Files may have other paths, since their contents are compared.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ _KEY = "export.encrypt"  # another key fails on existing files; no key would lea
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """Returns the shared settings by dotted key; files are represented by their digests."""
+    """Returns the shared settings by dotted key: a digest for a file, and only whether there is a key for encryption.
+
+    The space, the objectives and the constraints are left out, since the study compares them separately.
+    """
     found = {key: value for key, value in flat(asdict(config)) if not listed(key, MAY_DIFFER)}
     for key in _FILES:
         path = Path(found[key] or "")

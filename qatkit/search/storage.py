@@ -33,7 +33,11 @@ class StorageError(ConfigError):
 
 
 def storage_of(where: str | None, folder: Path) -> BaseStorage:
-    """Returns the storage that `search.storage` names, for a study in `folder`.
+    """Returns the storage for a study in `folder`.
+
+    Args:
+        where: `search.storage`: None for SQLite in the folder, "journal" for a journal there, or a database's URL.
+        folder: the folder of the study.
 
     Raises:
         ImportError: the database's driver is missing.
@@ -52,8 +56,8 @@ def storage_of(where: str | None, folder: Path) -> BaseStorage:
 def _patience(where: str) -> dict[str, int]:
     """Returns the time limits of PostgreSQL's driver for a broken network, except those that the URL sets.
 
-    With Linux's defaults, the driver waits a quarter of an hour until sent data is confirmed (measured), and has no
-    limit for an answer.
+    Empty for other databases and drivers. With Linux's defaults, the driver waits a quarter of an hour for the
+    confirmation of sent data (measured), and forever for an answer.
     """
     url = make_url(where)
     if url.get_backend_name() != "postgresql" or not url.get_driver_name().startswith("psycopg"):
@@ -63,13 +67,14 @@ def _patience(where: str) -> dict[str, int]:
 
 @contextmanager
 def answering(where: str | None) -> Iterator[None]:
-    """Turns errors of a storage within the context into one line; they do not count as attempts of the trial.
+    """Turns errors of the storage within the context into a StorageError with a message of one line.
 
     Args:
         where: `search.storage`.
 
     Raises:
-        StorageError: the storage failed. Errors of a full disk are raised unchanged.
+        StorageError: the storage failed. Disk errors, such as a full disk, are raised unchanged. So is any other
+            OSError if the storage is not a journal, since it comes from the trials' folders.
     """
     try:
         yield
@@ -91,7 +96,7 @@ def _cause(error: BaseException) -> str:
 
 
 def driver(error: ImportError) -> str:
-    """Returns the end of a message about a missing driver: the command that installs it, or its name."""
+    """Returns the end of a message about a missing driver: for psycopg, the command that installs it, else its name."""
     cause: BaseException | None = error
     while cause is not None and getattr(cause, "name", None) is None:
         cause = cause.__cause__ or cause.__context__

@@ -4,10 +4,10 @@
     FOLDER/.claim       a lock that a worker holds while it claims a trial, so that no trial is claimed twice
     FOLDER/trials/7/    the folder of a run, locked by the worker that runs it until this worker ends
 
-A running trial whose folder is not locked belonged to a killed worker. The next worker that claims a trial continues it
-from its last checkpoint, under the same number. No trial is lost and none is counted twice. Optuna's own method, which
-copies a failed trial after missing heartbeats, counts the trial twice, has to wait for the heartbeat, and does not
-support checkpoints.
+A trial that is stored as running although its folder is not locked belonged to a worker that was killed or stopped. The
+next worker that claims a trial continues it from its last checkpoint, under the same number. No trial is lost and none
+is counted twice. Optuna's own method, which copies a failed trial after missing heartbeats, counts the trial twice, has
+to wait for the heartbeat, and does not support checkpoints.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class SharedStudy:
             raise ConfigError("output_dir", self.folder, allowed)
 
     def _compare(self, settings: Mapping[str, Any]) -> None:
-        """Checks that the study has these settings, and that this is its folder; a new study stores both."""
+        """Checks that the study has the requested settings and this folder; a new study stores both."""
         asked = {
             "space": {axis.key: _entry(axis) for axis in self.axes},
             "objectives": list(self.asked.objectives),

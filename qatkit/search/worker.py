@@ -1,13 +1,14 @@
 """A worker of a search: claims one trial after another, and runs the whole pipeline for it in the trial's folder.
 
     claim ──> compose the overrides ──> run (or resume from its checkpoint) ──> metrics of its report ──> the study
-                                         └ accuracy of each epoch ──> the trial is pruned if it falls behind
+                                         └ score of each epoch ──> the trial is pruned if it falls behind
 
-All metrics are measured on held-out training images (`verify.validation`). Test images do not influence the search.
+Objectives and constraints are measured on held-out training images (`verify.validation`). Test images do not influence
+the search.
 
-A trial that a signal or a kill ended continues when a worker is started again. A trial with a wrong setting or a defect
-is marked as failed, with the reason, and the search continues. A trial is the same as a run that is started by hand,
-with the same `config.yaml` and `report.json` in its folder.
+A trial whose worker was killed or stopped by a signal is continued by the next worker that claims a trial. A trial with
+a wrong setting or a defect is marked as failed, with the reason, and the search continues. A trial is the same as a run
+that is started by hand, with the same `config.yaml` and `report.json` in its folder.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ _HOPELESS = 3  # number of failed trials without a finished one that ends the se
 
 
 def work(config: Config, typed: Sequence[str], compose: Compose, job: Callable[[Config], int | None]) -> int:
-    """Runs trials until there are as many as requested.
+    """Runs trials until there are as many as requested, or no point of the space is left.
 
     Args:
         config: the configuration that the trials change; its output folder is that of the study.
@@ -68,8 +69,8 @@ def work(config: Config, typed: Sequence[str], compose: Compose, job: Callable[[
         The exit status: 0, or 1 if no trial on the Pareto front meets all bounds.
 
     Raises:
-        ConfigError: a setting is wrong, which is found before the first trial, all of the first trials failed, or the
-            storage failed.
+        ConfigError: a setting is wrong (found before the first trial), at least `_HOPELESS` trials have ended and all
+            of them failed, or the storage failed.
     """
     folder = Path(config.output_dir or ".")
     space = axes(config.search.space, _hints(config))
@@ -108,7 +109,7 @@ def _hopeless(study: Study) -> Trial | None:
 
 
 def _hints(config: Config) -> Callable[[str], Any]:
-    """Returns a function that returns the type of a key's value; an algorithm's settings have those of its class."""
+    """Returns a function that maps a key to the type of its value; an algorithm's class gives those of its settings."""
     chosen = {f"algorithm.{name}": type(one) for name, one in algorithms_of(config.algorithm).items()}
 
     def hint(key: str) -> Any:
@@ -154,7 +155,7 @@ def _check_space(space: Sequence[Axis], typed: Sequence[str], compose: Compose, 
     """Checks the keys and values of the space.
 
     Keys must not be typed on the command line too, and must accept their values (for an interval, the ends). No two
-    values may give the same run.
+    values of a key may give the same configuration.
     """
     keys = {one.lstrip("+~").partition("=")[0] for one in typed}
     for axis in space:
@@ -188,7 +189,10 @@ def _composed(key: str, value: Value, compose: Compose, data: DataModule) -> Con
 
 
 def _trial(claimed: Claimed, config: Config, compose: Compose, job: Callable[[Config], int | None]) -> None:
-    """Runs one trial. If a signal, a full disk or the storage ends it, the start does not count as an attempt."""
+    """Runs one trial, or marks it as failed if its workers were killed `search.attempts` times.
+
+    If a signal, a disk error or the storage ends the trial, this start does not count as an attempt.
+    """
     if claimed.attempts > config.search.attempts:
         claimed.fail(f"its worker was killed {counted(config.search.attempts, 'time')}")
         return

@@ -58,7 +58,10 @@ def _binary(apply: Callable[[Any, Any], Tensor], node: Node, a: Value, b: Value)
 
 
 def _pair(a: Value, b: Value) -> tuple[Any, Any]:
-    """Returns two operands; a number stays a number."""
+    """Returns two operands, at least one of them a tensor.
+
+    The other may be a Python number, for an array with one value that does not change the shape of the result.
+    """
     if isinstance(a, Tensor):
         return a, operand(b, a)
     second = tensor(b)

@@ -31,7 +31,7 @@ def embedding(node: Node, constants: Sequence[Array | None]) -> nn.Module | None
 
 @function("Gather")
 def gather(node: Node, x: Value, places: Value) -> Tensor:
-    """Gathers slices along an axis; a single index removes the axis."""
+    """Gathers slices along an axis; a scalar index removes the axis."""
     x = tensor(x, places if isinstance(places, Tensor) else None)
     axis = node.get("axis", 0) % x.ndim
     if isinstance(places, Tensor):

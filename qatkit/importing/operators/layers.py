@@ -72,7 +72,7 @@ def _with(made: Any, weight: Array, bias: Array | None) -> nn.Module:
 
 @module("Conv")
 def convolution(node: Node, constants: Sequence[Array | None]) -> nn.Module | None:
-    """Returns a torch convolution; None if weight or bias is computed.
+    """Returns a torch convolution; None if weight or bias is computed, or without 1 to 3 spatial axes.
 
     It is in a `Padded` if the padding is asymmetric or depends on sizes.
     """
@@ -137,7 +137,7 @@ class Cropped(nn.Module):
 
 @module("ConvTranspose")
 def transposed_convolution(node: Node, constants: Sequence[Array | None]) -> nn.Module | None:
-    """Returns a torch transposed convolution; None if weight or bias is computed.
+    """Returns a torch transposed convolution; None if weight or bias is computed, or without 1 to 3 spatial axes.
 
     It is in a `Cropped` if the two sides of an axis are cropped by different amounts.
 
@@ -187,7 +187,11 @@ def _transposed_pads(
 
 @function("ConvTranspose")
 def computed_transposed_convolution(node: Node, x: Value, weight: Value, bias: Value = None) -> Tensor:
-    """Computes a transposed convolution with a computed weight."""
+    """Computes a transposed convolution with a computed weight.
+
+    Raises:
+        UnsupportedError: the node has an output_shape or asymmetric pads.
+    """
     w = tensor(weight)
     axes = w.ndim - 2
     settings = _settings(node, axes)
@@ -212,7 +216,10 @@ def _linear(weight: Array, bias: Array | None) -> nn.Module:
 
 @module("Gemm")
 def gemm_module(node: Node, constants: Sequence[Array | None]) -> nn.Module | None:
-    """Returns a Linear that computes alpha·A·B + beta·C for constant B and a constant vector C; otherwise None."""
+    """Returns a Linear that computes alpha·A·B + beta·C for constant B and a constant vector C, or no C.
+
+    None if B or C is computed, C is not a vector, or A is transposed.
+    """
     weight = constants[1]
     bias, known = _bias(node, constants, 2)
     if weight is None or not known or node.get("transA", 0):

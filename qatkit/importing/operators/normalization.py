@@ -23,7 +23,7 @@ _BATCH_NORMS: dict[int, type[Any]] = {
 
 @module("BatchNormalization")
 def batch_norm_module(node: Node, constants: Sequence[Array | None]) -> nn.Module | None:
-    """Returns a torch BatchNorm with constant statistics; None if the function must compute the node."""
+    """Returns a torch BatchNorm with constant statistics; None if `batch_norm` must compute the node."""
     rank = node.ranks[0] if node.ranks else None
     if any(value is None for value in constants[1:5]) or rank not in _BATCH_NORMS or _unknown(node):
         return None
@@ -63,7 +63,7 @@ def instance_norm(node: Node, x: Value, scale: Value, bias: Value) -> Tensor:
 
 @module("LayerNormalization")
 def layer_norm_module(node: Node, constants: Sequence[Array | None]) -> nn.Module | None:
-    """Returns a torch LayerNorm over the axes of a constant scale; None if the function must compute the node."""
+    """Returns a torch LayerNorm over the axes of a constant scale; None if `layer_norm` must compute the node."""
     scale = constants[1]
     bias = constants[2] if len(constants) > 2 else np.zeros_like(scale) if scale is not None else None
     rank, axis = node.ranks[0] if node.ranks else None, node.get("axis", -1)

@@ -71,7 +71,7 @@ class Recurrent(nn.Module):
 
 
 def why_not(node: Node, constants: Sequence[Array | None]) -> str:
-    """Returns what torch has no recurrent module for, such as "LSTM with peepholes"; "" if it has one."""
+    """Returns what torch's modules do not support in a recurrent node, such as "LSTM with peepholes"; "" if nothing."""
     kind = node.op_type
     names = [str(name).lower() for name in node.get("activations") or []]
     known = _ACTIVATIONS[kind]
@@ -91,7 +91,7 @@ def why_not(node: Node, constants: Sequence[Array | None]) -> str:
 
 
 def _known(lengths: Array | None) -> bool:
-    """Returns whether the lengths are constant and equal; when the node runs, they are compared with the input."""
+    """Returns whether the lengths are constant and equal; when the node runs, they must equal the input's length."""
     return lengths is not None and bool((lengths == lengths.reshape(-1)[:1]).all())
 
 

@@ -1,4 +1,7 @@
-"""Resize and Upsample, in all modes of ONNX and all coordinate systems except tf_crop_and_resize."""
+"""Resize and Upsample, in all modes of ONNX and all coordinate systems except tf_crop_and_resize.
+
+Resize with antialias, or with a policy that keeps the aspect ratio, is not supported.
+"""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def arithmetic_range(node: Node, start: Value, limit: Value, delta: Value) -> Te
 
 @function("Reshape", known=(1,))
 def reshape(node: Node, x: Value, sizes: Value = None) -> Tensor:
-    """Reshapes; 0 keeps a size.
+    """Reshapes; without `allowzero`, a size of 0 keeps the size of x.
 
     If the file accepts one image per run but the module several, a first size of 1 keeps the batch size (`program.py`).
     """

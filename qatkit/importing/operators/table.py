@@ -1,4 +1,4 @@
-"""The table of operators, and the description of a node."""
+"""The table of ONNX operators with their implementations in PyTorch, and the description of a node."""
 
 from __future__ import annotations
 

@@ -38,8 +38,8 @@ def array(value: Any) -> Array:
 def tensor(value: Value, like: Tensor | None = None) -> Tensor:
     """Returns a value as a tensor, on the device of `like`.
 
-    An array of equal values is made by `torch.full`, and integers at equal distances by `torch.arange`. Their number
-    may be the batch size, and the recorded calls then follow it.
+    An array of several equal values is made by `torch.full`, and integers at equal distances by `torch.arange`. If
+    their number depends on the batch size, these recorded calls can follow it, but a recorded constant could not.
 
     Raises:
         UnsupportedError: the value is None, which is an omitted input.

@@ -6,15 +6,15 @@ elements and scales.
 
     no scale    round(v)
     float32     round(v / s) · s       s of the tensor: its range over the largest element
-    E8M0        round(v / s) · s       s = 2^(floor(log2(amax)) - emax), from 2^-127 on
-    E4M3        round(v / s·t) · s·t   t of the tensor: its range over 448 · 6; s = round(amax / 6 / t), from 2^-9 on
+    E8M0        round(v / s) · s       s = 2^(floor(log2(amax)) - emax), at least 2^-127
+    E4M3        round(v / (s·t)) · s·t t of the tensor: its range over 448 · 6; s = round(amax / 6 / t), at least 2^-9
 
-Rounding to elements saturates. Where the specifications leave a choice or a gap:
+Rounding to elements saturates, except to float16 and bfloat16. Where the specifications leave a choice or a gap:
 
 - MX uses this scale (specification, section 6.3), so that the largest values of a block may exceed the
-  largest element (between 6 and 8 times the scale of MXFP4) and saturate. A scale below 2^-127 becomes 2^-127; no
-  scale is above 2^127.
-- A block of zeros has the smallest scale and stays zeros, with their signs.
+  largest element and saturate (for MXFP4, values between 6 and 8 times the scale). A scale below 2^-127 becomes
+  2^-127; no scale is above 2^127.
+- A block of zeros has the smallest scale and stays zeros, with their signs unless elements are integers.
 - A block with an infinity or a NaN has the scale NaN (E8M0 0xFF, E4M3 0x7F), so that all its values are NaN. MX
   does not define the result; Quark's operator for BFP16 returns these values unchanged, although no shared exponent
   can represent them.
@@ -24,8 +24,8 @@ Rounding to elements saturates. Where the specifications leave a choice or a gap
 - NVFP4: a block whose scale would round to 0 gets the smallest scale above 0. NVIDIA's paper does not define this
   case; torchao uses 2^-6, the smallest normal scale. The tensor's scale is not below 2^-126, float32's smallest
   normal number.
-- The range of a tensor with a scale is the one its observer found, or its largest finite value
-  (`tensor_scale`).
+- The range of a tensor with a scale (`tensor_scale`) is the largest absolute value that the observer found for an
+  activation, and the largest finite absolute value of a weight.
 """
 
 from __future__ import annotations

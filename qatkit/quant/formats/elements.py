@@ -7,7 +7,7 @@ logarithm.
 
     beyond the largest    the largest, or infinity (`Element.saturates`); halfway to the next counts as beyond
     infinities            the same
-    NaN                   NaN, for any element: in blocks no element is NaN (`qatkit.quant.formats.blocks`)
+    NaN                   NaN, also for elements without NaN: a block with a NaN has the scale NaN (`formats.blocks`)
     negative zero         itself; 0 for integers
     float32's denormals   like any number; bfloat16's denormals are among them
 """

@@ -7,7 +7,7 @@ exponent bits and mantissa bits; with biased exponent e and mantissa m its value
     e = 0    ± 2^(1 - bias) · m / 2^mantissa_bits            (denormal)
 
 An 8-bit integer with steps of 1/64, as in MXINT8, has exactly these values with one exponent bit, six
-mantissa bits and a bias of 1, except for negative zero.
+mantissa bits and a bias of 1, except that it has -2 and no negative zero.
 
 Sources: IEEE 754-2019 (float16); OCP "8-bit Floating Point Specification (OFP8)" 1.0, 2023 (float8); OCP "Microscaling
 Formats (MX) Specification" 1.0, 2023 (element types of 6, 4 and 8 bits, E8M0, MX formats); AMD Quark's operator

@@ -8,6 +8,6 @@ pact         clipping values of activations (Choi et al. 2018)
 oscillation  weights that jump between two integers: counted, dampened or frozen (Nagel et al. 2022)
 
 Learned quantizers follow calibration until fine-tuning begins (`Quantizer.begin`). Before each step the
-wanted scales are aligned (`qatkit.graph.scales.align`); the gradient passes straight through to the
-wanted scales.
+learned scales are aligned (`qatkit.graph.scales.align`), and the gradient of an aligned scale passes straight
+through to the learned one.
 """

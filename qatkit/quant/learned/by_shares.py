@@ -73,7 +73,7 @@ class _BesideTheWeights(torch.optim.Optimizer):
     def _shares(
         self, values: list[Tensor], gradients: list[Tensor], units: list[Tensor], rate: float
     ) -> list[Tensor]:
-        """Returns Adam's steps as multiples of `units`, by which it multiplies the gradients in place."""
+        """Returns Adam's steps as multiples of `units`; it multiplies the gradients by `units` in place."""
         for value in values:
             if not self.state[value]:
                 started = torch.zeros((), dtype=torch.float32, device=value.device)

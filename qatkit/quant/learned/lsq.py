@@ -34,7 +34,7 @@ class LearnedFakeQuantize(FakeQuantize):
     value (ReLU6) was absorbed, the learned range does not exceed this value.
 
     Attributes:
-        step: the learned parameter, `unit` times the wanted scale, rank 0; None before fine-tuning.
+        step: the learned parameter, `unit` times the scale before alignment, rank 0; None before fine-tuning.
         rests: whether the scale stays as calibrated instead of being learned.
         limits: the text for reports about ranges that are not learned; "" if there are none.
     """
@@ -131,7 +131,7 @@ class LSQWeightFakeQuantize(WeightFakeQuantize):
     """A quantizer of weights with learned scales.
 
     Attributes:
-        step: the wanted scales; None before fine-tuning.
+        step: the learned scales, before alignment; None before fine-tuning.
         empty: bool, in the shape of `step`, true where the scale follows the weights instead. These weights
             were zero when fine-tuning began (an untrained head, a pruned channel, a BatchNorm whose γ is 0),
             so there was no scale to start from. A tiny scale would clip all later weights, another channel's

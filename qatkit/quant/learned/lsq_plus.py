@@ -1,8 +1,8 @@
 """LSQ+: scales and zero points of activations that are trained with the weights.
 
 Source: Bhalgat et al., "LSQ+: Improving low-bit quantization through learnable offsets and better initialization",
-2020. The offset is (n - z)·s, where n is the smallest integer and z is the zero point. z has to be an integer:
-the gradient passes straight through its rounding.
+2020. The offset is (n - z)·s, where n is the smallest integer and z is the zero point. z is rounded to an integer;
+the gradient passes straight through this rounding.
 """
 
 from __future__ import annotations

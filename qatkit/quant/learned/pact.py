@@ -1,9 +1,9 @@
 """PACT: clipping values of activations that are trained with the weights; for comparison with LSQ.
 
 Source: Choi et al., "PACT: parameterized clipping activation for quantized neural networks", 2018. The
-gradient of the clipping value is the sum over the clipped values; rounding contributes nothing. Weight decay
-reduces the clipping value as it does the weights. A tensor with negative values has no clipping value; its
-range comes from its observer.
+gradient of the clipping value is the sum of the gradients of the clipped values; rounding contributes nothing.
+Weight decay reduces the clipping value as it does the weights. Only a range of an asymmetric type that begins at
+zero because of an absorbed activation (ReLU) has a clipping value; other ranges come from their observers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ class _Clipped(torch.autograd.Function):
 
 
 class PACTFakeQuantize(LearnedFakeQuantize):
-    """A quantizer of activations that begin at zero; the end of the range, largest integer times scale, is learned."""
+    """A quantizer of activations that learns the end of ranges that begin at zero (largest integer times scale).
+
+    It learns no range of a symmetric type, and none that does not begin at zero because of an absorbed ReLU.
+    """
 
     decayed = True
     limits = (

@@ -22,7 +22,7 @@ class _Company:
 
 
 def in_one_process() -> bool:
-    """Returns whether there are no other ranks to reduce with."""
+    """Returns whether there are no other ranks to reduce with, or `with_other_ranks(False)` excludes them."""
     return not (_Company.wanted and torch.distributed.is_available() and torch.distributed.is_initialized())
 
 

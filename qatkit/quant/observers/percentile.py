@@ -21,7 +21,8 @@ class Percentile(Method):
 
     In a tensor with both signs, (100 - percentile)/2 percent are clipped at each end. In a tensor without
     negative (positive) values, such as after a ReLU, everything is clipped at the upper (lower) end: the
-    other end is zero anyway. In a symmetric tensor it is the percentile of |x|. Zeros count like any value.
+    other end is zero anyway. With symmetric quantization, both ends are at ± the percentile of |x|. Zeros count
+    like any value.
 
     Attributes:
         percentile: the percentage of values in the range, above 50 and up to 100 (which clips nothing).
@@ -59,7 +60,7 @@ class PercentileObserver(HistogramObserver):
 
 
 def _quantile(counts: Tensor, edges: Tensor, share: float) -> float:
-    """Returns the quantile as np.quantile defines it, interpolated between two sorted values, each known to a bin."""
+    """Returns the quantile as np.quantile defines it, interpolated between two values estimated from their bins."""
     position = share * (counts.sum().item() - 1)
     below, above = (_ordered(counts, edges, rank) for rank in (math.floor(position), math.ceil(position)))
     return below + (position - math.floor(position)) * (above - below)

@@ -71,7 +71,7 @@ class HistogramObserver(Observer):
 
 
 def chosen_range(method: Method, histogram: Histogram, spec: QuantSpec) -> Ends:
-    """Returns the method's range, adjusted to a scale of the spec's type if it has one."""
+    """Returns the method's range; if `spec` restricts scales, the best range near it that has an allowed scale."""
     ends = method.range_of(histogram, spec)
     return ends if spec.any_scale else scale_types.range_of(*points_of(histogram), ends, spec)
 

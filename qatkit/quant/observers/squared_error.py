@@ -18,8 +18,9 @@ class MSE(Method):
     """The range with the least mean squared error of quantization, rounding and clipping together.
 
     Every bin is quantized, at its middle, with each of `steps` ranges at a time. First both ends shrink
-    together, then only the upper, then only the lower: in a coarse search by up to `furthest`, then in a fine
-    search within one coarse step. The bin that starts at zero represents zero, which every range holds.
+    together, then only the upper, then only the lower: in a coarse search by a factor of up to `furthest`, then in
+    a fine search within one coarse step. With symmetric quantization both ends only move together, and an end at
+    zero does not move. The bin that starts at zero represents zero, which every range holds.
 
     Attributes:
         steps: number of ranges that are tried at a time.
