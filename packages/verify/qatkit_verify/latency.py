@@ -10,7 +10,7 @@ Two things that would spoil such a measurement are handled:
 - The previous file's run evicts this file's weights from the caches, so each timed run follows an untimed one
   of the same file: the steady state of a server. With many small files in turn, one untimed run is not enough
   (mobilenet_v2 in float at 64x64, in alternation with seven others, one thread: 0.60 ms after one, 0.40 after
-  eight, 0.39 alone).
+  eight, 0.39 alone), so `every_session` makes up to eight.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def latency(
 
     Args:
         files: ONNX files by name; ratios are relative to the first.
-        input_shape: (C, H, W) of one image; the input is noise from `seed`, standard normal or pixels. For
-            files with other inputs, a batch by input name, or None for noise with the shapes that the files
-            declare.
+        input_shape: (C, H, W) of one image; the input is noise from `seed`, standard normal or uint8 pixels.
+            For files with other inputs, a batch by input name, or None for noise with the shapes that the
+            files declare.
         batch: the number of images per run.
         threads: the number of intra-op threads.
         runs: the number of timed rounds.
@@ -158,7 +158,7 @@ def quickest(
 
 @dataclass(frozen=True)
 class Session:
-    """A session in which each file was opened again.
+    """A session of a measurement: every file is opened again, and then the files are timed in turns.
 
     Attributes:
         ms: the time of each file's fastest run in milliseconds, by file.

@@ -54,7 +54,7 @@ class Tensor:
 
     @property
     def uniform(self) -> bool:
-        """Returns whether all bytes of an 8-bit tensor, which is stored in the file itself, are equal."""
+        """Returns whether all values of an 8-bit tensor are equal; they must be stored in the file itself."""
         return len(set(bytes(self._raw)) | set(self._integers)) < 2
 
     def int8(self, folder: Path) -> NDArray[np.int8]:

@@ -1,4 +1,4 @@
-"""Finds the int8 weights for which the sum of two products can exceed 16 bits, over all activations.
+"""Finds the int8 weights for which the sum of two products exceeds 16 bits for some activations.
 
 On x86 processors without VNNI, two neighbouring uint8 x int8 products are added in 16 bits and clipped
 (vpmaddubsw). An activation is at most 255. A pair can therefore only overflow if 255 times the sum of its
