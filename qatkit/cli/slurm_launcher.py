@@ -33,7 +33,10 @@ class Slurm(SlurmLauncher):  # type: ignore[misc]  # from a package without type
     """A launcher that submits one array of jobs and reports the end of every job."""
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Submits the runs that no interrupted launch of the same sweep has submitted, and waits for all runs."""
+        """Submits the runs that no earlier launch of the same sweep has submitted, and waits for all runs.
+
+        Which runs were submitted before is decided by `_there`.
+        """
         assert self.config is not None
         folder = Path(str(self.config.hydra.sweep.dir)).absolute()
         file = sweep_file(folder)
@@ -91,7 +94,7 @@ class Slurm(SlurmLauncher):  # type: ignore[misc]  # from a package without type
         return queued
 
     def _config(self, overrides: Sequence[str]) -> Config | None:
-        """Returns a run's configuration; None for a checkpoint or an ONNX file, whose runs find their folders later."""
+        """Returns a run's configuration; None with checkpoint, onnx or resume=FILE, where the folder is unknown."""
         assert self.hydra_context is not None
         node = self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
         with open_dict(node):
