@@ -1,4 +1,4 @@
-"""An analysis as text and figures, for the terminal and the page."""
+"""Describes an analysis of the loss by quantization as text, for the terminal and the page."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SIDES = (
 )
 _SHOWN = 8  # number of sites on the terminal
 _CLASSES = 3
-# Loss of both sides together below which there is nothing to fix.
+# Loss of weights and activations together below which there is nothing to fix.
 _POINTS, _AGREEMENT = 0.1, 0.995
 
 
@@ -89,7 +89,10 @@ def worst_classes(rows: Sequence[ClassRow], count: int = _CLASSES) -> list[Class
 
 
 def advice_line(results: Results) -> str:
-    """Returns a line on the side that loses accuracy, with a suggested fix for this run if one is known."""
+    """Returns a line on whether weights or activations lose accuracy, with a fix for this run if there is one.
+
+    It is "" if the two were not compared (`Analysis.isolation`).
+    """
     found = results.analysis
     if found is None or found.isolation is None:
         return ""
@@ -104,7 +107,7 @@ def advice_line(results: Results) -> str:
 
 
 def _ways(results: Results, found: Analysis, line: str) -> list[str]:
-    """Returns unused settings that improve the side that loses accuracy."""
+    """Returns settings that this run does not use, and that reduce the loss named in `line`."""
     asked, ways = RequestedSettings(results), []
     if not line.endswith(BY_ACTIVATIONS) and asked.get("calibration.weights") in ("auto", "max"):
         ways.append("calibration.weights=mse")
