@@ -87,7 +87,11 @@ def _bundle(given: argparse.Namespace) -> int:
 
 
 def verified(folder: Path, given: argparse.Namespace) -> Iterator[Found]:
-    """Yields the result of each check as soon as the check has run.
+    """Yields the result of each check of the bundle in `folder` as soon as the check has run.
+
+    Args:
+        folder: the folder of the bundle.
+        given: the parsed arguments.
 
     Raises:
         ConfigError: the bundle is damaged, or this machine cannot judge it.

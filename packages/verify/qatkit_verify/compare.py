@@ -85,7 +85,7 @@ class Output:
     Args:
         others: the number of other computations.
         decide: the task's own rule: a function that returns what a batch of the output decides, or a rule
-            for when two outputs are alike. None: the class axis decides.
+            for when two outputs are alike. None: the rules of this module.
 
     Attributes:
         floats: whether the output consists of floats.

@@ -1,4 +1,4 @@
-"""Defines the exception for everything a user can fix, with a message of one line, and finds disk errors."""
+"""Defines the exception, with a one-line message, for everything that a user can fix. Finds disk errors."""
 
 from __future__ import annotations
 

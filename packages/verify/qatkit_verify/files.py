@@ -1,4 +1,4 @@
-"""Writes files in the only permitted way: under a temporary name in the target's folder, then renamed.
+"""Writes files as all code of qatkit must: under a temporary name in the target's folder, then renamed.
 
     with whole(path) as temporary:      # .NAME.PROCESS.RANDOM.part, in the folder of `path`
         ...                             # write `temporary`, check it, load it

@@ -138,9 +138,9 @@ def quickest(
 ) -> dict[str, list[float]]:
     """Returns the time in milliseconds of each file's fastest run in each session; files take turns.
 
-    Other work on the machine can only lengthen a run, so the fastest runs are compared. The
-    position of a session's weights in memory matters too (7 % between two sessions of one ResNet-18), so a file
-    is opened several times.
+    Other work on the machine can only lengthen a run, so the fastest runs are compared. The position of a
+    session's weights in memory matters too (7 % between two sessions of one ResNet-18), so a file is opened
+    several times.
 
     Args:
         files, input_shape, batch, threads, options: see `latency`.
@@ -224,11 +224,10 @@ def from_times(
 
 
 class Waiting:
-    """The time in which threads of this process were ready to run but had no core, as counted by the kernel.
+    """The time in which threads of this process were ready to run but had no core.
 
-    It counts from construction; threads that begin or end in between are left out.
-
-    It reads Linux's schedstat (nanoseconds on a core and in the queue for one); elsewhere it is always 0.
+    It counts from construction; threads that begin or end in between are left out. It reads Linux's schedstat
+    (nanoseconds on a core and in the queue for one); on other systems it is always 0.
     """
 
     def __init__(self) -> None:

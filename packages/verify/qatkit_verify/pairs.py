@@ -47,7 +47,7 @@ def overflowing_on_arm(rows: NDArray[Any]) -> NDArray[np.bool_]:
 
 
 def convolution_rows(weight: NDArray[Any]) -> NDArray[Any]:
-    """Returns a convolution's weight [M, C, ...] as rows [M, K]; K runs over positions, then channels."""
+    """Returns a convolution's weight [M, C, ...] as rows [M, K]: position by position, all C channels of each."""
     return np.moveaxis(weight, 1, -1).reshape(len(weight), math.prod(weight.shape[1:]))
 
 

@@ -11,8 +11,8 @@
     tolerance_other    float: number of steps by which another runtime may differ, which may round after other
                        operators
 
-ONNX Runtime's answers with and without optimizations may differ (float residual streams of transformers).
-The tolerance for ONNX Runtime is therefore one step more than twice that difference.
+ONNX Runtime's answers with and without optimizations may differ, for example in transformers, whose residual
+stream is float. The tolerance for ONNX Runtime is therefore one step more than twice that difference.
 """
 
 from __future__ import annotations

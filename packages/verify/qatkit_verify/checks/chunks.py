@@ -1,4 +1,4 @@
-"""Checks whether the file for chunks agrees with the file for complete recordings after the last chunk."""
+"""Checks whether the file for chunks, after the last chunk, agrees with the file for complete inputs."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Checks by the noise in dB, not only by decisions, whether ONNX Runtime still computes what was verified.
 
 A version can silently change what a file computes. ONNX Runtime 1.32 turns products of 16-bit activations,
-exact before, into MatMulNBits, which quantizes the activations to 8 bits. The SQNR is then 39 dB, and most
-decisions stay the same. So the outputs for the golden inputs on this machine ("here") are compared with those
-of the machine that made the bundle ("there"). The noise is relative to the power of the answers:
+which were exact before, into MatMulNBits, which quantizes the activations to 8 bits. The SQNR is then 39 dB,
+and most decisions stay the same. So the outputs for the golden inputs on this machine ("here") are compared
+with those of the machine that made the bundle ("there"). The noise is relative to the power of the answers:
 
     optimized here       against optimized there     the noise that is judged
     optimized there      against as written there    noise that optimizations may cause

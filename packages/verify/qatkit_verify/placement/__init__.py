@@ -2,6 +2,7 @@
 
 record   placement.json
 sites    the operators that a placement changes
+machine  the description of this machine
 quiet    the timing of files while the machine does nothing else
 decide   the choice of the fastest file
 measure  the command `qatkit-measure`

@@ -51,7 +51,8 @@ class Measured:
     """The timings of one file in the measurement of a placement.
 
     Attributes:
-        name: "float", "fixed" (placed by the backend's table), or a number.
+        name: "float", "fixed" (placed by the backend's table), "opened" (all SiLUs in int8), "even" (every
+            other operator in float), or the number of a predicted file.
         floats: the number of operators that are float in addition to those of the table.
         opened: the number of SiLUs that are int8 operators in addition to those of the table.
         predicted_ms: the time that was predicted before the file was made; None if none was, as for the files
@@ -188,7 +189,10 @@ def check_fits(placed: Placed, model: str, backend: str, shape: tuple[int, ...],
 
 
 def check_graph(placed: Placed, digest: str, known: Iterable[str], path: Any) -> None:
-    """Raises ConfigError, which names a missing operator, if the placement was measured on another graph."""
+    """Raises ConfigError, which names a missing operator, if the placement was measured on another graph.
+
+    If none is missing, the message says that shapes or connections differ.
+    """
     if placed.graph == digest:
         return
     sites = list(known)
