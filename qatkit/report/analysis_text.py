@@ -39,7 +39,7 @@ def decibels(value: float | None) -> str:
 
 
 def side_columns(labelled: bool, task: TaskNames) -> tuple[str, ...]:
-    """Returns the column headings of the isolation table."""
+    """Returns the column headings of the table that compares the loss by weights and by activations."""
     return ("", *((task.main.title,) if labelled else ()), "same as float %", "KL", "SQNR dB")
 
 
@@ -61,9 +61,10 @@ def site_cells(row: SensitivityRow, labelled: bool) -> tuple[str, ...]:
 
 
 def rows_of(found: Analysis, direction: str) -> list[SensitivityRow]:
-    """Returns the rows of a direction: for ONLY the most sensitive site first, for ALL_BUT the most helpful one first.
+    """Returns the rows of a direction; if nothing was measured, the estimated ones.
 
-    If nothing was measured, they are the estimated rows.
+    For ONLY (one weight or activation is quantized), the most sensitive one is first. For ALL_BUT (one is in
+    float), it is the one that helps most.
     """
     chosen = [row for row in found.sensitivity or found.estimate if row.direction == direction]
     return sorted(chosen, key=lambda row: row.loss, reverse=direction == ONLY)

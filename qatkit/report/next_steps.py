@@ -1,7 +1,7 @@
-"""The most useful commands after a run, composed from its typed command line.
+"""The most useful commands after a run, composed from the command line that was typed for it.
 
 Each rule of `_RULES` inspects the results and suggests one command or none; the first `_MOST` commands are
-printed. A rule only replaces a few keys of the typed command line, so that each command works as it is
+printed. Most rules only replace a few keys of the typed command line, so that each command works as it is
 printed. The lines of shortfalls name all ways to meet a bound. The first of them that is a setting is
 suggested here as a command.
 """

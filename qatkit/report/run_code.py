@@ -38,7 +38,7 @@ _LANGUAGES = {"Python": "run.py.txt", "C++": "run.cpp.txt", "JavaScript": "run.m
 
 @dataclass(frozen=True)
 class Loading:
-    """The facts about a file that a program needs.
+    """The facts about a file that are filled into the programs that run it.
 
     Attributes:
         file: the name of the file.

@@ -1,4 +1,4 @@
-"""A search on the terminal: a line per trial during the search, and a table of the front at its end."""
+"""A search on the terminal: a line per trial during the search, a table of the Pareto front at the end."""
 
 from __future__ import annotations
 

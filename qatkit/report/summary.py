@@ -140,6 +140,6 @@ def algorithm_lines(algorithms: Sequence[Tried], task: TaskNames = NAMES) -> lis
 
 
 def lined(rows: Sequence[tuple[str, ...]], marked: Sequence[bool], mark: str) -> list[str]:
-    """Returns rows of cells as aligned lines; those in `marked` are followed by `mark`."""
+    """Returns rows of cells as aligned lines; a line ends in `mark` if its entry in `marked` is true."""
     lines = zip(drawn(rows), marked, strict=True)
     return [f"  {line}" + (f"  <- {mark}" if chosen else "") for line, chosen in lines]

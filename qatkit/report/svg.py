@@ -1,4 +1,4 @@
-"""Drawings of an analysis as inline SVG without scripts. They stretch with the page.
+"""Drawings for the pages as inline SVG without scripts. They stretch with the page.
 
 A drawing contains no text, since text would stretch too and be unreadable at a width of 400 pixels. Labels
 are HTML around the drawing.
