@@ -233,7 +233,7 @@ def _names(model: nn.Module, example: Inputs | None) -> tuple[str, ...]:
 
 
 def _samples(batches: Iterable[Any], names: Sequence[str], labelled: bool) -> Iterator[Sample]:
-    """Yields the samples of batches, each with a batch axis of 1, and their targets."""
+    """Yields the samples of batches, each with a batch axis of length 1, and their targets."""
     for number, batch in enumerate(batches):
         where = f"batches[{number}]"
         if labelled and not (isinstance(batch, tuple | list) and len(batch) == 2):
