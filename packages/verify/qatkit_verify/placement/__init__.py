@@ -1,4 +1,4 @@
-"""Measures on this machine which operators of a model should run in int8 and which in float: its placement.
+"""Measures on this machine which operators of a model should run in int8 and which in float (the placement).
 
 record   placement.json
 sites    the operators that a placement changes
