@@ -108,7 +108,7 @@ def advice_line(results: Results) -> str:
 
 
 def _ways(results: Results, found: Analysis, line: str) -> list[str]:
-    """Returns settings that this run does not use, and that reduce the loss named in `line`."""
+    """Returns settings that this run does not use, and that may reduce the loss named in `line`."""
     asked, ways = RequestedSettings(results), []
     if not line.endswith(BY_ACTIVATIONS) and asked.get("calibration.weights") in ("auto", "max"):
         ways.append("calibration.weights=mse")

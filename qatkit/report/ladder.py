@@ -1,4 +1,4 @@
-"""The ladder of a rescue as text: one line per rung, that is, per remedy in turn, and advice."""
+"""The ladder of a rescue as text: a line for each rung (a remedy that was tried), and advice."""
 
 from __future__ import annotations
 

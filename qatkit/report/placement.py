@@ -65,7 +65,7 @@ def dearest(placed: Placed) -> list[tuple[str, float]]:
     """Returns the operators that are placed unlike the backend's table, the most expensive to undo first.
 
     Each has the predicted milliseconds that the file would take longer if the operator were as in the table.
-    Nothing is returned if nothing was predicted, as by `qatkit-measure`.
+    Returns [] if nothing was predicted, as by `qatkit-measure`.
     """
     return sorted(placed.costs.items(), key=lambda pair: -pair[1])
 
