@@ -157,8 +157,8 @@ def _typed(mode: str, overrides: Sequence[str], allowed: Sequence[str]) -> set[s
 def _set_data_and_algorithm(config: DictConfig, typed: set[str]) -> None:
     """Sets what the command line leaves open for packed weights.
 
-    Without data, the samples are random, and bounds on the outputs are removed. With data, the algorithm is
-    GPTQ.
+    Without data, the samples are random, and there are no bounds on the agreement with float. With data, the
+    algorithm is GPTQ.
     """
     if "data" not in typed:
         drawn = DataConfig(source=DRAWN, batch_size=32, eval_batch_size=50, workers=0, download=False)
