@@ -1,4 +1,4 @@
-"""A torchvision detector whose Python code stays float: its backbone and head are quantized as parts.
+"""A torchvision detector of which only the backbone is quantized; the rest stays float Python code.
 
     uv run examples/detector_parts.py [FOLDER]
 

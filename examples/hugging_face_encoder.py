@@ -1,4 +1,4 @@
-"""An encoder of Hugging Face and token ids, quantized in one call (extra `transformers`).
+"""A Hugging Face encoder of token ids, quantized in one call (extra `transformers`).
 
     uv run --extra transformers examples/hugging_face_encoder.py [FOLDER]
 

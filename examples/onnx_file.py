@@ -1,4 +1,4 @@
-"""A float ONNX file and arrays, quantized in one call.
+"""A float ONNX file, quantized in one call with arrays as calibration data.
 
     uv run examples/onnx_file.py [FILE.onnx] [FOLDER]
 
@@ -28,7 +28,7 @@ def float_file(path: Path) -> Path:
 
 
 def main(file: str | None = None, folder: str = "outputs/onnx_file") -> Result:
-    """Quantizes the file, or a small network if there is none."""
+    """Quantizes the file, or a small network if `file` is None."""
     path = Path(file) if file else float_file(Path(folder).with_suffix(".float.onnx"))
     draw = np.random.default_rng(0)
     batches = [draw.normal(size=(8, 3, 32, 32)).astype(np.float32) for _ in range(16)]

@@ -1,4 +1,4 @@
-"""A torchvision classifier and labelled images, trained and quantized in one call.
+"""A torchvision classifier, trained on labelled images and quantized in one call.
 
     uv run examples/torchvision_classifier.py [FOLDER]
 

@@ -3,9 +3,9 @@
     uv run examples/two_inputs.py [FOLDER]
 
 The data are made up: blobs whose position in the image determines the class, and a size that the vector contains.
-`QATModule` gets an example of the model's arguments, here (image, vector), and batches have the same structure. Calling
-it returns the outputs as a tuple in the order of `graph.meta["outputs"]`. The file's inputs and outputs have the
-names of the arguments and of the mapping's keys.
+`QATModule` gets an example of the model's arguments, here (image, vector), and batches have the same structure.
+Calling the module returns the outputs as a tuple in the order of `graph.meta["outputs"]`. In the file, inputs are
+named after the arguments, and outputs after the mapping's keys.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     from qatkit import quantize, QATModule, Parts, export_onnx
 
-The packages in the order in which a model passes through them: `models` and `data` (inputs), `graph` (trace,
-fuse, stub, prepare, convert) with the arithmetic of `quant`, `calibration` and `algorithms`, `train`,
+The main packages in the order in which a model passes through them: `models` and `data` (inputs), `graph`
+(trace, fuse, stub, prepare, convert) with the arithmetic of `quant`, `calibration` and `algorithms`, `train`,
 `export`, `verify`, `report`. `choose` decides by measurement. `jobs` contains the commands, `config` their
 settings and `cli` the command line.
 """

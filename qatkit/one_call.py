@@ -233,7 +233,7 @@ def _names(model: nn.Module, example: Inputs | None) -> tuple[str, ...]:
 
 
 def _samples(batches: Iterable[Any], names: Sequence[str], labelled: bool) -> Iterator[Sample]:
-    """Yields the samples of batches, each with a batch axis of 1, and their targets."""
+    """Yields the samples of batches, each with a batch axis of length 1, and their targets."""
     for number, batch in enumerate(batches):
         where = f"batches[{number}]"
         if labelled and not (isinstance(batch, tuple | list) and len(batch) == 2):
@@ -278,7 +278,7 @@ def _target(value: Any) -> Any:
 
 
 def _classes(config: Config, *splits: Sequence[Sample]) -> tuple[str, ...]:
-    """Returns the names of the classes, which are their numbers, for a task whose targets are classes."""
+    """Returns the names of the classes, which are their numbers; () if the targets are not classes."""
     targets = [target for split in splits for _, target in split]
     if config.task not in ("classification", "embedding") or not all(isinstance(one, int) for one in targets):
         return ()

@@ -17,10 +17,10 @@ def shown(batches: Batches, title: str, progress: bool, unit: str = "images") ->
     """Yields `batches` and shows the progress on stderr: as a bar, or as occasional lines without a terminal.
 
     Args:
-        batches: pairs whose second element has one entry per `unit`.
+        batches: pairs whose second element has one entry per image (or whatever `unit` says).
         title: the text before the bar.
         progress: whether to show progress.
-        unit: the unit of the rate after the bar.
+        unit: what is counted, for the rate after the bar ("images" per second).
     """
     if not progress:
         yield from batches

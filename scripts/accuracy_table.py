@@ -176,7 +176,7 @@ def _row(result: dict[str, Any]) -> list[str]:
 
 
 def _isa(hardware: dict[str, Any]) -> str:
-    """Returns the name of the instruction set that int8 kernels use."""
+    """Returns the instruction sets that int8 kernels use, as " (VNNI, AMX)"; "" if none is known."""
     known = {"avx512_vnni": "VNNI", "avx_vnni": "VNNI", "amx_int8": "AMX"}
     found = dict.fromkeys(known[one] for one in hardware.get("isa", ()) if one in known)
     return f" ({', '.join(found)})" if found else ""

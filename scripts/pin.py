@@ -1,8 +1,8 @@
-"""Writes the exact version of every package of the tree into pyproject.toml: `uv run scripts/pin.py`.
+"""Writes the exact version of every dependency, also indirect ones, into pyproject.toml.
 
-`uv.lock` names download hosts, so it stays out of git; the shared pins are uv's `constraint-dependencies`. The tree
-is resolved again, for all platforms and Python versions at once, in a copy of the project without pins. Arguments
-hold packages back:
+It is run with `uv run scripts/pin.py`. `uv.lock` names download hosts, so it stays out of git; the shared pins
+are uv's `constraint-dependencies`. The dependencies are resolved again, for all platforms and Python versions
+at once, in a copy of the project without pins. Arguments hold packages back:
 
     uv run scripts/pin.py torch==2.13.0 torchvision==0.28.0
 
@@ -43,7 +43,10 @@ def _quoted(pin: str) -> str:
 
 
 def resolve(text: str) -> list[str]:
-    """Returns all packages of the tree as "name==version ; marker", without local versions ("+cpu")."""
+    """Returns all dependencies of the pyproject.toml `text`, also indirect ones.
+
+    Each is "name==version ; marker", without a local version ("+cpu").
+    """
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, PYPROJECT.name).write_text(text, encoding="utf-8")
         Path(folder, "README.md").touch()
@@ -56,7 +59,7 @@ def resolve(text: str) -> list[str]:
 
 
 def main(held: Sequence[str]) -> None:
-    """Resolves the tree and replaces pyproject.toml."""
+    """Resolves the dependencies and writes the pins into pyproject.toml; `held` are pins ("name==version")."""
     text = PYPROJECT.read_text(encoding="utf-8")
     pins = resolve(with_pins(text, held))
     write_text(PYPROJECT, with_pins(text, pins))

@@ -24,7 +24,7 @@ _PACKED, _BITS = "qatkit.quant.backends.WEIGHT_ONLY", "int4"  # the backend, and
 
 
 def short(report: dict[str, Any]) -> dict[str, Any]:
-    """Returns the figures of a report.json."""
+    """Returns the figures of a report.json that are recorded."""
     parity, audit, config = report["parity"], report["audit"], report["config"]
     metric, *further = (one.key for one in names_of(report).metrics)
     decided = "top1" if metric == "top1" else "decision"

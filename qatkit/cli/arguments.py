@@ -1,4 +1,4 @@
-"""The typed arguments: flags, and the jobs of a sweep's overrides."""
+"""Parses what was typed on the command line: the flags, and the overrides of each job of a sweep."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def typed_arguments() -> argparse.Namespace:
     """Returns the flags and overrides as Hydra parses them.
 
     Raises:
-        ConfigError: a flag is unknown, unsupported, or excludes another one, or its folder cannot be read.
+        ConfigError: a flag is unknown, unsupported, lacks its argument, or excludes another one, or a file in
+            the folder of --config-dir cannot be read.
     """
     parser = flags_parser()
     parser.error = _refuse  # type: ignore[method-assign]  # argparse prints its usage over many lines
@@ -46,7 +47,7 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _check_flags(arguments: argparse.Namespace) -> None:
-    """Rejects flags that exclude each other, bypass `conf`, or name a missing folder."""
+    """Rejects flags that exclude each other, bypass `conf`, lack arguments, or name an unreadable folder."""
     for flag in ("config_name", "config_path", "experimental_rerun"):
         if (value := getattr(arguments, flag)) is not None:
             reason = "the flag is not supported: every run starts from conf/config.yaml; add a folder with --config-dir"

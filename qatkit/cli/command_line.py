@@ -1,8 +1,9 @@
 """The command line: Hydra composes, mistakes are reported in one line, and the job receives a plain `Config`.
 
 Hydra reports a mistake only when it occurs, in several lines and, in a sweep, possibly after hours. The
-command line is therefore composed twice. The first time, before Hydra itself starts, every job of a sweep is
-composed and checked, and its dotted paths are imported. Errors of Hydra and OmegaConf are translated to
+command line is therefore composed twice. The first time, before Hydra itself starts, every job of a sweep (at
+most `COMPOSED_AHEAD`) is composed and checked, and its dotted paths are imported. Errors of Hydra and
+OmegaConf are translated to
 
     error: key=value: expected ...
 
@@ -227,7 +228,7 @@ def _run(job: Job, node: DictConfig, from_checkpoint: bool, conf: Path) -> sweep
 
 
 def _status_before(config: Config, folder: str, which: str) -> int | None:
-    """Reports and returns the status of a finished run in `folder` that resume=auto need not repeat, else None."""
+    """If resume=auto and the run in `folder` is finished, reports it and returns its exit status, else None."""
     if config.resume != "auto" or not folder or not finished(config, Path(folder)):
         return None
     report = report_of(Path(folder))
@@ -314,7 +315,7 @@ def _composer(conf: Path, typed: Sequence[str]) -> Callable[[Sequence[str]], Con
 
 
 def _searched() -> list[str]:
-    """Returns the user's configuration folders as they were typed."""
+    """Returns the overrides of hydra.searchpath as they were typed."""
     typed: Sequence[str] = HydraConfig.get().overrides.hydra
     return [one for one in typed if one.lstrip("+").startswith("hydra.searchpath=")]
 

@@ -2,7 +2,7 @@
 
 Neither uses the composed configuration: a checkpoint has the configuration with which it was trained, and the
 run of a file has no model, schedule or recipe. Therefore only a few keys can be set; others are reported as
-mistakes.
+mistakes. Only placement=variants uses the configuration that train.py would compose.
 """
 
 from __future__ import annotations
@@ -155,7 +155,11 @@ def _typed(mode: str, overrides: Sequence[str], allowed: Sequence[str]) -> set[s
 
 
 def _set_data_and_algorithm(config: DictConfig, typed: set[str]) -> None:
-    """Sets the samples and the algorithm: without data, drawn samples without bounds; with data, GPTQ for rounding."""
+    """Sets what the command line leaves open for packed weights.
+
+    Without data, the samples are random, and there are no bounds on the agreement with float. With data, the
+    algorithm is GPTQ.
+    """
     if "data" not in typed:
         drawn = DataConfig(source=DRAWN, batch_size=32, eval_batch_size=50, workers=0, download=False)
         given = {

@@ -45,7 +45,7 @@ class Group:
 
 
 def groups(folders: Iterable[Path]) -> list[Group]:
-    """Returns all keys in the order of the schema, and those of each algorithm with a file in one of `folders`.
+    """Returns all groups of keys in the order of the schema, including each algorithm with a file in `folders`.
 
     Raises:
         ConfigError: a file of an algorithm is not valid YAML, or its target cannot be imported.
@@ -93,7 +93,7 @@ def _group(key: str, owner: type) -> Group:
 
 
 def options(folders: Iterable[Path]) -> dict[str, list[str]]:
-    """Returns the choices for GROUP=OPTION: the YAML files in the folders of each folder, as Hydra finds them."""
+    """Returns the options of each group, as Hydra finds them: the files GROUP/OPTION.yaml in `folders`."""
     found: dict[str, set[str]] = {}
     for folder in folders:
         for path in folder.glob("*/*.yaml"):

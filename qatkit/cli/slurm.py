@@ -97,7 +97,7 @@ class Queued:
 
     Attributes:
         number, overrides: the number and the overrides of the run in the sweep.
-        folder: the folder of the run; "" if the run itself finds it.
+        folder: the folder of the run; "" if the run itself chooses it.
         job: the job object of submitit.
     """
 
@@ -108,7 +108,9 @@ class Queued:
 
 
 def results(runs: Sequence[Queued], sweep: str) -> dict[int, Outcome]:
-    """Waits for the runs and returns an `Outcome` for each by its number; a failed run raises no error.
+    """Waits for the runs, adds their outcomes to those of the sweep, and returns them by the runs' numbers.
+
+    A failed run has an outcome as well and raises no error.
 
     Raises:
         Stopped: a signal ended the wait; runs that have not ended are reported with their current states.

@@ -33,7 +33,7 @@ class Slurm(SlurmLauncher):  # type: ignore[misc]  # from a package without type
     """A launcher that submits one array of jobs and reports the end of every job."""
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Submits the runs that no interrupted launch of the same sweep has submitted, and waits for all runs."""
+        """Submits all runs except those of an earlier launch (`_there`), and waits for all runs."""
         assert self.config is not None
         folder = Path(str(self.config.hydra.sweep.dir)).absolute()
         file = sweep_file(folder)
@@ -91,7 +91,7 @@ class Slurm(SlurmLauncher):  # type: ignore[misc]  # from a package without type
         return queued
 
     def _config(self, overrides: Sequence[str]) -> Config | None:
-        """Returns a run's configuration; None for a checkpoint or an ONNX file, whose runs find their folders later."""
+        """Returns a run's configuration; None with checkpoint, onnx or resume=FILE, where the folder is unknown."""
         assert self.hydra_context is not None
         node = self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
         with open_dict(node):
@@ -149,9 +149,10 @@ def _queued(number: int, overrides: Sequence[str], known: Known) -> slurm.Queued
 def _there(
     file: SweepFile, jobs: Mapping[int, Sequence[str]], configs: Mapping[int, Config | None]
 ) -> list[slurm.Queued]:
-    """Returns the runs with this configuration that an earlier launch of the same sweep has finished or submitted.
+    """Returns the runs of an earlier launch of the same sweep that need not be submitted again.
 
-    For a completed sweep there are none without resume=auto.
+    They have the same configuration, and are queued, running, or finished without a failure. For a completed
+    sweep there are none without resume=auto.
 
     Raises:
         ConfigError: Slurm does not report the states of the runs.

@@ -28,7 +28,10 @@ _CONFIGURED = (CLIMB_FILE, CONFIG_FILE)
 
 
 def runs_below(root: Path) -> list[Row]:
-    """Returns the runs in `root` and below, sorted by recipe and folder; links and hidden folders are skipped."""
+    """Returns the runs in `root` and below, sorted by recipe and folder.
+
+    Links and hidden folders are skipped. A folder that cannot be read has a row with the state BROKEN.
+    """
     rows: list[Row] = []
 
     def unreadable(error: OSError) -> None:
@@ -54,7 +57,7 @@ def in_order(rows: Sequence[Row]) -> list[Row]:
 
 
 def row_of(folder: Path, root: Path) -> Row | None:
-    """Returns the run in `folder`; None if there is none."""
+    """Returns the row of the run in `folder`; None if there is none."""
     name = _relative(folder, root)
     if not os.path.lexists(folder / REPORT_FILE):
         return _unfinished(folder, name)
@@ -73,7 +76,7 @@ def row_of(folder: Path, root: Path) -> Row | None:
 
 
 def _unfinished(folder: Path, name: str) -> Row | None:
-    """Returns the row of a run without a report; None if the config.yaml belongs to another program."""
+    """Returns the row of a run without a report; None if the folder has no configuration of qatkit."""
     import yaml  # only needed for runs without a report
 
     path = next((path for one in _CONFIGURED if (path := folder / one).is_file()), None)

@@ -193,7 +193,7 @@ def _tensor_table(one: Comparison) -> str:
 
 
 def row_is_suspect(row: TensorRow, one: Comparison) -> bool:
-    """Returns whether a row is the tensor whose scale is suspect."""
+    """Returns whether a row is that of the tensor whose scale is suspect."""
     return f"{row.kind} {row.site}" == one.suspect
 
 

@@ -1,4 +1,4 @@
-"""An analysis as text and figures, for the terminal and the page."""
+"""Describes an analysis of the loss by quantization as text, for the terminal and the page."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SIDES = (
 )
 _SHOWN = 8  # number of sites on the terminal
 _CLASSES = 3
-# Loss of both sides together below which there is nothing to fix.
+# Loss of weights and activations together below which there is nothing to fix.
 _POINTS, _AGREEMENT = 0.1, 0.995
 
 
@@ -39,7 +39,7 @@ def decibels(value: float | None) -> str:
 
 
 def side_columns(labelled: bool, task: TaskNames) -> tuple[str, ...]:
-    """Returns the column headings of the isolation table."""
+    """Returns the column headings of the table that compares the loss by weights and by activations."""
     return ("", *((task.main.title,) if labelled else ()), "same as float %", "KL", "SQNR dB")
 
 
@@ -61,9 +61,10 @@ def site_cells(row: SensitivityRow, labelled: bool) -> tuple[str, ...]:
 
 
 def rows_of(found: Analysis, direction: str) -> list[SensitivityRow]:
-    """Returns the rows of a direction: for ONLY the most sensitive site first, for ALL_BUT the most helpful one first.
+    """Returns the rows of a direction; if nothing was measured, the estimated ones.
 
-    If nothing was measured, they are the estimated rows.
+    For ONLY (one weight or activation is quantized), the most sensitive one is first. For ALL_BUT (one is in
+    float), it is the one that helps most.
     """
     chosen = [row for row in found.sensitivity or found.estimate if row.direction == direction]
     return sorted(chosen, key=lambda row: row.loss, reverse=direction == ONLY)
@@ -89,7 +90,10 @@ def worst_classes(rows: Sequence[ClassRow], count: int = _CLASSES) -> list[Class
 
 
 def advice_line(results: Results) -> str:
-    """Returns a line on the side that loses accuracy, with a suggested fix for this run if one is known."""
+    """Returns a line on whether weights or activations lose accuracy, with a fix for this run if there is one.
+
+    It is "" if the two were not compared (`Analysis.isolation`).
+    """
     found = results.analysis
     if found is None or found.isolation is None:
         return ""
@@ -104,7 +108,7 @@ def advice_line(results: Results) -> str:
 
 
 def _ways(results: Results, found: Analysis, line: str) -> list[str]:
-    """Returns unused settings that improve the side that loses accuracy."""
+    """Returns settings that this run does not use, and that may reduce the loss named in `line`."""
     asked, ways = RequestedSettings(results), []
     if not line.endswith(BY_ACTIVATIONS) and asked.get("calibration.weights") in ("auto", "max"):
         ways.append("calibration.weights=mse")

@@ -1,4 +1,4 @@
-"""The bar charts of report.html: a figure of each row of the table, drawn to one scale."""
+"""The bar charts of report.html, with one bar for each row of the table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The section of the page on states that are fed back: how far both files differ after increasing numbers of steps."""
+"""The section of the page on states that are fed back: the file's distance from float after more and more steps."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from qatkit.records.results import Results
 from qatkit.report.html import section, table
 
 _LINE, _TEXT = 150, 20  # ratio of the height of a panel to the width of a line, and to the height of letters
-_OPEN, _MOST = 30, 100  # number of classes that are listed initially, and at most
+_OPEN, _MOST = 30, 100  # number of classes above which the table is collapsed, and of those that it lists
 _FEWEST = 3  # smallest number of classes for a table: with two, the total is enough
 
 
@@ -43,7 +43,7 @@ def _panel(panel: Panel) -> str:
 
 
 def _shape(shape: Shape, height: int) -> str:
-    """Returns a line, with its label inside its upper left corner."""
+    """Returns the SVG of a shape's line, with the label, if any, to the lower right of its first point."""
     places = [f"{x:.1f} {y:.1f}" for x, y in shape.points]
     colour = escape(shape.colour)
     width = f'style="vector-effect:none" stroke-width="{max(1.0, height / _LINE):.1f}"'

@@ -52,7 +52,7 @@ _TENSORS = 200  # number of rows in the tensor table; the others are in report.j
 
 
 def parity_section(results: Results) -> str:
-    """Returns the section; "" if no parity was measured."""
+    """Returns the section with the parity and the comparison of tensors; "" if neither was measured."""
     tensors = "" if results.divergence is None else _tensors(results.divergence)
     if results.parity is None:
         return section("Tensor by tensor", tensors) if tensors else ""

@@ -29,7 +29,7 @@ _LONGEST = 100  # number of characters of a site in a file name
 
 
 def draw_histograms(folder: Path, found: Comparison) -> Comparison:
-    """Writes a PNG file for each row with a histogram into a run's folder; returns the rows with their file names."""
+    """Writes a PNG file for each row with a histogram to a run's folder; returns `found` with the file names."""
     place = folder / PICTURES / FOLDER
     place.mkdir(parents=True, exist_ok=True)
     rows = []

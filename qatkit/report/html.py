@@ -16,9 +16,9 @@ def table(head: Sequence[str], rows: Iterable[tuple[str, Sequence[str]]], style:
 
     Args:
         head: the column headings.
-        rows: (class of the row, cells) for each row; a cell is HTML: a `<td ...>`, or text to be wrapped in
-            one.
-        style: the class of the table.
+        rows: (CSS class of the row, cells) for each row; a cell is HTML: a `<td ...>`, or content to be
+            wrapped in one.
+        style: the CSS class of the table.
     """
     rows = list(rows)
     textual = [cell.startswith('<td class="left') for cell in rows[0][1]] if rows else [False] * len(head)
@@ -59,6 +59,6 @@ def chart(drawing: str, ticks: Sequence[str], ends: tuple[str, str], pins: str =
 
 
 def pin(number: int, x: float, y: float, *, chosen: bool) -> str:
-    """Returns a number on a drawing, positioned by shares of its width and height."""
+    """Returns a number on a drawing; x and y are shares of the drawing's width and height, from the lower left."""
     kind = "pin chosen" if chosen else "pin"
     return f'<span class="{kind}" style="left:{100 * x:.2f}%;bottom:{100 * y:.2f}%">{number}</span>'

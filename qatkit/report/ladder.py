@@ -1,4 +1,4 @@
-"""The ladder of a rescue as text: one line per rung, and advice."""
+"""The ladder of a rescue as text: a line for each rung (a remedy that was tried), and advice."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def ladder_lines(ladder: Ladder) -> list[str]:
 
 
 def rung_line(row: RungResult, task: TaskNames = NAMES) -> str:
-    """Returns the line of one rung, printed while climbing."""
+    """Returns the line that is printed when a rung ends."""
     if not row.measured:
         return row.why
     near = (
@@ -47,7 +47,7 @@ def rung_line(row: RungResult, task: TaskNames = NAMES) -> str:
 
 
 def advice(ladder: Ladder, epochs: int) -> str:
-    """Returns one line on the rung with the largest gain and its cost, or on what to try if no rung meets the target.
+    """Returns one line: which rung met the target and which gained most, or what to try if none met it.
 
     Args:
         ladder: the finished ladder with its chosen rung.

@@ -1,7 +1,7 @@
-"""The most useful commands after a run, composed from its typed command line.
+"""The most useful commands after a run, composed from the command line that was typed for it.
 
 Each rule of `_RULES` inspects the results and suggests one command or none; the first `_MOST` commands are
-printed. A rule only replaces a few keys of the typed command line, so that each command works as it is
+printed. Most rules only replace a few keys of the typed command line, so that each command works as it is
 printed. The lines of shortfalls name all ways to meet a bound. The first of them that is a setting is
 suggested here as a command.
 """
@@ -92,7 +92,7 @@ def _fixed(results: Results) -> NextStep | None:
 
 
 def _settings(fix: str, bound: str) -> Iterator[list[str]]:
-    """Yields the alternatives of a fix that can be typed, as words, except those that remove the bound itself."""
+    """Yields the alternatives of a fix that can be typed, as words, except those that change the bound."""
     for way in re.split(r",? or ", _CLAUSE.sub("", fix)):
         try:
             words = shlex.split(way)
@@ -109,7 +109,10 @@ def _climbs(results: Results) -> NextStep | None:
 
 
 def _analyses(results: Results) -> NextStep | None:
-    """Suggests a search for the layers that cause the loss, on the finished checkpoint if there is one."""
+    """Suggests a search for the layers that cause the loss if the file is too far from float.
+
+    It starts from the run's checkpoint, if there is one.
+    """
     asked = RequestedSettings(results)
     far = any(line.startswith(_NEAR) for line in results.shortfalls)
     if not far or not asked.has_module or results.analysis is not None or results.ladder is not None:

@@ -12,7 +12,10 @@ _LISTED = 20
 
 
 def overrides_section(results: Results) -> str:
-    """Returns the section, with the settings of each selector and the number and names of what it selected."""
+    """Returns the section, with the settings of each selector and the number and names of what it selected.
+
+    It is "" if there are no overrides.
+    """
     matched = results.measured.get("overrides", {}).get("matched", [])
     rows = [("", [_left(f"<code>{escape(one['selector'])}</code>"), *_cells(one)]) for one in matched]
     return (

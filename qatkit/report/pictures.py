@@ -1,4 +1,4 @@
-"""Drawings of an analysis and of a front of mixed precisions as PNG files; requires matplotlib.
+"""Drawings of an analysis and of the Pareto front of mixed precisions as PNG files; requires matplotlib.
 
 The page has the same drawings as inline SVG (`qatkit.report.svg`) and needs no library.
 """
@@ -47,7 +47,11 @@ def draw(folder: Path, found: Analysis) -> list[str]:
 
 
 def draw_front(folder: Path, front: Precision) -> list[str]:
-    """Writes the drawing of a front of mixed precisions; returns the names of the files."""
+    """Writes the drawing of a Pareto front of mixed precisions into `folder`; returns the names of the files.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
     folder.mkdir(exist_ok=True)
     return [_save(folder, "precision.png", (_WIDE, 4.5), lambda figure: _front(figure, front))]
 

@@ -1,6 +1,6 @@
 """A measured placement, on the terminal and on the page.
 
-The page shows the competing files, and the differences of the chosen one for each site.
+The page shows all timed files, and the operators that the chosen one places unlike the backend's table.
 """
 
 from __future__ import annotations
@@ -62,9 +62,10 @@ def chosen_line(placed: Placed) -> str:
 
 
 def dearest(placed: Placed) -> list[tuple[str, float]]:
-    """Returns the sites that differ from the backend's table, the most expensive to undo first.
+    """Returns the operators that are placed unlike the backend's table, the most expensive to undo first.
 
-    Each has the milliseconds that the file would take longer if the site were as in the table.
+    Each has the predicted milliseconds that the file would take longer if the operator were as in the table.
+    Returns [] if nothing was predicted, as by `qatkit-measure`.
     """
     return sorted(placed.costs.items(), key=lambda pair: -pair[1])
 

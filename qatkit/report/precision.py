@@ -1,4 +1,4 @@
-"""The front of mixed precisions, on the terminal and on the page.
+"""The Pareto front of mixed precisions (operators in int8 or float), on the terminal and on the page.
 
 The page has a drawing with numbered points, and a table of them.
 """
@@ -26,7 +26,13 @@ def columns(task: TaskNames) -> tuple[str, ...]:
 
 
 def cells(point: PrecisionPoint, operators: int, folder: str) -> tuple[str, ...]:
-    """Returns the cells of a point in the order of `columns`, for a front over `operators` operators."""
+    """Returns the cells of a point in the order of `columns`.
+
+    Args:
+        point: a point of the front.
+        operators: the number of the model's operators that can be int8.
+        folder: the folder of the run, which the settings to export the point name.
+    """
     export = (
         "model.float.onnx"
         if point.floats is None

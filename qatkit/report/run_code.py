@@ -1,9 +1,9 @@
 """Programs that run an INT8 file, with this model's own preprocessing filled in: Python, C++ and JavaScript.
 
-The Python program is self-contained. Pillow's downscaling agrees with that of training to within one level of
-255, and its upscaling and cropping are exact. JavaScript has no built-in antialiased resizing, so its program
-uses the preprocess.mjs of a bundle. C++ has no standard way to read pictures, so its program starts from
-resized pixels.
+The Python program is self-contained. Its pixels, from 0 to 255, differ from those of training by at most 1
+where Pillow scales down, and not at all where it scales up or crops. JavaScript has no built-in antialiased
+resizing, so its program uses the preprocess.mjs of a bundle. C++ has no standard way to read pictures, so its
+program starts from resized pixels.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LANGUAGES = {"Python": "run.py.txt", "C++": "run.cpp.txt", "JavaScript": "run.m
 
 @dataclass(frozen=True)
 class Loading:
-    """The facts about a file that a program needs.
+    """The facts about a file that are filled into the programs that run it.
 
     Attributes:
         file: the name of the file.
@@ -94,7 +94,7 @@ class Loading:
 
 
 def programs(loading: Loading) -> dict[str, str]:
-    """Returns programs, by language, that print the five most likely classes of image.jpg, or its outputs' shapes.
+    """Returns programs by language that print the five most likely classes of image.jpg, or the output shapes.
 
     The C++ program is a function. For a run's own folder there is only the Python program, since the others
     read files that only a bundle has.

@@ -1,7 +1,7 @@
-"""The page search.html: the trials of a study, beginning with the Pareto front, without scripts or network.
+"""The page search.html, which needs no scripts or network: the trials of a study, the Pareto front first.
 
 With several objectives, the first two are drawn against each other. A single objective is drawn over the
-trials.
+numbers of the trials.
 """
 
 from __future__ import annotations

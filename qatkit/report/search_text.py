@@ -1,4 +1,4 @@
-"""A search on the terminal: a line per trial during the search, and a table of the front at its end."""
+"""A search on the terminal: a line per trial during the search, a table of the Pareto front at the end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ALWAYS = ("accuracy", "latency", "size")
 
 
 def columns(study: Study) -> list[str]:
-    """Returns the names of the figures to show: the objectives, the constraints, then the figures of every run."""
+    """Returns the names of the figures to show: objectives, constraints, then those shown for every run."""
     named = [*study.objectives, *(one.split("<")[0].split(">")[0] for one in study.constraints), *_ALWAYS]
     return list(dict.fromkeys(named))
 
@@ -41,7 +41,13 @@ def heads(study: Study, names: Sequence[str], *, tested: bool) -> list[str]:
 
 
 def cells(trial: Trial, names: Sequence[str], *, tested: bool = False) -> list[str]:
-    """Returns the figures of a trial; `tested` adds the figure on the test images to each deciding figure."""
+    """Returns the figures of a trial.
+
+    Args:
+        trial: a trial.
+        names: the names of the figures.
+        tested: whether each figure of held-out images is followed by the same figure of the test images.
+    """
     found = []
     for name in names:
         found.append(_cell(name, trial.figures))

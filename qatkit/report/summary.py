@@ -83,7 +83,7 @@ def conditions(results: Results) -> str:
 
 
 def candidate_columns(task: TaskNames) -> tuple[str, ...]:
-    """Returns the column headings for the tournament of calibration methods."""
+    """Returns the column headings for the comparison of calibration methods."""
     return "method", "output error", task.main.title, f"{task.outputs.removesuffix('s')} error"
 
 
@@ -98,7 +98,7 @@ def candidate_cells(candidate: Candidate) -> tuple[str, ...]:
 
 
 def calibration_lines(candidates: Sequence[Candidate], task: TaskNames = NAMES) -> list[str]:
-    """Returns the lines on the tournament of calibration methods."""
+    """Returns the lines on the comparison of calibration methods."""
     return [
         f"calibration: methods compared as files on {candidates[0].images:,} images that none of them has seen",
         *lined(
@@ -110,7 +110,7 @@ def calibration_lines(candidates: Sequence[Candidate], task: TaskNames = NAMES) 
 
 
 def tried_columns(task: TaskNames) -> tuple[str, ...]:
-    """Returns the column headings for the competition of algorithms."""
+    """Returns the column headings for the comparison of algorithms."""
     return "algorithm", task.main.title, f"same {task.decision} %", "SQNR dB", "seconds", ""
 
 
@@ -127,7 +127,7 @@ def tried_cells(tried: Tried) -> tuple[str, ...]:
 
 
 def algorithm_lines(algorithms: Sequence[Tried], task: TaskNames = NAMES) -> list[str]:
-    """Returns the lines on the competition of algorithms."""
+    """Returns the lines on the comparison of algorithms."""
     return [
         f"algorithms: each added to those kept before it, as files on {algorithms[0].images:,} images that none of "
         "them has seen",
@@ -140,6 +140,6 @@ def algorithm_lines(algorithms: Sequence[Tried], task: TaskNames = NAMES) -> lis
 
 
 def lined(rows: Sequence[tuple[str, ...]], marked: Sequence[bool], mark: str) -> list[str]:
-    """Returns rows of cells as aligned lines; those in `marked` are followed by `mark`."""
+    """Returns rows of cells as aligned lines; a line ends in `mark` if its entry in `marked` is true."""
     lines = zip(drawn(rows), marked, strict=True)
     return [f"  {line}" + (f"  <- {mark}" if chosen else "") for line, chosen in lines]

@@ -1,4 +1,4 @@
-"""Drawings of an analysis as inline SVG without scripts. They stretch with the page.
+"""Drawings for the pages as inline SVG without scripts. They stretch with the page.
 
 A drawing contains no text, since text would stretch too and be unreadable at a width of 400 pixels. Labels
 are HTML around the drawing.
@@ -30,7 +30,7 @@ def lines(
     """Returns points and the lines between them, over a grid of horizontal lines.
 
     Args:
-        series: (class, points, name of each point) for each line.
+        series: (CSS class, points, name of each point) for each line; points without a value are left out.
         low, high: the values of the lower and the upper edge.
         step: the distance between two grid lines.
         unit: the unit of the values.
@@ -52,7 +52,7 @@ def points(dots: Sequence[tuple[str, tuple[float, float], str]], grid: int) -> s
     """Returns dots over a grid of `grid` + 1 horizontal lines.
 
     Args:
-        dots: (class, (horizontal, vertical position from 0 to 1), name) for each dot.
+        dots: (CSS class, (horizontal, vertical position from 0 to 1), name) for each dot.
         grid: the number of intervals between grid lines.
     """
     parts = [_path("grid", [(0.0, i / grid), (1.0, i / grid)]) for i in range(grid + 1)]

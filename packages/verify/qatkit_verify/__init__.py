@@ -1,6 +1,6 @@
 """Runs and checks quantized files with only onnxruntime and numpy; qatkit builds on this package.
 
-errors foreign stopping files untrusted dotted       errors in one line, other people's code, signals, files
+errors foreign stopping files untrusted dotted       one-line errors, calls of users' code, signals, files
 command parity checks/ bundle/                       qatkit-verify, and the bundles that it checks
 preprocess fitting pictures sound sound_files        images and recordings as inputs
 session feeds latency compare records hardware       a file in ONNX Runtime: inputs, outputs, speed

@@ -1,9 +1,9 @@
-"""Implements classification as far as deployment needs it, in NumPy only: scores, agreement and divergence.
+"""Implements classification as far as deployment needs it, in NumPy only: decisions, scores and divergence.
 
     outputs [N, classes] ── argmax ──> decision [N] ── labels ──> top-1, top-5, by class
 
 Ties (common if the output is quantized) go to the lower class index. `qatkit.tasks.classification` adds the
-loss. The names must be readable without NumPy, so only the functions that compute import it.
+loss. `NAMES` must be readable without NumPy, so only the functions that compute import NumPy.
 """
 
 from __future__ import annotations

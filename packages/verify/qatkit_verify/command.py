@@ -87,7 +87,11 @@ def _bundle(given: argparse.Namespace) -> int:
 
 
 def verified(folder: Path, given: argparse.Namespace) -> Iterator[Found]:
-    """Yields the result of each check as soon as the check has run.
+    """Yields the result of each check of the bundle in `folder` as soon as the check has run.
+
+    Args:
+        folder: the folder of the bundle.
+        given: the parsed arguments.
 
     Raises:
         ConfigError: the bundle is damaged, or this machine cannot judge it.
@@ -108,7 +112,7 @@ def verified(folder: Path, given: argparse.Namespace) -> Iterator[Found]:
 
 
 def _checks(asked: CheckInputs) -> list[Check]:
-    """Returns the checks in the order of the table: the first ones decide whether the rest can run at all."""
+    """Returns the checks in the order of the printed table; if the first ones fail, the rest cannot run."""
     from qatkit_verify.checks.answers import answers, answers_elsewhere, preprocessing
     from qatkit_verify.checks.chunks import answers_in_chunks
     from qatkit_verify.checks.loading import loading

@@ -12,8 +12,10 @@ the lowest one counts:
 
 A task may define another rule for the first output: what it decides, or when two outputs are alike.
 
-Different decisions are a tie if the reference puts both answers within half a step of each other: rounding
-to whole steps would not keep the decision either. `Comparison.ties` is the share of ties.
+Different decisions are a tie if the reference's values for both answers are at most half a step apart,
+because rounding to whole steps could change the decision as well. With a task's own rule, the largest
+difference between the two outputs replaces that distance. `Comparison.ties` is the share of ties among all
+decisions.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ class _Distance:
     small: list[Array] = field(default_factory=list)  # differences of an output without classes
     lost: list[Array] = field(
         default_factory=list
-    )  # the reference's margins for its own answers over differing ones
+    )  # the reference's margins of its own answers over the other computation's, where they differ
 
     def add(
         self, reference: Array, other: Array, decided: Array | None, decide: Decide | Alike | None
@@ -83,7 +85,7 @@ class Output:
     Args:
         others: the number of other computations.
         decide: the task's own rule: a function that returns what a batch of the output decides, or a rule
-            for when two outputs are alike. None: the class axis decides.
+            for when two outputs are alike. None: the rules of this module.
 
     Attributes:
         floats: whether the output consists of floats.
@@ -138,7 +140,7 @@ def _within(differences: Sequence[Array], step: float) -> float:
 
 
 def _lost(reference: Array, decided: Array, answers: Array | None) -> Array:
-    """Returns the margin of the reference's answer over the other answer, for each place where the decisions differ.
+    """Returns the margin of the reference's answer over the other answer wherever the decisions differ.
 
     The margin is the difference between the reference's values for the two answers. For boolean decisions, it is
     the absolute value of the reference.

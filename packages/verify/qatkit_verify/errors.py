@@ -1,4 +1,4 @@
-"""Defines the exception for everything a user can fix, with a message of one line, and finds disk errors."""
+"""Defines the exception, with a one-line message, for everything that a user can fix. Finds disk errors."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def counted(count: int, noun: str) -> str:
 def near_matches(word: str, words: Iterable[str], n: int = 5) -> str:
     """Returns the `n` of `words` that are closest to `word`, separated by commas.
 
-    Words that are clearly less similar than the closest one are left out. If none is similar, the first ones are
-    returned.
+    Words that are clearly less similar than the closest one are left out. If none is similar, the first ones
+    in alphabetical order are returned.
     """
     pool, typed = sorted(set(words)), word[:_LONGEST]
     near = {one: difflib.SequenceMatcher(a=one, b=typed).ratio()

@@ -4,6 +4,7 @@ array or tensor                             the one input of the file
 (images, labels)                            the same; the second entry must be labels, since there is one input
 (image, vector), [image, vector]            as many as the file has inputs, in their order
 {"ids": ids, "mask": mask}                  by name; other entries (labels) are ignored
+{"scan": {"left": a, "right": b}}           by path: scan_left, scan_right
 ({"left": a, "right": b}, c)                nested, in their order
 ((image, vector), labels), ({..}, labels)   inputs and labels
 """
@@ -94,7 +95,7 @@ def numpy_type(kind: str) -> Any:
 def noise_feeds(
     session: ort.InferenceSession, given: Sequence[int] | Mapping[str, Any] | None, seed: int, batch: int = 1
 ) -> dict[str, Array]:
-    """Returns inputs for a run: standard normal floats, random pixels, ids 0 (always valid), masks True.
+    """Returns inputs for a run: standard normal floats, random uint8 pixels, 0 (a valid id) and True (a mask).
 
     Args:
         session: a session of the file.

@@ -1,4 +1,4 @@
-"""Writes files in the only permitted way: under a temporary name in the target's folder, then renamed.
+"""Writes files as all code of qatkit must: under a temporary name in the target's folder, then renamed.
 
     with whole(path) as temporary:      # .NAME.PROCESS.RANDOM.part, in the folder of `path`
         ...                             # write `temporary`, check it, load it
@@ -80,9 +80,9 @@ def not_writable(folder: Path) -> str:
 
 
 def no_room(path: Path) -> OSError | None:
-    """Appends zeros to a file that is no longer needed; returns the disk error if that fails, else None.
+    """Appends zeros to a file that is no longer needed; returns the disk's error if that fails, else None.
 
-    It shows whether a library, which does not say so, failed because the disk is full.
+    This tells whether a library failed because the disk is full, if the library itself does not say so.
     """
     try:
         with path.open("ab") as stream:

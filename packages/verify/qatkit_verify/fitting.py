@@ -100,7 +100,10 @@ def fitting(fit: str, picture: Sides, size: Sides, resize: Sides, align: str) ->
 
 
 def resized_size(height: int, width: int, resize: int | Sequence[int]) -> Sides:
-    """Returns (height, width) of an image that just covers `resize`; a single number is the shorter side."""
+    """Returns the (height, width) to which an image is scaled so that it just covers `resize`, rounded down.
+
+    A single number in `resize` is the length of the shorter side.
+    """
     high, wide = sides(resize)
     if high * width >= wide * height:
         return high, int(high * width / height)
@@ -108,7 +111,7 @@ def resized_size(height: int, width: int, resize: int | Sequence[int]) -> Sides:
 
 
 def fitted_size(height: int, width: int, size: Sides) -> Sides:
-    """Returns (height, width) of an image that just fits into `size`, to the nearest pixel."""
+    """Returns the (height, width) to which an image is scaled so that it just fits into `size`, rounded."""
     high, wide = size
     if high * width <= wide * height:
         return high, max(1, (2 * high * width + height) // (2 * height))

@@ -104,9 +104,10 @@ def boundary(paths: Sequence[Called]) -> Iterator[None]:
 
 
 def described(error: BaseException, packages: Sequence[str] = ()) -> str:
-    """Returns an exception's type, message and innermost place in code that is neither ours nor a library's.
+    """Returns an exception's type and message, and where it was raised: "FILE:LINE".
 
-    If there is no such place, the innermost one that is not ours is used.
+    This is the innermost line of the traceback in code that is neither ours nor a library's, or else the
+    innermost one that is not ours. If there is neither, only type and message are returned.
 
     Args:
         error: the exception.

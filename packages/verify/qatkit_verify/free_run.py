@@ -36,7 +36,7 @@ class StepSequence:
 
 
 class FreeRun:
-    """A file that is fed its own states.
+    """A file whose states, outputs of one step, become inputs of the next step.
 
     Args:
         session: a session of the file.

@@ -1,4 +1,4 @@
-"""Checks whether the installed ONNX Runtime can be imported and whether its version was ever tested.
+"""Checks whether ONNX Runtime can be imported and whether its version is in the tested range.
 
 It also provides the commands that install missing packages.
 """

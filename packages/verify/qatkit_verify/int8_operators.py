@@ -69,9 +69,10 @@ class Int8Operator:
 def int8_operators(
     path: str | Path, *, options: Mapping[str, str] | None = None, signed: bool = False
 ) -> list[Int8Operator]:
-    """Returns the uint8 x int8 operators of a file in execution order, including those in bodies of If and Loop.
+    """Returns the operators of a file that add uint8 x int8 products in pairs, in execution order.
 
-    With the session option `PRECISE`, there are none.
+    Operators in bodies of If and Loop are included. Depthwise convolutions, which add in 32 bits, are not. With
+    the session option `PRECISE`, there are none.
 
     Args:
         path: an ONNX file.
@@ -134,7 +135,10 @@ def _is_signed(node: Node, tensors: Mapping[str, Tensor]) -> bool:
 def _rows(
     node: Node, tensors: Mapping[str, Tensor], makers: Mapping[str, Node], folder: Path
 ) -> list[NDArray[np.int8]] | None:
-    """Returns the int8 weights in kernel order; [] if there are none, None if they are computed."""
+    """Returns the int8 weights as rows in the order in which the kernel multiplies.
+
+    Returns [] if there are none or for a depthwise convolution, and None if the weights are computed.
+    """
     places, found = PLACES[node.op_type], []
     for place, zero in zip(places.weights, places.weight_zeros, strict=True):
         weight = tensors.get(_input(node, place))

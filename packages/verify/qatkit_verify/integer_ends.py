@@ -1,8 +1,8 @@
 """Converts the inputs and outputs of a file with uint8 images as inputs and quantized outputs.
 
 Data and verification keep using normalised float images and float outputs; this module converts them to the
-file's integers and back, as the file's metadata says. A pixel that preprocessing left between two levels (in
-an enlarged image) is rounded to the nearest level.
+file's integers and back, as the file's metadata says. A pixel value that preprocessing left between two
+integers (in an enlarged image) is rounded.
 """
 
 from __future__ import annotations

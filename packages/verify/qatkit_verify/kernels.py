@@ -49,7 +49,7 @@ _FROM_FLOAT_TO_INT8 = ("QGemm", "MatMulIntegerToFloat", "DynamicQuantizeMatMul")
 
 @dataclass(frozen=True)
 class Kernel:
-    """The report of a kernel; element types have ONNX Runtime's names ("uint8", "float")."""
+    """A kernel in a profile; element types have ONNX Runtime's names ("uint8", "float")."""
 
     input_types: tuple[str, ...]
     input_shapes: tuple[tuple[int, ...], ...]
@@ -59,7 +59,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Executed:
-    """A node that ran, with its precision and its multiply-accumulates for one image."""
+    """A node that ran; `macs` are the multiply-accumulates for one image, the time is that of the batch."""
 
     name: str
     op: str
@@ -76,7 +76,7 @@ def executed(
     given: Any = None,
     images: int = 1,
 ) -> list[Executed]:
-    """Returns the nodes of a file that ONNX Runtime runs at level ALL on this machine, in their order.
+    """Returns the nodes that ONNX Runtime runs for a file here with all optimizations, in their order.
 
     Args:
         path: an ONNX file.
@@ -86,7 +86,8 @@ def executed(
         images: number of images in the batch.
 
     Raises:
-        ConfigError: ONNX Runtime cannot load the file, or noise is wanted for a dynamic axis.
+        ConfigError: ONNX Runtime cannot load the file, or `given` is None and an axis after the first is
+            dynamic.
         OSError: the disk is full.
     """
     with tempfile.TemporaryDirectory() as folder:

@@ -10,7 +10,7 @@ Two things that would spoil such a measurement are handled:
 - The previous file's run evicts this file's weights from the caches, so each timed run follows an untimed one
   of the same file: the steady state of a server. With many small files in turn, one untimed run is not enough
   (mobilenet_v2 in float at 64x64, in alternation with seven others, one thread: 0.60 ms after one, 0.40 after
-  eight, 0.39 alone).
+  eight, 0.39 alone), so `every_session` makes up to eight.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def latency(
 
     Args:
         files: ONNX files by name; ratios are relative to the first.
-        input_shape: (C, H, W) of one image; the input is noise from `seed`, standard normal or pixels. For
-            files with other inputs, a batch by input name, or None for noise with the shapes that the files
-            declare.
+        input_shape: (C, H, W) of one image; the input is noise from `seed`, standard normal or uint8 pixels.
+            For files with other inputs, a batch by input name, or None for noise with the shapes that the
+            files declare.
         batch: the number of images per run.
         threads: the number of intra-op threads.
         runs: the number of timed rounds.
@@ -138,9 +138,9 @@ def quickest(
 ) -> dict[str, list[float]]:
     """Returns the time in milliseconds of each file's fastest run in each session; files take turns.
 
-    Other work on the machine can only lengthen a run, so the fastest runs are compared. The
-    position of a session's weights in memory matters too (7 % between two sessions of one ResNet-18), so a file
-    is opened several times.
+    Other work on the machine can only lengthen a run, so the fastest runs are compared. The position of a
+    session's weights in memory matters too (7 % between two sessions of one ResNet-18), so a file is opened
+    several times.
 
     Args:
         files, input_shape, batch, threads, options: see `latency`.
@@ -158,7 +158,7 @@ def quickest(
 
 @dataclass(frozen=True)
 class Session:
-    """A session in which each file was opened again.
+    """A session of a measurement: every file is opened again, and then the files are timed in turns.
 
     Attributes:
         ms: the time of each file's fastest run in milliseconds, by file.
@@ -224,11 +224,10 @@ def from_times(
 
 
 class Waiting:
-    """The time in which threads of this process were ready to run but had no core, as counted by the kernel.
+    """The time in which threads of this process were ready to run but had no core.
 
-    It counts from construction; threads that begin or end in between are left out.
-
-    It reads Linux's schedstat (nanoseconds on a core and in the queue for one); elsewhere it is always 0.
+    It counts from construction; threads that begin or end in between are left out. It reads Linux's schedstat
+    (nanoseconds on a core and in the queue for one); on other systems it is always 0.
     """
 
     def __init__(self) -> None:

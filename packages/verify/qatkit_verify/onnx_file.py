@@ -1,8 +1,8 @@
 """Reads the versions, nodes and constants of an ONNX file from its bytes, without the onnx package.
 
 A file is a protobuf message: fields of (number, kind, value). A value is a number or bytes, and bytes may be
-a message again (https://protobuf.dev/programming-guides/encoding, onnx/onnx.proto). Values are read only for
-int8 tensors, which are the weights of operators that multiply in 8 bits.
+a message again (https://protobuf.dev/programming-guides/encoding, onnx/onnx.proto). The elements of a tensor
+can be read only if they are int8, as in the weights of operators that multiply in 8 bits.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Tensor:
 
     @property
     def uniform(self) -> bool:
-        """Returns whether all bytes of an 8-bit tensor, which is stored in the file itself, are equal."""
+        """Returns whether all values of an 8-bit tensor are equal; they must be stored in the file itself."""
         return len(set(bytes(self._raw)) | set(self._integers)) < 2
 
     def int8(self, folder: Path) -> NDArray[np.int8]:

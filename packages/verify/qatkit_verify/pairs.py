@@ -1,4 +1,4 @@
-"""Finds the int8 weights for which the sum of two products can exceed 16 bits, over all activations.
+"""Finds the int8 weights for which the sum of two products exceeds 16 bits for some activations.
 
 On x86 processors without VNNI, two neighbouring uint8 x int8 products are added in 16 bits and clipped
 (vpmaddubsw). An activation is at most 255. A pair can therefore only overflow if 255 times the sum of its
@@ -47,7 +47,7 @@ def overflowing_on_arm(rows: NDArray[Any]) -> NDArray[np.bool_]:
 
 
 def convolution_rows(weight: NDArray[Any]) -> NDArray[Any]:
-    """Returns a convolution's weight [M, C, ...] as rows [M, K]; K runs over positions, then channels."""
+    """Returns a convolution's weight [M, C, ...] as rows [M, K]: position by position, all C channels of each."""
     return np.moveaxis(weight, 1, -1).reshape(len(weight), math.prod(weight.shape[1:]))
 
 

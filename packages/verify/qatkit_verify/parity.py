@@ -29,7 +29,7 @@ class FileParity:
         max_abs_diff, mean_abs_diff: the maximum and the mean absolute difference over all values.
         cosine: the cosine similarity of all values as one vector.
         same_top1: the share of images whose first output has its largest value at the same position.
-        images: the number of rows of the inputs.
+        images: the number of rows of the first output.
         abs_tol, mean_tol: the bounds on max_abs_diff and mean_abs_diff; None: not checked.
         passed: whether both bounds are met.
     """

@@ -1,4 +1,4 @@
-"""Reads picture files with Pillow, within bounds, and recognises names in a folder that are not pictures.
+"""Reads picture files of limited size with Pillow, and recognises names in a folder that are not pictures.
 
     path ── stat: a regular file? ── open, without waiting ── header: size, mode ── pixels ── grey or RGB, 8 bits
 

@@ -61,7 +61,7 @@ _Axis = Callable[[NDArray[Any], "Taps", int, int], NDArray[Any]]
 
 @dataclass(frozen=True)
 class Taps:
-    """The indices [out, K] that each value of a resized axis reads, and their weights (0 if missing)."""
+    """The indices [out, K] that each value of a resized axis reads, and their weights (0: not used)."""
 
     index: NDArray[np.int64]
     weight: NDArray[np.float64]
@@ -72,11 +72,14 @@ class Taps:
 
     @property
     def float32(self) -> Floats:
-        """The weights [out, K] as used for a growing axis."""
+        """The weights [out, K] for a resize in float32."""
         return self.weight.astype(np.float32)
 
     def in_steps(self) -> tuple[NDArray[np.int32], int]:
-        """Returns the weights [out, K] in steps of 2^-p that fit 16 bits, and p; call it before `cut`."""
+        """Returns the weights [out, K] in steps of 2^-p that fit 16 bits, and p.
+
+        It must be called before `cut`, since p depends on the largest weight of the whole axis.
+        """
         most = float(self.weight.max())
         bits = next((p for p in range(_MOST_BITS) if int(0.5 + most * 2 ** (p + 1)) >= 2**15), _MOST_BITS)
         scaled = self.weight * 2.0**bits

@@ -76,7 +76,7 @@ class TaskNames:
     Attributes:
         name: the short name: "classification".
         description: a description for model cards: "image classification".
-        metrics: the metrics without values, in the order of the table; the first one decides.
+        metrics: the metrics without values, in the order of the report's table; the first one decides.
         decision: the name of what is equal if two models agree.
         outputs: the name of a model's outputs.
         compared: the name of what is equal if two computations of an output agree; "" if it is the decision.
@@ -179,18 +179,18 @@ class Latency:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison of ONNX Runtime's outputs with those of the converted module, over the same images."""
+    """A comparison of two computations of an output over the same images (see `qatkit_verify.compare`)."""
 
-    agreement: float  # share of images with the same decision, 0..1
+    agreement: float  # share of equal decisions, 0..1
     max_abs: float
     mean_abs: float
-    max_steps: float  # max_abs / Parity.step
+    max_steps: float  # max_abs in steps of the output
     mean_steps: float
-    ties: float = 0.0  # share of images whose decision differs by a tie (`qatkit_verify.compare`)
+    ties: float = 0.0  # share of decisions that differ by a tie
 
     @property
     def held(self) -> float:
-        """The share of images whose decisions agree, where ties count as agreement."""
+        """The share of equal decisions, where ties count as equal."""
         return self.agreement + self.ties
 
 

@@ -1,4 +1,4 @@
-"""Reads WAV and FLAC files as samples of one channel, in [-1, 1].
+"""Reads WAV and FLAC files as float samples of one channel; integers become values in [-1, 1).
 
     chunks of a WAV file ── integers / 2 ** (bits - 1), or floats, unchanged ───┐
     frames of a FLAC file (package soundfile) ──────────────────────────────────┴── mean of the channels ── [T]
@@ -132,7 +132,7 @@ def _format(raw: bytes) -> _Format:
 
 
 def _values(raw: bytes, form: _Format) -> Samples:
-    """Returns the samples [T, channels] in [-1, 1]; integers of fewer bits are in the upper bits."""
+    """Returns the samples [T, channels]; integers, whose unused bits are the lower ones, end up in [-1, 1)."""
     raw = raw[: len(raw) // (form.channels * form.width) * form.channels * form.width]
     found: NDArray[Any]
     if form.kind == _FLOAT:

@@ -1,4 +1,4 @@
-"""Handles signals that end a run at its next safe point and keep what was done.
+"""Handles signals: the first one ends the run at its next safe point, without losing finished work.
 
     any of SIGNALS ─ the first ──> raises Stopped where the program is; in training, once the step is done
                    a later SIGINT ──> ends the process at once, as a kill would
@@ -6,8 +6,8 @@
 Only the command line handles signals (`served`): a library must not take an application's signals, nor those
 for which a cluster's launcher has handlers already. Safe points check `wanted`, so that a signal is not lost
 if other code caught its exception. Files are complete or absent at any moment (`qatkit_verify.files`), so
-stopping anywhere is safe. Only training waits, since its current step can be kept. This module does not need
-torch.
+stopping anywhere is safe. Only training waits, so that it can save a checkpoint after the current step. This
+module does not need torch.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def stream_of(session: ort.InferenceSession) -> Stream:
     """Returns how the chunks of a file with states follow each other.
 
     Raises:
-        ConfigError: the file does not say so, or names inputs, outputs or an axis that it does not have.
+        ConfigError: the metadata of the file does not say so, or does not match its inputs and outputs.
     """
     from qatkit_verify.session import session_file  # needs ONNX Runtime
 

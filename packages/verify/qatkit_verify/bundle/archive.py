@@ -1,8 +1,8 @@
-"""Reads and writes a bundle as a folder or a zip. The same files give the same zip, and no zip is trusted.
+"""Writes a bundle to a zip, and reads one from a folder or a zip. The same files give the same zip.
 
 Entries of a zip are uncompressed, have a fixed date and are sorted by name. A zip from others may name files
-outside its folder, contain links, or unpack to a thousand times its size. So every zip is checked before
-anything is unpacked.
+outside its folder, contain links, or unpack to a thousand times its size. So no zip is trusted: each is
+checked before anything is unpacked.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def unpacked_bundle(path: str | Path) -> Iterator[Path]:
     """Yields the folder of a bundle: the given one, or a temporary one into which the zip is unpacked.
 
     Raises:
-        ConfigError: `path` is neither a bundle's folder nor a zip, or the zip is damaged or not a bundle.
+        ConfigError: `path` is neither a bundle's folder nor a zip, or the zip is damaged, unsafe to unpack,
+            or not a bundle.
     """
     given = Path(path)
     if given.is_dir():
@@ -88,7 +89,7 @@ def _unpack(path: Path, folder: Path) -> None:
 
 
 def _check(path: Path, entries: list[zipfile.ZipInfo]) -> None:
-    """Raises ConfigError for a zip with entries that no bundle has, before anything is unpacked."""
+    """Raises ConfigError for a zip that is not a bundle or is unsafe to unpack."""
     names = [told.filename for told in entries]
     if len(names) > _FILES or sum(told.file_size for told in entries) > _BYTES:
         raise ConfigError("bundle", path, f"at most {_FILES} files and {_BYTES >> 30} GiB unpacked")

@@ -4,15 +4,15 @@
     samples_0 ..       float32 [T], before any preprocessing (for models of recordings)
     input:NAME         the file's inputs, [N, ...], by name
     off:NAME, on:NAME  its outputs where the bundle was made: ONNX Runtime without and with all optimizations
-    runs               integer: number of runs, only for a model of arrays. The batch may then be on any axis
-                       or missing, and sizes may differ between runs. NAME becomes RUN/NAME, with the arrays
-                       of one run
+    runs               integer: number of runs, only for a model of arrays. Each NAME is then RUN/NAME (runs
+                       from 0). The batch may be on any axis or missing, and sizes may differ between runs
     step:NAME          float: the size of a quantization step of that output
     tolerance          float: number of steps by which ONNX Runtime may differ
-    tolerance_other    float: number of steps by which another runtime may differ, since it rounds elsewhere
+    tolerance_other    float: number of steps by which another runtime may differ, which may round after other
+                       operators
 
-ONNX Runtime's answers with and without optimizations may differ (float residual streams of transformers).
-The tolerance for ONNX Runtime is therefore one step more than twice that difference.
+ONNX Runtime's answers with and without optimizations may differ, for example in transformers, whose residual
+stream is float. The tolerance for ONNX Runtime is therefore one step more than twice that difference.
 """
 
 from __future__ import annotations
@@ -65,7 +65,13 @@ class Golden:
 
 @dataclass(frozen=True)
 class Away:
-    """The distance from the golden answers: the largest difference in steps, and how many decisions agree."""
+    """The distance from the golden answers.
+
+    Attributes:
+        steps: the largest difference over all outputs, in quantization steps; infinite if it is not finite.
+        same: the number of samples for which the first output has its maxima at the same positions.
+        images: the number of samples; 0 if the first output is a scalar.
+    """
 
     steps: float
     same: int
@@ -105,7 +111,10 @@ def _apart(one: Array, other: Array, step: float) -> float:
 
 
 def _alike(one: Array, other: Array) -> bool:
-    """Returns whether two outputs for an image have their maxima along the first axis at equal positions."""
+    """Returns whether two outputs for a sample have their maxima along the first axis at the same positions.
+
+    Scalars must be equal.
+    """
     return bool((one.argmax(0) == other.argmax(0)).all()) if one.ndim else bool(one == other)
 
 

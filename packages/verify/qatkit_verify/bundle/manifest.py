@@ -9,7 +9,8 @@ A bundle is rejected if a file differs, is missing or was added.
 Format 2 is for a model of arrays; a qatkit-verify that knows only format 1 rejects it. The last digest is
 that of the manifest's own bytes with 64 zeros in place of the digest. The session options are all config
 entries under which the figures of the bundle are valid. Bundles of older versions of qatkit have neither the
-session options nor ONNX Runtime's version.
+session options nor ONNX Runtime's version. "drawn_data" and "accuracy_level" are stored only if they are set
+(see `Manifest`).
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ class Manifest:
         session_options: the session config entries under which the figures are valid; None if not stored.
         format: the format of the bundle; an older qatkit-verify rejects a newer one.
         drawn_data: whether calibration and golden answers used random data.
-        accuracy_level: the accuracy level of products with packed weights ("level"), and the figures that
-            were measured at both levels; None if no level was chosen.
+        accuracy_level: the accuracy_level of the MatMulNBits operators ("level"), the requested one
+            ("asked"), and the figures of levels 0 and 4 if both were measured; None if there was no choice.
     """
 
     name: str
@@ -174,7 +175,7 @@ def _options(stored: Any) -> dict[str, str] | None:
 
 
 def check_name(name: str) -> None:
-    """Raises ValueError for a name that leads out of the bundle."""
+    """Raises ValueError unless `name` is a normalized, printable path inside the bundle, with slashes."""
     path = PurePosixPath(name)
     bad = path.is_absolute() or ".." in path.parts or "\\" in name or ":" in name or "\0" in name
     if bad or not name or str(path) != name or not name.isprintable():

@@ -2,7 +2,8 @@
 
     {"format": 1, "inputs": [{"name", "type", "shape", "batch_axis"}, ...], "outputs": [the same, ...]}
 
-Types are named as in NumPy. A dynamic axis is null, and so is the batch axis of an input without one.
+Types are named as in NumPy. In a shape, null is a dynamic axis; "batch_axis" is null if there is none or it
+is unknown.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writes and checks manifest.sig: an Ed25519 signature (RFC 8032) of manifest.json with all digests in it.
+"""Writes and checks manifest.sig: an Ed25519 signature (RFC 8032) of manifest.json, which has all digests.
 
     openssl genpkey -algorithm ed25519 -out key.pem        # signs: keep it private
     openssl pkey -in key.pem -pubout -out public.pem       # checks: give it to recipients
@@ -61,11 +61,13 @@ def check_signature(folder: Path, signer: str | None, public: str | Path | None)
             proves that nobody without that key changed the bundle, but not whose key it is.
 
     Returns:
-        A description of the signature for the user.
+        A description of the signature for the user. Without `cryptography` and `public`, it says that the
+        signature was not checked.
 
     Raises:
-        ConfigError: the key is wrong; the signature is missing, is damaged or signs another manifest; or `public` is
-            given and `cryptography` is not installed.
+        ConfigError: `public` is not the key of the signer; the signature is missing, is damaged or signs
+            another manifest; the manifest names no signer, but there is a signature or `public` is given; or
+            `public` is given and `cryptography` is not installed.
     """
     if signer is None:
         return _unsigned(folder, public)

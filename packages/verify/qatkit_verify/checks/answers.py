@@ -23,7 +23,10 @@ from qatkit_verify.untrusted import read_json
 
 
 def preprocessing(asked: CheckInputs) -> Found:
-    """Runs the golden pixels or samples through the preprocessing, and compares bit for bit."""
+    """Preprocesses the golden pixels or samples, and compares the result bit for bit with the golden inputs.
+
+    For a model of arrays, the golden arrays and the file's inputs are compared with model.json instead.
+    """
     golden, path = asked.golden, asked.folder / PREPROCESS_FILE
     if golden.runs:
         return _inputs(asked)
@@ -75,7 +78,7 @@ def _inputs(asked: CheckInputs) -> Found:
 
 
 def answers(asked: CheckInputs, *, optimize: bool) -> Found:
-    """Runs the golden inputs in ONNX Runtime, without its optimizations or with all of them."""
+    """Compares ONNX Runtime's answers, without optimizations or with all of them, with the golden answers."""
     golden = asked.golden
     found = asked.answers[optimize]
     name = "answers, optimized" if optimize else "answers, as written"
@@ -85,7 +88,7 @@ def answers(asked: CheckInputs, *, optimize: bool) -> Found:
 
 
 def answers_elsewhere(asked: CheckInputs) -> list[Found]:
-    """Runs the golden inputs in the other requested runtimes."""
+    """Compares the answers of each runtime in `asked.runtimes` with ONNX Runtime's golden ones, optimized."""
     golden, all_found = asked.golden, list[Found]()
     for runtime in load_runtimes(asked.runtimes).values():
         if runtime.name == REFERENCE:  # run with the session's options, which other runtimes do not have

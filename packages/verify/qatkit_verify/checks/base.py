@@ -55,8 +55,9 @@ class CheckInputs:
         runtimes: names or dotted paths of other runtimes.
         pictures: a folder of pictures with one folder per class; None to skip this check.
         recordings: a folder of WAV and FLAC files with one folder per class; None to skip this check.
-        min_speedup: the minimum speed-up over float.onnx; None: the run's own bound, else 1 for an INT8 file.
-        max_drop: the maximum loss of top-1 on pictures or recordings against the report, in points.
+        min_speedup: the minimum speed-up over float.onnx; None: see `bound`.
+        max_drop: the maximum decrease of top-1 on pictures or recordings from the report's, in percentage
+            points; two standard errors are added to it.
         accept_missed: whether a bundle passes although its run missed bounds.
     """
 
@@ -96,7 +97,10 @@ class CheckInputs:
         return fixed_batch(open_session(self.int8, threads=1, options=self.options))
 
     def outputs(self, execute: Execute) -> list[Array]:
-        """Returns the outputs for the golden inputs; `execute` runs the file."""
+        """Returns the outputs for the golden inputs; `execute` runs the file.
+
+        For a model of arrays, they are the outputs of all runs, run after run.
+        """
         from qatkit_verify.session import in_its_batches
 
         if self.golden.runs:
@@ -105,7 +109,7 @@ class CheckInputs:
 
     @property
     def one_batch(self) -> dict[str, Array]:
-        """The golden inputs as one batch: repeated or cut to the file's batch size, or to one image if it is dynamic.
+        """The golden inputs as one batch: repeated or cut to the file's batch size (1 if it is dynamic).
 
         For a model of arrays, they are the inputs of the first run.
         """
@@ -116,7 +120,7 @@ class CheckInputs:
 
     @property
     def bound(self) -> float | None:
-        """The minimum speed-up over float: the given one, else the run's own, else 1 for an INT8 file."""
+        """The minimum speed-up over float: the given one, else the run's, else 1 for an INT8 file, else None."""
         if self.min_speedup is not None:
             return self.min_speedup
         own = ((self.report.get("config") or {}).get("verify") or {}).get("min_speedup")
@@ -127,7 +131,7 @@ class CheckInputs:
     def options(self) -> dict[str, str]:
         """All session config entries under which the figures are valid.
 
-        The report of an older qatkit's bundle has only the backend's entries; the others were unset.
+        A bundle of an older qatkit has only the backend's entries, in its report; the others were unset.
         """
         from qatkit_verify.session import UNSET_OPTIONS
 

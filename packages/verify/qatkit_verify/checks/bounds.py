@@ -1,4 +1,4 @@
-"""Checks whether the run that made the bundle met its own bounds, which no other check here measures again."""
+"""Reads from the report whether the run that made the bundle met its own bounds; few are measured again."""
 
 from __future__ import annotations
 

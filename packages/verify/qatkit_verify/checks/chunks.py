@@ -1,4 +1,4 @@
-"""Checks whether the file for chunks agrees with the file for complete recordings after the last chunk."""
+"""Checks whether the file for chunks, after the last chunk, agrees with the file for complete inputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ NAME = "answers, in chunks"
 
 
 def answers_in_chunks(asked: CheckInputs) -> list[Found]:
-    """Runs the golden inputs in chunks, with zero initial states; returns [] if there is no such file."""
+    """Compares the outputs for the golden inputs in chunks with those for the complete inputs.
+
+    States are zero before the first chunk. Returns [] if the bundle has no file for chunks.
+    """
     path = stream_file(asked.int8)
     if not path.is_file():
         return []
@@ -59,7 +62,7 @@ def _lone(given: Mapping[str, Array]) -> Array:
 
 
 def _judged(name: str, pairs: Mapping[str, Sequence[tuple[Array, Array]]]) -> Found:
-    """Judges the worst output, and names the golden sample with its lowest SQNR."""
+    """Judges the output with the lowest SQNR; if it is too low, names the golden sample where it is lowest."""
     kept = {output: kept_db(*map(np.stack, zip(*of_it, strict=True))) for output, of_it in pairs.items()}
     worst = min(kept, key=lambda output: kept[output])
     by_sample = [kept_db(*both) for both in pairs[worst]]

@@ -1,17 +1,17 @@
-"""Checks, in dB and not only by decisions, whether ONNX Runtime still computes what was verified.
+"""Checks by the noise in dB, not only by decisions, whether ONNX Runtime still computes what was verified.
 
 A version can silently change what a file computes. ONNX Runtime 1.32 turns products of 16-bit activations,
-exact before, into MatMulNBits, which quantizes the activations to 8 bits. The SQNR is then 39 dB, and most
-decisions stay the same. So the outputs for the golden inputs on this machine ("here") are compared with those
-of the machine that made the bundle ("there"). The noise is relative to the power of the answers:
+which were exact before, into MatMulNBits, which quantizes the activations to 8 bits. The SQNR is then 39 dB,
+and most decisions stay the same. So the outputs for the golden inputs on this machine ("here") are compared
+with those of the machine that made the bundle ("there"). The noise is relative to the power of the answers:
 
     optimized here       against optimized there     the noise that is judged
     optimized there      against as written there    noise that optimizations may cause
     as written here      against as written there    noise that versions and processors may cause in float
 
 The first may be up to ten times the sum of the other two. The answers of a file that rounds to 8 bits may
-also move by whole steps, which is more than that. The tolerance of the golden vectors then decides, unless
-the optimized graph shows the cause.
+also move by whole steps, which is more than that. They pass if they are within the tolerance of the golden
+answers, unless ONNX Runtime adds a MatMulNBits here that quantizes activations to 8 bits.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _measured(asked: CheckInputs, optimized: Sequence[Array]) -> _Noise:
 def noise(wanted: Iterable[Array], found: Iterable[Array]) -> float:
     """Returns the power of the noise relative to the power of `wanted`, for the output where this ratio is largest.
 
-    It is 0 if they are equal in every bit, and infinite if a value is not finite or only zeros are wanted.
+    It is 0 if they are equal. It is infinite if a value is not finite, or if only `wanted` is all zeros.
     """
     worst = 0.0
     for one, other in zip(wanted, found, strict=True):
@@ -127,7 +127,7 @@ def noise(wanted: Iterable[Array], found: Iterable[Array]) -> float:
 
 
 def rounds_to_8_bits(file: OnnxFile) -> bool:
-    """Returns whether the file rounds a value to 8 bits or fewer; versions may then differ near a tie."""
+    """Returns whether the file rounds a value to 8 bits or fewer; versions may round near a tie differently."""
     return any(_rounds(node, file.types) for node in file.nodes)
 
 

@@ -74,7 +74,10 @@ def kernels(asked: CheckInputs) -> Found:
 
 
 def saturation(asked: CheckInputs) -> Found:
-    """Judges from the file's integers whether it can saturate without VNNI, and tests this processor."""
+    """Finds from the weights which operators can saturate on x86 without VNNI, and tests this processor.
+
+    A file without uint8 x int8 products is judged for ARM instead.
+    """
     found = int8_operators(asked.int8, options=asked.options)
     open_ones = [one for one in found if one.saturating != 0]
     here = saturates_here()
@@ -100,7 +103,7 @@ def saturation(asked: CheckInputs) -> Found:
 
 
 def _signed_products(asked: CheckInputs, figures: dict[str, Any]) -> Found:
-    """Judges a file without uint8 x int8 products: on ARM, two products -128 * -128 exceed 16 bits."""
+    """Judges a file without uint8 x int8 products: on ARM, a sum of two products -128 * -128 exceeds 16 bits."""
     found = int8_operators(asked.int8, options=asked.options, signed=True)
     open_ones = [one for one in found if one.saturating != 0]
     figures |= {

@@ -52,7 +52,7 @@ async function member(bytes, view, entry, name) {
   return found;
 }
 
-/** Unpacks bytes with the platform's own reader. */
+/** Unpacks bytes with the platform's own decompression; `format` is one of DecompressionStream's formats. */
 export async function unpacked(data, format) {
   const stream = new Blob([data]).stream().pipeThrough(new DecompressionStream(format));
   return new Uint8Array(await new Response(stream).arrayBuffer());

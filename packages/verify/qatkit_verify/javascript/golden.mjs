@@ -1,7 +1,8 @@
 // Runs a bundle's golden vectors in the ONNX Runtime of a page or of Node.
 //
 // Each answer is compared with both answers from the machine that made the bundle, without optimizations ("off") and with
-// them ("on"), in steps of the output's quantization. It must be within the bundle's tolerance of one of the two.
+// them ("on"), in steps of the output's quantization. With one of the two, all answers must agree within the bundle's
+// tolerance.
 
 import { preprocess, shapeOf } from "./preprocess.mjs";
 import { prepareSound, soundShape } from "./sound.mjs";
@@ -15,8 +16,8 @@ const WARM = 3;
  * @param {Object<string, {data: ArrayLike<number>, dims: number[], type: string}>} golden the arrays of golden.npz.
  * @param {?object} how the contents of preprocess.json; null for a model of arrays.
  * @returns {Promise<object>} images; off, on: the largest differences in steps; same: number of images with the same top-1
- *   as "on" in the first output; levels: the largest difference of a preprocessed pixel, in levels of 255, or of a
- *   feature of a recording, null for arrays; unit: its unit; tolerance, passed; ms: the median time of a run.
+ *   as "on" in the first output; levels: the largest difference of a preprocessed pixel (0 to 255) or of a recording's
+ *   feature, null for arrays; unit: the unit of `levels`; tolerance, passed; ms: the median time of a run.
  */
 export async function runGolden(ort, session, golden, how) {
   const inputs = named(golden, "input:");
@@ -114,7 +115,7 @@ function decidesAlike(golden, i, answers) {
   return Array.from({ length: places }, (_, p) => highest(wanted, p) === highest(answers[name], p)).every(Boolean);
 }
 
-/** Returns the largest difference between these preprocessed pixels and the golden ones, in levels of 255. */
+/** Returns the largest difference between these preprocessed pixels and the golden ones, on the scale from 0 to 255. */
 function levelsOff(pixels, expected, how) {
   const [height, width, channels = 1] = pixels.dims;
   const { data } = preprocess({ data: pixels.data, width, height, channels }, how);

@@ -53,7 +53,7 @@ export function bothSides(size) {
   return Array.isArray(size) ? size : [size, size];
 }
 
-/** Returns the pixel from which a normalised value came, rounded to the nearest level. */
+/** Returns the pixel from 0 to 255 from which a normalised value came, rounded to an integer. */
 function toByte(value, mean, std) {
   const pixel = Math.fround(Math.fround(Math.fround(value * std) + mean) * 255);
   return Math.min(255, Math.max(0, roundHalfEven(pixel)));
@@ -71,7 +71,7 @@ function asChannels({ data, width, height, channels = 4 }, wanted) {
   const colours = [plane(0), plane(1), plane(2)];
   if (wanted === 3) return colours;
   const [r, g, b] = colours;
-  // A canvas gives grey pictures as colours, whose grey would be a level darker.
+  // A canvas gives grey pictures as colours, whose grey would come out smaller by 1.
   if (channels === 4 && r.every((value, i) => value === g[i] && value === b[i])) return [r];
   return [r.map((value, i) => Math.floor((2989 * value + 5870 * g[i] + 1140 * b[i]) / 10000))];
 }

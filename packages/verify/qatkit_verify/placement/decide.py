@@ -1,4 +1,7 @@
-"""Chooses one of several files that were timed in turns."""
+"""Chooses one of several files that were timed in turns.
+
+FLOAT is the float file, and TABLE the one whose operators are placed by the backend's table.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +28,14 @@ def chosen(timed: Timed, threads: int) -> str:
 
 
 def fastest(times: Times, lead: float = 1) -> str:
-    """Returns the name of the fastest file if it beats the backend's table, else TABLE.
+    """Returns the name of the fastest file except FLOAT if it is clearly faster than TABLE, else TABLE.
 
     It must be faster in every session, and by more than the sessions differ. A machine may be slower for
     some seconds, which slows all files alike, so ratios within a session are compared.
 
     Args:
         times: the times of the files, which include FLOAT and TABLE.
-        lead: the factor over the table's speed that every session must exceed.
+        lead: the speed-up over TABLE that the file must exceed in every session.
     """
     best = min((name for name in times if name != FLOAT), key=lambda name: min(times[name]))
     ratios = _over(times, best)
@@ -40,12 +43,12 @@ def fastest(times: Times, lead: float = 1) -> str:
 
 
 def noise(times: Times) -> float:
-    """Returns how much a file's ratio to the table varies between sessions, as the median of all files."""
+    """Returns how much a file's speed-up over TABLE varies between sessions (`_spread`); median of the files."""
     return median(_spread(_over(times, name)) for name in times if name != TABLE)
 
 
 def _over(times: Times, name: str) -> list[float]:
-    """Returns the table's time divided by a file's, session by session."""
+    """Returns a file's speed-up over TABLE in each session: TABLE's time divided by the file's."""
     return [table / mine for table, mine in zip(times[TABLE], times[name], strict=True)]
 
 

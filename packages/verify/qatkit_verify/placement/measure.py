@@ -1,6 +1,6 @@
 """qatkit-measure FOLDER: times the files that `export.py placement=variants` wrote, on the machine that will run them.
 
-    FOLDER/variants.json and FOLDER/*.onnx ── in turns ──> one table, and placement.json, which training reads
+    FOLDER/variants.json and *.onnx ── timed in turns ──> a printed table, and placement.json for training
 
 Only numpy and onnxruntime are needed. The exit status is 0, or 2 for a folder that cannot be used.
 """
@@ -35,7 +35,7 @@ _SESSIONS, _RUNS = 3, 40
 
 @dataclass(frozen=True)
 class Variant:
-    """A file of the folder, with its digest and its sites."""
+    """A file of the folder, with its SHA-256 and the operators that it places unlike the backend's table."""
 
     file: str
     sha256: str
@@ -50,7 +50,7 @@ class Variants:
         model, backend, input_shape: the model, the backend and the shape (C, H, W) of one image.
         graph: a digest of the graph's operators and shapes.
         options: the backend's session config entries.
-        files: the files by name, including FLOAT and TABLE.
+        files: the files by name, including FLOAT and TABLE (see `decide`).
     """
 
     model: str

@@ -1,6 +1,6 @@
-"""Defines placement.json: a measurement, its machine and graph, and the differences from the backend's table.
+"""Defines placement.json: which operators of a model run in int8 or float, by a measurement on one machine.
 
-This module needs neither torch nor ONNX.
+It stores the differences from the backend's table of operators. This module needs neither torch nor ONNX.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from qatkit_verify.placement.sites import Sites
 from qatkit_verify.untrusted import read_json
 
 FORMAT = 1
-FLOAT, TABLE = "float", "fixed"  # names of the two files that always compete
+FLOAT, TABLE = "float", "fixed"  # the two files that are always timed: in float, and by the backend's table
 
 
 @dataclass(frozen=True)
@@ -48,17 +48,18 @@ class Machine:
 
 @dataclass(frozen=True)
 class Measured:
-    """A file that competed.
+    """The timings of one file in the measurement of a placement.
 
     Attributes:
-        name: "float", "fixed" (the backend's table), or a number.
+        name: "float", "fixed" (placed by the backend's table), "opened" (all SiLUs in int8), "even" (every
+            other operator in float), or the number of a predicted file.
         floats: the number of operators that are float in addition to those of the table.
         opened: the number of SiLUs that are int8 operators in addition to those of the table.
-        predicted_ms: the time that was predicted before the file was made; None for the files on which
-            predictions are based.
+        predicted_ms: the time that was predicted before the file was made; None if none was, as for the files
+            on which predictions are based.
         ms: the time of the fastest run.
-        ratio, low, high: median, minimum and maximum over the sessions of the table's time divided by this
-            file's.
+        ratio, low, high: the speed-up over the file "fixed" (its time divided by this file's): median,
+            minimum and maximum over the sessions.
     """
 
     name: str
@@ -73,17 +74,18 @@ class Measured:
 
 @dataclass(frozen=True)
 class Placed:
-    """A placement.
+    """A placement, and the measurement that chose it.
 
     Attributes:
         model, backend, input_shape: the model, backend and (C, H, W) that it belongs to.
         graph: a digest of the graph's operators and shapes.
         machine: the machine that measured.
-        sites: the differences from the backend's table.
-        files: the files that competed.
+        sites: the differences of the chosen file from the backend's table.
+        files: all timed files.
         chosen: the name of the chosen file.
-        noise: the variation of a file's ratio to the table between sessions, as a share; median of the files.
-        costs: the predicted additional milliseconds of each differing site if it were as in the table.
+        noise: the variation of a file's `ratio` between sessions, as a share; median of the files.
+        costs: the predicted additional milliseconds of each differing operator if it were as in the table, by
+            path; empty if nothing was predicted.
         quiet: whether the machine did nothing else in at least one session. If not, only a lead that no busy
             core explains was accepted.
         waited: the time that the threads waited for a core, relative to the time that they ran.
@@ -103,7 +105,7 @@ class Placed:
     waited: float = 0.0
 
     def of(self, name: str) -> Measured:
-        """Returns the file with the given name."""
+        """Returns the timings of the file with the given name."""
         return next(one for one in self.files if one.name == name)
 
     def unrest(self) -> str:
@@ -187,7 +189,10 @@ def check_fits(placed: Placed, model: str, backend: str, shape: tuple[int, ...],
 
 
 def check_graph(placed: Placed, digest: str, known: Iterable[str], path: Any) -> None:
-    """Raises ConfigError, which names a missing operator, if the placement was measured on another graph."""
+    """Raises ConfigError, which names a missing operator, if the placement was measured on another graph.
+
+    If none is missing, the message says that shapes or connections differ.
+    """
     if placed.graph == digest:
         return
     sites = list(known)

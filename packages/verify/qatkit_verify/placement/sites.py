@@ -1,6 +1,6 @@
 """Defines where a run placed its quantizers: float operators, and the other changes of a placement.
 
-FloatSites   operators that stay float in addition to overrides, by precision=auto and placement=measured
+FloatSites   the operators that precision=auto or placement=measured keep in float besides the overrides
 Sites        a placement, as its differences from the backend's table
 """
 
@@ -35,7 +35,7 @@ class Sites:
     """The operators that a placement changes, by their paths.
 
     Attributes:
-        floats: the operators that are float.
+        floats: the operators that are float where the table has int8.
         opened: the SiLUs that are int8 operators (Sigmoid and Mul) where the table has a single float operator.
         for_amx: whether weights of convolutions are stored for AMX (`export.weights_for_amx`).
     """
