@@ -1,6 +1,6 @@
 """Algorithms that change a model's parameters after training, using its weights or a few images, without labels.
 
-Each is an `Algorithm`, a frozen dataclass whose fields are its settings.
+Each, except `dead_channels`, is an `Algorithm`: a frozen dataclass whose fields are its settings.
 
     Equalize          before prepare_qat: ranges of channels moved between neighbouring operators
     ShiftChannels     before calibration: means of activations' channels moved into the following biases

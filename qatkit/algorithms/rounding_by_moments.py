@@ -24,8 +24,8 @@ from qatkit.quant.qat_layers import QATOperator
 if TYPE_CHECKING:
     from qatkit.algorithms.moment_rounding import MomentRounding
 
-# Number of weights whose moves are applied to the rest of a row together; share of moves below which rounds
-# end.
+# Number of weights whose moves are applied to the rest of a row together; the rounds end if no more than this
+# share of the weights moved.
 _BLOCK, _FEW = 64, 1e-4
 
 

@@ -2,9 +2,10 @@
 
     F = E_r (Σ_o r_o · ∂out_o / ∂y)²
 
-To second order KL(float || changed) grows by ½ · Σ F · (y' - y)². For classes, r = softmax(out) - one-hot of
-a class drawn from it, so that no labels are needed. For other outputs (a single axis, tokens, several
-outputs) r is a random sign per value, which makes F the diagonal of JᵀJ, as for the squared error.
+To second order KL(float || changed) grows by ½ · Σ F · (y' - y)². For classes, r = softmax(out) - onehot(c);
+the class c is drawn from softmax(out), so that no labels are needed. For other outputs (a single axis,
+tokens, several outputs) r is a random sign per value, which makes F the diagonal of JᵀJ, as for the squared
+error.
 Source: Li et al., "BRECQ", 2021, section 3.3, which takes the label as the class.
 """
 

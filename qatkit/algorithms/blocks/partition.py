@@ -12,7 +12,8 @@ inside a gate three.
 Module names do not matter. Tensors that precede every quantized operator (masks, positions) are alive
 everywhere and do not show the structure, so they are not counted. Values that depend only on parameters are
 computed where they are read.
-Source of the idea: Li et al., "BRECQ", 2021, section 3.2, where blocks are chosen by hand for each family.
+Source of the idea: Li et al., "BRECQ", 2021, section 3.2, where blocks are chosen by hand for each family of
+models.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def _movable(lesson: Lesson) -> dict[fx.Node, FakeQuantize]:
 
 @contextmanager
 def _learned(lesson: Lesson) -> Iterator[dict[str, LearnedScale]]:
-    """Replaces, within the context, each quantizer of the block with a range of its own by a `LearnedScale`."""
+    """Puts a `LearnedScale` in the place of each movable quantizer of the block, within the context."""
     movable = _movable(lesson)
     learned = {site(node): LearnedScale(quantizer) for node, quantizer in movable.items()}
     for node in movable:
