@@ -77,9 +77,9 @@ def compete(
 
 
 def about_algorithms(tried: Sequence[Tried]) -> dict[str, Any]:
-    """Returns the entries of a contest in the checkpoint.
+    """Returns the checkpoint entries that record a contest.
 
-    The list of algorithms that changed nothing (IDLE) is empty, since `tried` says which they are.
+    IDLE, the algorithms that changed nothing, is empty, since `tried` contains the result of each algorithm.
     """
     names = [row.name for row in tried if row.kept and row.name != NONE]
     return {"algorithms": names, "tried": [asdict(row) for row in tried], IDLE: []}

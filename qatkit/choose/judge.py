@@ -61,6 +61,8 @@ class Runtime:
 class Files:
     """Writes graphs as ONNX files: the first one is exported, the others are the same file with other values.
 
+    A graph that needs another file than the first (other nodes or other literals) is exported as well.
+
     Args:
         example: the example input, as in `export_onnx`.
         folder: a folder for temporary files.

@@ -6,9 +6,9 @@
                  images: the metric where they have labels, and how far the outputs are from float's
 
 A method must not be worse than min-max in the task's main metric, and must be within a standard error of the
-best. Of these, the one with the smallest error of the outputs wins. Errors within 1 % are equal: the first
-method wins, and the mix is last. The outputs decide, since a difference of one or two images in a hundred is
-chance. The file is exported once, and its constants are replaced for each method.
+best. Of these, the one with the smallest error of the outputs wins. Errors within 1 % are equal: then min-max
+is preferred, before the mix and the others. The outputs decide, since a difference of one or two images in a
+hundred is chance. The file is exported once, and its constants are replaced for each method.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ from qatkit.records.tried import Candidate
 # ranges.
 FINALISTS = 3
 SCORING_IMAGES, _AT_ONCE = 16, 4
-# Relative difference below which errors are equal, for a hundred images. A named method then precedes the
-# mix.
+# Relative difference below which errors are equal, for a hundred images.
 _AS_GOOD = 0.01
 
 

@@ -6,8 +6,8 @@
 
 A single float operator is often not worth its time: its input and output stay quantized, and two borders are
 added. A step therefore changes several operators in a row, or all operators of one module. If costs are sums,
-this is the greedy algorithm for the knapsack problem, whose steps are the corners of the exact front. Every
-set that is evaluated on the way competes.
+this is the greedy algorithm for the knapsack problem, whose steps are the corners of the exact front. The
+front is that of all sets that are evaluated on the way.
 
 The loss and time of a set come from a function that is passed in; this module does not know the graph.
 """
@@ -26,7 +26,7 @@ Price = tuple[float, float]  # loss and milliseconds of a set
 Cost = Callable[[Floats], Price]
 _LENGTHS = (1, 2, 3, 4, 6, 9, 14)
 _NEAR = 2  # number of operators within which a step changes the cost of other steps
-_FLOOR = -40.0  # difference of the loss in dB that does not matter
+_FLOOR = -40.0  # losses below this, in dB relative to int8's, count as equal
 _AS_FAST = 0.97
 _T = TypeVar("_T")
 
@@ -74,7 +74,7 @@ def not_beaten_but_by(floats: Floats, choices: Sequence[Choice]) -> list[Choice]
 
 
 def runs(operators: Sequence[str]) -> list[Floats]:
-    """Returns the sets of operators that one step may change: runs of neighbours, and all operators of a module."""
+    """Returns the sets of operators that one step may change: some in a row (`_LENGTHS`), or all of one module."""
     count = len(operators)
     found = {frozenset(operators[i : i + n]) for n in _LENGTHS for i in range(count - n + 1)}
     for one in operators:

@@ -1,8 +1,8 @@
 """Mixed bits: more bits for the weights on which the outputs depend most, and fewer for the others.
 
 The loss of each weight is estimated for each number of bits (`qatkit.analysis.estimate`). It is the distance
-of the outputs from float's if only this weight is rounded to the nearest. Losses are additive, so the best
-choice for an average number of bits is a knapsack problem with one choice per weight
+of the outputs from float's if only this weight is rounded to the nearest. Losses are assumed to add up, so
+the best choice for an average number of bits is a knapsack problem with one choice per weight
 (`qatkit.choose.precision.bit_allocation`). Rounding algorithms run afterwards. They gain more for some
 weights than for others, which the estimate ignores (decision 58).
 
