@@ -101,11 +101,13 @@ class Detection(Task):
         return self.whole_loss(output, (), targets, schedule)
 
     def distillation(self, output: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-        """Returns the divergence of scores and corners from the teacher's, over the sum of its best scores.
+        """Returns the divergence of scores and corners from the teacher's.
 
-        Scores are treated as probabilities of binary decisions. Corners are treated as normal distributions with
-        a standard deviation of 0.05 of a side, weighted by the teacher's score. Both terms are quadratic near the
-        teacher, where the gradient is small.
+        It is divided by the sum over all boxes of the teacher's best score. Scores are treated as
+        probabilities of binary decisions. Corners are treated as normal distributions with a standard
+        deviation of 0.05 of a side, weighted by the teacher's score. Both terms are quadratic near the
+        teacher, where the gradient is small. If rows have no fixed place, each is compared with the teacher's
+        `nearest` one, and rows without one are left out.
         """
         import torch
         from torch.nn import functional as F
