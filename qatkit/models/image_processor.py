@@ -18,7 +18,7 @@ from qatkit_verify.errors import ConfigError
 
 # Pillow's numbers. Lanczos is not supported here, and bicubic is closest to it.
 _INTERPOLATIONS = {0: "nearest", 1: "bicubic", 2: "bilinear", 3: "bicubic"}
-_SQUEEZED_FROM = 384  # ConvNeXt's processor only crops smaller inputs
+_SQUEEZED_FROM = 384  # ConvNeXt's processor crops only if the input is smaller than this
 
 
 def preprocessing_of(processor: Any, config: ModelConfig) -> Preprocessing:
