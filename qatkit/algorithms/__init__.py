@@ -12,7 +12,7 @@ Each, except `dead_channels`, is an `Algorithm`: a frozen dataclass whose fields
     SequentialMSE     after calibration: ranges of weights chosen by the error of the operators' outputs
     AdaRound          after calibration: each weight rounded up or down, by the error of its operator's output
     BlockReconstruction   AdaRound on the error of a block's output; it can also learn biases and activation scales
-    dead_channels     a check for channels that no algorithm can restore
+    dead_channels     a check for channels whose weights are all zero, which no algorithm can restore
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
       equalize: {target: qatkit.algorithms.Equalize, relu6: keep}
       mine: {target: my_package.Mine, strength: 0.5}
 
-They run in the order of their stages, and within a stage as listed. A new algorithm needs two files: a
+Algorithms run in the order of their stages, and within a stage as listed. A new algorithm needs two files: a
 subclass of `Algorithm`, and `conf/algorithm/NAME.yaml` with the entry above.
 
 `--help` and the check of a command line import the modules of algorithms. These modules therefore contain only

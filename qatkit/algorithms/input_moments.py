@@ -103,7 +103,7 @@ def patches(operator: nn.Module, x: Tensor) -> Tensor:
 
 
 def _shape(operator: QATOperator) -> tuple[int, int]:
-    """Returns the number of groups, and inputs times kernel size of one group."""
+    """Returns the number of groups, and the number of a group's inputs times the kernel size."""
     return int(getattr(operator, "groups", 1)), operator.weight[0].numel()
 
 

@@ -67,7 +67,7 @@ def _round(settings: MomentRounding, operator: QATOperator, blocks: list[Moments
 
 
 def _parts(end: int | Tensor, weight: Tensor, steps: Tensor, sizes: list[int]) -> Sequence[int | Tensor]:
-    """Returns an end of the weight's range for each of the parts that `steps` is split into."""
+    """Returns an end of the weight's range (the lowest or highest integer) for each part of the split steps."""
     if not isinstance(end, Tensor):
         return [end] * len(sizes)
     parts: tuple[Tensor, ...] = end.expand_as(weight).reshape_as(steps).split(sizes, 2)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SmoothQuant(Algorithm):
-    """Moves differences in range between an activation's channels into the next weights; no function changes."""
+    """Moves range differences between an activation's channels into the next weights, without changing the function."""
 
     stage: ClassVar[str] = OBSERVED
     rescales: ClassVar[bool] = True

@@ -2,7 +2,7 @@
 
     a quantizer's output        its integers (exact, 1 or 2 bytes each); also after operators that only move values
     other floats                float16 where its range suffices (relative error 2^-11), else float32
-    integers, masks, inputs     unchanged (inputs of the model)
+    integers, masks             unchanged, like the inputs of the model
 
 A chunk is one batch of images as the graph ran it. It is never split, so that the batch axis of a tensor need
 not be known (windows or tokens may come first, and masks may have none). All tensors are in the host's

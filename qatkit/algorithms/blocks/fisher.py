@@ -24,7 +24,7 @@ _CLASSES = (2, 4)
 def fisher_diagonal(
     tail: fx.GraphModule, values: Sequence[Any], chosen: Sequence[int], generator: torch.Generator
 ) -> list[Tensor]:
-    """Returns the squared gradients with respect to some inputs of a float graph, in the shapes of these inputs.
+    """Returns the squared gradients of Σ r·out with respect to some inputs of a float graph, in the inputs' shapes.
 
     Args:
         tail: the graph, with quantization off; it returns a tuple.

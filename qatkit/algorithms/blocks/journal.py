@@ -67,7 +67,7 @@ def working(
 
 
 def current() -> Work:
-    """Returns the settings of the innermost `working`."""
+    """Returns the settings of the innermost `working`; the default ones outside of any."""
     return _CURRENT.get()
 
 

@@ -6,8 +6,8 @@ it runs quantized on the outputs of the earlier quantized blocks.
     float inputs ──── block in float ────────────────────────→ float outputs, the target
     quantized inputs ─ learn(block): changes its operators ──→ block quantized ─→ quantized outputs
 
-Later blocks therefore see earlier ones in their final state. The whole model runs twice over the images, for
-any number of blocks. Only the tensors that are alive between two blocks are kept
+Later blocks therefore see earlier ones in their final state. Apart from learning, the model runs over the
+images only twice, for any number of blocks. Only the tensors that are alive between two blocks are kept
 (`qatkit.algorithms.blocks.cached`).
 """
 
