@@ -107,7 +107,6 @@ def _step(node: fx.Node) -> float | None:
 
 
 def _applied(node: fx.Node, x: Tensor) -> Tensor:
-    """Applies an elementwise function to x."""
     args, kwargs = fx.node.map_arg(
         (node.args, node.kwargs), lambda _: x.clone()
     )  # the function may write in place

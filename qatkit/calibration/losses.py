@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Loss:
-    """Too large an error of one quantizer at one operator or output.
+    """An error of one quantizer that is too large at an operator or output.
 
     Attributes:
         where: the site of the operator that reads the values; "output NAME" for an output.
