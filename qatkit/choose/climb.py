@@ -1,11 +1,12 @@
 """The rule of a climb (rescue=ladder), which runs stronger and stronger methods (rungs) until the target is met.
 
-It uses the figures in the reports of finished runs, without results of single images.
+It uses only the figures in these reports, not the results of single images.
 
     rung_why_not     why later rungs do not build on a rung: by the metric, or by the outputs
     meets_target     whether a rung meets the target
 
-Each rung is an entrant of one contest (`qatkit.jobs.rescue`), in which the run of the rung is the judge.
+The rungs are the entrants of one contest (`qatkit.jobs.rescue`). They are judged by the reports of their
+runs.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ from qatkit_verify.session import FloatArray, open_session
 def judging_options(module: QATModule) -> Mapping[str, str]:
     """Returns the session config entries for files of `module` that are compared with one another.
 
-    Products that may saturate on this processor are computed exactly. No calibration method, algorithm or
-    training can compensate for saturation, so it must not influence the comparison.
+    Sums of products that may saturate on this processor are computed exactly. No calibration method,
+    algorithm or training can compensate for saturation, so it must not influence the comparison.
     """
     options = module.backend.session_options
     exact = saturates_here() and bool(unguarded(module.graph))

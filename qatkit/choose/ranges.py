@@ -1,8 +1,8 @@
 """The calibration stage of a run: reads a cache if there is one, else observes images and chooses a method.
 
 calibration.search   none         the observer's own method
-                     layerwise    for each tensor min-max or the percentile with the least error at the following
-                                  outputs
+                     layerwise    for each tensor min-max or the percentile with the least error at the outputs of
+                                  the operators that read it
                      tournament   the best of several methods, by whole models in ONNX Runtime
                                   (`qatkit.choose.tournament`)
 calibration.cache    statistics and ranges in a file: the next run makes no forward pass
@@ -249,7 +249,7 @@ def _about_shifts(module: QATModule) -> list[str]:
 
 
 def _layerwise(graph: fx.GraphModule, batches: ImageLoader, progress: bool) -> None:
-    """Sets the range of each tensor to min-max or the percentile with the least error at the following outputs."""
+    """Sets the range of each tensor to min-max or a percentile, by the error at the outputs of its readers."""
     offered = candidates(graph, {k: m for k, m in METHODS.items() if k == "min-max" or "percentile" in k})
     apply(graph, best_of_each(offered, output_errors(graph, offered, scoring_images(batches, progress))))
 

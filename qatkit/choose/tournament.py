@@ -1,7 +1,8 @@
 """The tournament of calibration methods: observes images once, compares the ranges of all methods, keeps the best.
 
     observe      a histogram of each tensor, over three quarters of the images
-    per tensor   the error that each method's range causes at the following outputs (`calibration.candidates`)
+    per tensor   the error that each method's range causes at the outputs of the tensor's readers
+                 (`qatkit.calibration.candidates`)
     whole model  the most promising methods, and the mix of each tensor's best, as ONNX files on the remaining
                  images: the metric where they have labels, and how far the outputs are from float's
 
@@ -106,7 +107,7 @@ def use(graph_module: fx.GraphModule, method: str, observed: Batches, progress: 
 def _offered(
     graph_module: fx.GraphModule, observed: Batches, progress: bool
 ) -> tuple[dict[str, Ranges], dict[str, dict[str, float]]]:
-    """Returns the ranges of every method and of the mix, and their errors at the outputs that follow each tensor."""
+    """Returns the ranges of every method and of the mix, and their errors at the outputs of each tensor's readers."""
     offered = candidates(graph_module)
     errors = output_errors(graph_module, offered, scoring_images(observed, progress))
     offered[MIXED] = best_of_each(offered, errors)

@@ -59,7 +59,7 @@ class Choices:
         self.islands = frozenset(site(node) for node in self._chosen if facts(node).island and node in int8)
 
     def __call__(self, costs: Costs, *, borders: float = 1.0) -> Sites:
-        """Returns the cheapest placement by the time of operators and borders (conversions of int8 or float).
+        """Returns the cheapest placement by the times of operators and of borders (type conversions).
 
         Args:
             costs: the costs for this graph.

@@ -107,7 +107,7 @@ def placed_now(run: Run, model: Captured, inputs: Inputs, module: QATModule) -> 
 
 
 def _placed(run: Run, placed: Placed) -> Run:
-    """Returns the run with the overrides of a placement, and with the bound that a measured placement implies."""
+    """Returns the run with the overrides of a placement; if it is measured, min_speedup is 1 unless it is set."""
     config = with_sites(run.config, placed.sites)
     if config.placement == MEASURED and config.verify.min_speedup is None:
         config = replace(config, verify=replace(config.verify, min_speedup=1.0))

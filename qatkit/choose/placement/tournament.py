@@ -59,7 +59,7 @@ _SEARCH_SECONDS = 120.0  # time limit after which no further file is made
 
 
 def with_sites(config: Config, sites: Sites) -> Config:
-    """Returns the configuration of a placement: its overrides before the existing ones, and its weight format."""
+    """Returns the configuration of a placement, with its weight format and its overrides before the existing ones."""
     placed = float_overrides(sites.float_sites)
     placed |= {one: OverrideConfig(int8=True) for one in sorted(sites.opened)}
     backend = replace(config.backend, overrides={**placed, **config.backend.overrides})

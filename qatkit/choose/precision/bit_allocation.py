@@ -137,5 +137,4 @@ def _hull(loss: Mapping[str, float]) -> list[str]:
 
 
 def _slope(loss: Mapping[str, float], fewer: str, more: str) -> float:
-    """Returns the change of the loss per added bit."""
     return (loss[more] - loss[fewer]) / (BITS[more] - BITS[fewer])

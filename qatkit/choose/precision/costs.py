@@ -139,7 +139,7 @@ class Costs:
         return total + self._at_borders * self._borders(layout) + left
 
     def of_site(self, site: str, *, eight: bool) -> float:
-        """Returns the milliseconds of one operator, averaged over its neighbours in the measured files.
+        """Returns the milliseconds of one operator, averaged over the types of its neighbours in the measured files.
 
         The time is 0 for an operator without its own kernel, and infinite if no file has the operator in that
         type.

@@ -30,7 +30,7 @@ class Layout:
     """The quantization for one set of float operators.
 
     Attributes:
-        floats: the Convs and Linears that are float, whether requested or implied.
+        floats: the Convs and Linears that are float, by request or as a consequence of other float operators.
         int8: the sites of all nodes that compute in 8 bits.
         weights: the sites whose weight is quantized.
         readers: by quantized tensor, the nodes that read its quantized values; other nodes read its float values.

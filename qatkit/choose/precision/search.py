@@ -247,7 +247,6 @@ class Search:
         return Losses(self.layouts, rows)
 
     def _images(self, count: int) -> Batches:
-        """Returns the first `count` calibration images as batches."""
         return self.data.image_batches(self.seen[:count], self.config.calibration.batch_size)
 
     def clock(self, files: dict[str, Path]) -> dict[str, float]:
