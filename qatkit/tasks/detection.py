@@ -224,7 +224,7 @@ class Detection(Task):
     def errors(self, exact: Array, found: Array) -> Array:
         """Returns the mean squared error of the scores, plus that of the corners, [N].
 
-        Errors of corners are relative to the sides of a box and weighted by its squared score.
+        Errors of corners are relative to the sides of a box and weighted by the square of its best score.
         """
         (found,) = self.aligned([exact], [found])
         scores = ((found[..., 4:] - exact[..., 4:]) ** 2).sum(2)

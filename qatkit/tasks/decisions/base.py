@@ -189,7 +189,6 @@ def _arguments(asked: str, kind: type[Request], inside: str) -> dict[str, Any]:
 
 
 def _value(asked: str, name: str, text: str, kind: type) -> Any:
-    """Returns an argument converted to its annotated type."""
     if kind is str:
         return text
     with contextlib.suppress(ValueError, OverflowError):
