@@ -91,7 +91,7 @@ def declared(config: ModelConfig, layout: str | None, task: str = IMAGES) -> Dec
 
 
 def parameters(config: ModelConfig) -> int | None:
-    """Returns the number of parameters of a model before it is loaded; None if it is not known yet."""
+    """Returns the number of parameters before a model is loaded; None except for Hugging Face weights in a folder."""
     return hf_models.parameters(config)
 
 

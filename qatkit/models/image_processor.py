@@ -22,7 +22,7 @@ _SQUEEZED_FROM = 384  # ConvNeXt's processor crops only if the input is smaller 
 
 
 def preprocessing_of(processor: Any, config: ModelConfig) -> Preprocessing:
-    """Returns the `Preprocessing` with the same results as `processor`, for square pictures.
+    """Returns the `Preprocessing` that does the same as `processor` to square pictures, but bicubic for Lanczos.
 
     Raises:
         ConfigError: the processor's outputs are not square, or it reorders the channels.
