@@ -56,7 +56,7 @@ class Scales:
             return {name: one.scale().detach().clone() for name, one in learned.items()}
 
     def apply(self, lesson: Lesson, found: Found) -> None:
-        """Sets the scales for later blocks; `settle` makes them permanent."""
+        """Sets the learned scales, which later blocks then use; `settle` makes them permanent."""
         for node, quantizer in _movable(lesson).items():
             if site(node) in found:
                 quantizer.scale.copy_(found[site(node)])
