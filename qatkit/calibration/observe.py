@@ -28,7 +28,7 @@ _VALUES = (
 
 
 def calibrate(graph_module: fx.GraphModule, batches: Iterable[Example]) -> int:
-    """Observes `batches` and turns fake quantization on; returns the number of images.
+    """Calibrates the ranges of a graph and turns fake quantization on; returns the number of images.
 
     Args:
         graph_module: a prepared graph.
