@@ -6,10 +6,10 @@
     whole model  the most promising methods, and the mix of each tensor's best, as ONNX files on the remaining
                  images: the metric where they have labels, and how far the outputs are from float's
 
-A method must not be worse than min-max in the task's main metric, and must be within a standard error of the
-best. Of these, the one with the smallest error of the outputs wins. Errors within 1 % are equal: then min-max
-is preferred, before the mix and the others. The outputs decide, since a difference of one or two images in a
-hundred is chance. The file is exported once, and its constants are replaced for each method.
+With labels, a method must not be worse than min-max in the task's main metric, and must be within a standard
+error of the best. Of these, the one with the smallest error of the outputs wins. Errors within 1 % are equal:
+then min-max is preferred, before the mix and the others. The outputs decide, since a difference of one or two
+images in a hundred is chance. The file is exported once, and its constants are replaced for each method.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 silu       SiLUs in int8, as Sigmoid and Mul           gates      squeeze-and-excitation in float
 amx        weights of Convs stored for AMX
 depthwise  depthwise Convs and their SiLUs in float    sums, cats residual sums, concatenations in float
-stem       the first Conv in float                     last       the last Linear or Conv in float
+stem       the first Conv or Linear in float           last       the last Conv or Linear in float
 """
 
 from __future__ import annotations

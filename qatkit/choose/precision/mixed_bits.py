@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MixedBits(Algorithm):
-    """Chooses 2, 4 or 8 bits for each weight: those with the smallest loss at the outputs for a given average."""
+    """Chooses 2, 4 or 8 bits for each weight, for a small loss at the outputs with a given average number of bits."""
 
     stage: ClassVar[str] = OBSERVED
     weights_alone: ClassVar[bool] = True
