@@ -1,6 +1,6 @@
 """Algorithms that change a model's parameters after training, using its weights or a few images, without labels.
 
-Each is an `Algorithm`, a frozen dataclass whose fields are its settings.
+Each, except `dead_channels`, is an `Algorithm`: a frozen dataclass whose fields are its settings.
 
     Equalize          before prepare_qat: ranges of channels moved between neighbouring operators
     ShiftChannels     before calibration: means of activations' channels moved into the following biases
@@ -12,7 +12,7 @@ Each is an `Algorithm`, a frozen dataclass whose fields are its settings.
     SequentialMSE     after calibration: ranges of weights chosen by the error of the operators' outputs
     AdaRound          after calibration: each weight rounded up or down, by the error of its operator's output
     BlockReconstruction   AdaRound on the error of a block's output; it can also learn biases and activation scales
-    dead_channels     a check for channels that no algorithm can restore
+    dead_channels     a check for channels whose weights are all zero, which no algorithm can restore
 """
 
 from __future__ import annotations

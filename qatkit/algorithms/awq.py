@@ -1,14 +1,14 @@
-"""AWQ: weights that are multiplied by large activations are scaled up before rounding, so that they lose less.
+"""AWQ: weights that are multiplied by large activations are scaled up, which reduces their relative rounding error.
 
     reader(x)  =  reader·diag(s) (x / s)        s_j = (E[x_j²])^(α/2)
 
-All weights of a block share one scale and lose equally by rounding, however much their inputs matter. A
-weight that is multiplied by s_j is rounded in steps that are s_j times as fine for the output. The division
-is free where x comes from an operator (the source) whose output channels have parameters of their own. The
-sources and their readers are found in the graph, as for `SmoothQuant`.
+All weights of a quantization block share one scale and have errors of the same size, whatever their inputs.
+For a weight that is multiplied by s_j, the rounding error in the output is divided by s_j. The division of x
+costs nothing where x comes from an operator (the source) with parameters for each output channel, which can
+absorb it. The sources and their readers are found in the graph, as for `SmoothQuant`.
 
 The strength α of each source is the candidate with the least error of the readers' outputs, (W -
-q(W·s)/s)·H·(W - q(W·s)/s)ᵀ with H the second moments of the inputs. One candidate is "none". The paper
+q(W·s)/s)·H·(W - q(W·s)/s)ᵀ with H the second moments of the inputs. One candidate is no scaling. The paper
 measures channels by E|x_j|.
 
 Source: Lin et al., "AWQ: Activation-aware Weight Quantization for On-Device LLM Compression and

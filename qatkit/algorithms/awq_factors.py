@@ -104,7 +104,10 @@ class _Search:
 
 
 def _factors(sizes: Tensor, source: ScalableOperator, strength: float) -> Tensor:
-    """Returns the factors [channels], float64, with largest · smallest = 1; 1 for channels that are not free."""
+    """Returns the factors [channels], float64, 1 for channels that cannot be scaled.
+
+    Over the other channels, largest · smallest = 1.
+    """
     x = sizes.clamp(min=max(float(sizes.max()) * _LEAST, 1e-30))
     s = x**strength
     free = source.followed.free.to(s.device)

@@ -4,7 +4,7 @@
       equalize: {target: qatkit.algorithms.Equalize, relu6: keep}
       mine: {target: my_package.Mine, strength: 0.5}
 
-They run in the order of their stages, and within a stage as listed. A new algorithm needs two files: a
+Algorithms run in the order of their stages, and within a stage as listed. A new algorithm needs two files: a
 subclass of `Algorithm`, and `conf/algorithm/NAME.yaml` with the entry above.
 
 `--help` and the check of a command line import the modules of algorithms. These modules therefore contain only
@@ -42,14 +42,17 @@ class Algorithm(ABC):
                            tuple of the model's inputs;
             "prepared"     after prepare_qat, before calibration, with an example as well;
             "observed"     just before calibration, with batches of calibration images: it changes weights or biases
-                           according to the activations and keeps the function; ranges are found afterwards;
+                           according to the activations and keeps the model's function; ranges are found
+                           afterwards;
             "calibrated"   after calibration, with batches of calibration images: ranges are available.
             For a model with several inputs each batch is a tuple of tensors in the graph's order.
         images: the number of calibration images that it needs (observed, calibrated).
         weights_alone: whether it needs a weight-only backend (`backend=weight_only`).
-        formats: whether it also supports weights and activations in number formats (`backend=simulated`).
+        formats: whether it also supports weights and activations in number formats such as float8 or mxfp4
+            (`backend=simulated`).
         expensive: whether it trains weights and thus takes more than a few passes over the images. Where
-            algorithms compete, an expensive one is tried only while the target is missed.
+            `qatkit.choose` selects among algorithms, an expensive one is tried only while the target is
+            missed.
         changes_weights: whether it writes into weights. If it changes only biases and quantizers, the graph
             can share the weights with the float model.
         rescales: whether it multiplies channels of weights and activations by factors, so that a scale or range that

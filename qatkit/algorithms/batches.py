@@ -15,8 +15,8 @@ Tensors = tuple[Tensor, ...]
 def first_images(graph_module: fx.GraphModule, batches: Iterable[Example], images: int) -> Iterator[Tensors]:
     """Yields batches, on the graph's device, until there are `images` images.
 
-    The last batch is cut to the missing images, rounded up to the batch sizes that the model supports. It is not cut
-    if the batch size is fixed.
+    The last batch is cut to the number of images that is still missing, rounded up to a batch size that the
+    model supports. It is not cut if the batch size is fixed.
     """
     device = next(p.device for p in graph_module.parameters())
     left = images

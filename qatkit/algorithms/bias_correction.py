@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BiasCorrection(Algorithm):
-    """Subtracts the mean quantization error of every operator from its bias, after calibration."""
+    """Subtracts the mean quantization error of every operator's output from the operator's bias, after calibration."""
 
     stage: ClassVar[str] = CALIBRATED
     formats: ClassVar[bool] = True

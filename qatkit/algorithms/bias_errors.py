@@ -61,7 +61,8 @@ def _why_not(module: QATOperator, reads: Counter[int]) -> str | None:
 def channel_means(y: Tensor, operator: nn.Module) -> Tensor:
     """Returns the means of an operator's output over positions, [N, channels], as float64.
 
-    PyTorch sums in pairs, so the means are accurate enough in the type of the output.
+    The means are computed in the type of the output, which is accurate enough because PyTorch's summation is
+    pairwise.
     """
     channels = y.movedim(-1 if isinstance(operator, nn.Linear) else 1, 1)
     return (channels.flatten(2).mean(2) if y.ndim > 2 else channels).double()

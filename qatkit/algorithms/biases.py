@@ -1,8 +1,7 @@
 """Changes the biases of quantized operators, and restores them.
 
-The change belongs to the quantized operator. With quantization off it is omitted, so that the prepared graph
-then computes the float function. Each correction starts from the float bias, so a later one replaces an
-earlier one.
+The change applies only while quantization is on; with quantization off, the prepared graph computes the float
+function. Each correction starts from the float bias, so a later one replaces an earlier one.
 """
 
 from __future__ import annotations

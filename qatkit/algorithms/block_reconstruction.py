@@ -2,12 +2,13 @@
 
     min over V, b of  E |F^½ ∘ (y' - y)|² + λ·Σ(1 - |2·h(V) - 1|^β)                (`qatkit.algorithms.blocks.learn`)
 
-y and y' are a block's outputs in float and quantized. Blocks follow from the graph's bottlenecks: a residual
-block or a layer of a transformer (`qatkit.algorithms.blocks.partition`). Errors between its operators count
-only as far as they reach the output. Biases may be learned together with the roundings. Scales of activations
-are learned first, in a separate walk. All scales are then aligned again, so that the roundings fit the
-exported scales. F is 1, or the diagonal of the Fisher information (`qatkit.algorithms.blocks.fisher`), which
-costs a backward pass through the rest of the model for every block and image.
+y and y' are a block's outputs in float and quantized. A block is, for example, a residual block or a layer of
+a transformer (`qatkit.algorithms.blocks.partition`). Errors inside a block count only as far as they reach
+its output. Biases may be learned together with the roundings (`bias_lr`). Scales of activations may be
+learned before them, in a separate walk (`scale_lr`). All scales are then aligned again, so that the roundings
+fit the exported scales. F is 1, or the diagonal of the Fisher information
+(`qatkit.algorithms.blocks.fisher`), which costs a backward pass through the rest of the model for every block
+and image.
 Sources: Li et al., "BRECQ: Pushing the Limit of Post-Training Quantization by Block Reconstruction", 2021,
 equation 10; Hubara et al., "Accurate Post Training Quantization With Small Calibration Sets" (AdaQuant),
 2021, equation 4, for biases and scales.

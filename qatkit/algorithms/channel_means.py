@@ -1,4 +1,4 @@
-"""Finds the channels that `ShiftChannels` shifts, computes their means and moves these into the next biases."""
+"""Finds the channels that `ShiftChannels` shifts, and moves their means into the biases of their readers."""
 
 from __future__ import annotations
 

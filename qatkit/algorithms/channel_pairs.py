@@ -21,7 +21,8 @@ from qatkit.quant.granularity import along
 if TYPE_CHECKING:
     from qatkit.algorithms.equalize import Equalize
 
-# Pairs (first, second, whether a flatten is between them) in which output channels are the input channels.
+# Pairs (first, second, whether a flatten is between them) in which the output channels of the first operator
+# are the input channels of the second.
 _SAME_AXIS = frozenset({("conv", "conv", False), ("linear", "linear", False), ("conv", "linear", True)})
 _FLATTENS = frozenset({"flatten", "reshape", "view"})
 # A channel with a range below this share of the largest is dead: after equalization only its bias would
@@ -31,10 +32,13 @@ _DEAD = 1e-5
 
 @dataclass(frozen=True)
 class Pair:
-    """A pair of operators with only homogeneous operators between them.
+    """A pair of Convs or Linears whose channels can be rescaled.
+
+    The operators between the two are homogeneous (f(s·x) = s·f(x) for s > 0), flattens, or ReLU6 that become
+    ReLU.
 
     Attributes:
-        first, second: the calls of the two Convs or Linears.
+        first, second: the calls of the two operators.
         repeat: number of inputs of `second` for each channel of `first`, more than 1 after a flatten.
         clips: the calls of ReLU6 between the two.
     """

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Equalize(Algorithm):
-    """Gives the channels of neighbouring operators equal ranges before quantization, without changing the function."""
+    """Gives the channels of neighbouring operators equal ranges; only relu6=relu changes the model's function."""
 
     stage: ClassVar[str] = FUSED
     rescales: ClassVar[bool] = True

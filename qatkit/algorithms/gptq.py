@@ -6,18 +6,19 @@ columns minimizes the error:
 
     w ← w - (w_i - w'_i) / U_ii · U_i        U: upper Cholesky factor of H⁻¹
 
-Columns are rounded in order of decreasing H_ii (`order`), so that the most other columns remain to compensate
-for the most important ones. Scales and zero points are found before any column is rounded ("static groups"),
-and the scales are fitted to the integers afterwards (`qatkit.algorithms.gptq_scales`). Operators are rounded
-in graph order; H is computed from inputs that have passed the operators already rounded. The error of these
-inputs is compensated first. With x the float inputs and x' the quantized ones, the row that best reproduces
-the float output is
+Columns are rounded in order of decreasing H_ii (`order`), so that as many columns as possible remain to
+compensate for the most important ones. Scales and zero points are found before any column is rounded ("static
+groups"). The scales of low-bit weights are fitted to the integers afterwards
+(`qatkit.algorithms.gptq_scales`). Operators are rounded in graph order; H is computed from inputs that have
+passed the operators already rounded. The error of these inputs is compensated first. With x the float inputs
+and x' the quantized ones, the row that best reproduces the float output is
 
     w + past · w·E[(x - x')·x'ᵀ]·H⁻¹        past: the setting
 
 If an operator has a bias, H and E are covariances, and the bias compensates for the mean error. A weight that
-is also the table of an Embedding is rounded for the operator, and the table has the same integers. The
-looked-up rows are then a little less accurate, which costs less than rounding the head to the nearest.
+is also the table of an Embedding (the head of a language model) is rounded for the operator, and a table of
+the same type and granularity gets the same integers. The looked-up rows are then a little less accurate,
+which costs less than rounding the weight to the nearest.
 
 Sources: Frantar et al., "GPTQ: Accurate post-training quantization for generative pre-trained transformers",
 2023, algorithm 1; act-order and static groups: its authors' code; errors of earlier operators: Li et al.,

@@ -97,7 +97,7 @@ class Columns:
         )
 
     def rounded_to(self, weight: Tensor, scale: Tensor, element: Element) -> Tensor:
-        """Returns the same as `rounded`, but with numbers of `element` instead of integers."""
+        """Returns the same as `rounded`, but with values of the number format `element` instead of integers."""
         return self._by_steps(weight, scale, lambda steps, _: elements.rounded(steps, element))
 
     def _in_order(self, of_weight: Tensor) -> Tensor:

@@ -75,7 +75,9 @@ def input_moments(
 
 
 def patches(operator: nn.Module, x: Tensor) -> Tensor:
-    """Returns the inputs of the weight, [groups, inputs of a group times kernel size, positions], float32.
+    """Returns the inputs of the weight at about `PLACES` positions per image, or at all if there are fewer.
+
+    The shape is [groups, inputs of a group times kernel size, positions]; the type is float32.
 
     Args:
         x: the input of a Conv [N, C, ...] or Linear [..., C].
@@ -101,7 +103,7 @@ def patches(operator: nn.Module, x: Tensor) -> Tensor:
 
 
 def _shape(operator: QATOperator) -> tuple[int, int]:
-    """Returns the number of groups, and inputs times kernel size of one group."""
+    """Returns the number of groups, and the number of a group's inputs times the kernel size."""
     return int(getattr(operator, "groups", 1)), operator.weight[0].numel()
 
 

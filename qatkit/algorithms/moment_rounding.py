@@ -6,8 +6,8 @@ For a row w of a weight, rounded to w + e, the mean squared error of the output 
 
 The bias compensates for e·μ, which leaves e·C·e. Starting from the nearest integers, each weight in turn is
 moved by δ = ± one step to its other neighbour if that makes the form smaller, 2·δ·(C·e)_i + δ²·C_ii < 0. This
-is repeated until hardly any weight moves. For an operator whose bias cannot be changed, C is the matrix of
-second moments, which include the mean.
+is repeated until hardly any weight moves, at most `rounds` times. For an operator whose bias cannot be
+changed, C is the matrix of second moments, which include the mean.
 
 Source: Nagel et al., "Up or Down? Adaptive Rounding for Post-Training Quantization", 2020, section 3.2,
 equation 13: AdaRound's objective layer by layer, by coordinate descent on the rounding itself instead of
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MomentRounding(Algorithm):
-    """Rounds each weight up or down so that outputs change least, and subtracts the mean error from the bias."""
+    """Rounds each weight up or down so that outputs change least, and subtracts their mean error from the bias."""
 
     stage: ClassVar[str] = CALIBRATED
     changes_weights: ClassVar[bool] = False
@@ -56,7 +56,7 @@ class MomentRounding(Algorithm):
         return round_weights(self, graph_module, inputs)
 
     def notes(self, graph_module: fx.GraphModule) -> list[tuple[str, str]]:
-        """Returns (site, reason) of the quantized operators whose weights are rounded to nearest."""
+        """Returns (site, reason) of the quantized operators whose rounding is not chosen."""
         from qatkit.algorithms.rounding_by_moments import roundable
 
         return roundable(graph_module)[1]

@@ -24,8 +24,8 @@ from qatkit.quant.qat_layers import QATOperator
 if TYPE_CHECKING:
     from qatkit.algorithms.moment_rounding import MomentRounding
 
-# Number of weights whose moves are applied to the rest of a row together; share of moves below which rounds
-# end.
+# Number of weights whose moves are applied to the rest of a row together; the rounds end if no more than this
+# share of the weights moved.
 _BLOCK, _FEW = 64, 1e-4
 
 
@@ -67,7 +67,7 @@ def _round(settings: MomentRounding, operator: QATOperator, blocks: list[Moments
 
 
 def _parts(end: int | Tensor, weight: Tensor, steps: Tensor, sizes: list[int]) -> Sequence[int | Tensor]:
-    """Returns an end of the weight's range for each of the parts that `steps` is split into."""
+    """Returns an end of the weight's range (the lowest or highest integer) for each part of the split steps."""
     if not isinstance(end, Tensor):
         return [end] * len(sizes)
     parts: tuple[Tensor, ...] = end.expand_as(weight).reshape_as(steps).split(sizes, 2)

@@ -1,5 +1,7 @@
 """Divides output channels of operators by positive factors at no cost, and multiplies their readers' weights.
 
+These parameters absorb the division:
+
 LayerNorm, GroupNorm, RMSNorm, BatchNorm     weight and bias
 Conv, Linear                                 weight and bias, or those of the BatchNorm that follows
 a product with a parameter                   the parameter, such as in a norm that consists of simple operators
@@ -75,7 +77,7 @@ def sources(graph_module: fx.GraphModule) -> tuple[list[ScalableOperator], list[
 def chosen_sources(
     graph_module: fx.GraphModule, takes: Callable[[Reader], bool], verb: str
 ) -> tuple[list[ScalableOperator], list[tuple[str, str]]]:
-    """Returns the sources that are worth scaling, in graph order, and (site, "not VERB: why") of those that cannot be.
+    """Returns the sources to scale, in graph order, and (site, "not VERB: why") of those that cannot be scaled.
 
     Args:
         graph_module: the prepared graph.
@@ -100,7 +102,10 @@ def weight_quantizer(node: fx.Node) -> WeightFakeQuantize | None:
 
 
 def _nearest(found: list[ScalableOperator]) -> list[ScalableOperator]:
-    """Removes operators if a later one scales the same inputs of a reader, such as a Linear before a product."""
+    """Removes operators if a later one scales the same inputs of a reader.
+
+    An example is a Linear before a product with a parameter: the product is scaled.
+    """
     taken: dict[fx.Node, Tensor] = {}
     kept = list[ScalableOperator]()
     for source in reversed(found):

@@ -2,11 +2,12 @@
 
     clip_c = argmin_k E_images (op(x', W'_k)_c - op(x, W)_c)²        W'_k rounded with the range k · max|W_c|
 
-x is the float input; x' is the quantized one, after operators whose ranges are already chosen. `candidates`
-shares k, evenly from `least` to 1, are tried, each as it would be exported (the scale aligned, the bias in
-its steps). With per-channel scales every channel takes its own share; with one scale per tensor the error is
-summed over the channels. Minimizing the squared error of the weight itself (calibration.weights=mse) ignores
-the inputs: a weight for large inputs then counts as much as one for zeros.
+c is an output channel. x is the float input; x' is the quantized one, after operators whose ranges are
+already chosen. The shares k are `candidates` values, evenly from `least` to 1. Each is tried as it would be
+exported, with the aligned scale and the rounded bias. With per-channel scales every channel takes its own
+share; with one scale per tensor the error is summed over the channels. Minimizing the squared error of the
+weight itself (calibration.weights=mse) ignores the inputs: a weight for large inputs then counts as much as
+one whose inputs are zero.
 Sources: AIMET's sequential MSE and NVIDIA Model Optimizer's mse calibration of weights.
 """
 

@@ -3,10 +3,10 @@
     reader(x)  =  reader(x - m) + W·m        m_j = E[x_j]
 
 A scale per tensor has to cover the means of all channels, which carry no information. The subtraction is free
-where x comes from an operator with a bias: a LayerNorm, GroupNorm or BatchNorm, a Conv or Linear. Pairs are
+where x comes from an operator with a bias: a LayerNorm, GroupNorm or BatchNorm, a Conv or Linear. Readers are
 found by following the channels through the graph (`qatkit.graph.channels`): through views, and through
-attention, whose weights add up to 1. Shifts help with few bits, and before `SmoothQuant`, which then divides
-channels around zero.
+attention, whose weights add up to 1. Shifts help with few bits, and before `SmoothQuant`, since its factors
+fit better to channels that are centred at zero.
 
 Sources: Li et al., "RepQ-ViT: Scale Reparameterization for Post-Training Quantization of Vision
 Transformers", 2023, section 3.3, where zero points are the shifts; Wei et al., "Outlier Suppression+", 2023,

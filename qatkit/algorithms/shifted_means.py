@@ -1,11 +1,12 @@
 """Finds rounded weights whose error is mostly a shift of their outputs' means, and corrects their biases by default.
 
-    y = W·x + b      W' = W + E rounded       E·x = E·E[x] + E·(x - E[x])
-                                                    ───────  for inputs far from zero (pixels 0..255, after a SiLU)
-                                                             the larger part, and the same for every image
+    y = W·x + b      rounded: W' = W + R      R·x = R·E[x] + R·(x - E[x])
+                                                    ──────  for inputs far from zero (pixels 0..255, after a SiLU)
+                                                            the larger part, and the same for every image
 
-In ordinary networks, whose inputs lie around zero, each operator's outputs keep 35 dB or more with rounded
-weights. An operator that falls below `KEPT` is corrected if a shift of the bias helps (figures: decision 46).
+In ordinary networks, the operators' inputs lie around zero, and each operator's outputs keep 35 dB or more
+with rounded weights. An operator that falls below `KEPT` is corrected if a shift of the bias helps (figures:
+decision 46).
 Algorithms of `algorithm=` that change biases replace this correction (`qatkit.algorithms.biases`).
 """
 
@@ -51,7 +52,9 @@ class ShiftedMean:
 def shifted_means(
     graph_module: fx.GraphModule, batches: Iterable[Example], *, correct: bool = True
 ) -> list[ShiftedMean]:
-    """Returns the operators whose outputs are shifted by rounded weights, and corrects their biases.
+    """Returns the operators whose outputs are shifted by rounded weights, and corrects their biases if `correct`.
+
+    Operators without 8-bit weights or without a bias that can be corrected are left out.
 
     Args:
         graph_module: the prepared graph, with ranges; its phase does not change.

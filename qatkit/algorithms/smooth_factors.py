@@ -45,7 +45,10 @@ _LEAST = 1e-5
 
 
 def smooth(settings: SmoothQuant, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:
-    """Divides the channels of every source whose readers gain by it: implements `SmoothQuant.__call__`."""
+    """Divides the channels of the sources: implements `SmoothQuant.__call__`.
+
+    If the strengths are searched, only sources whose readers gain by it are scaled.
+    """
     found, skipped = smoothable(graph_module)
     images = list(first_images(graph_module, inputs, settings.images))
     with inference(graph_module):
@@ -87,7 +90,7 @@ def _chosen(
 
 
 def factors(source: ScalableOperator, largest: Tensor, strength: float) -> Tensor:
-    """Returns the paper's s [channels], float64; 1 for channels that are not free.
+    """Returns the paper's s [channels], float64; 1 for channels that cannot be scaled.
 
     Args:
         source: the operator whose channels are divided.

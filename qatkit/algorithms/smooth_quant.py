@@ -5,15 +5,15 @@ The weights that read an activation are multiplied by the factors that divide it
     reader(x)  =  reader·diag(s) (x / s)        s_j = max|X_j|^α / max|W_j|^(1 - α)
 
 The division is free where x comes from an operator whose output channels have parameters of their own: a
-LayerNorm, GroupNorm, RMSNorm or BatchNorm, a Conv or Linear, a product with a parameter. Pairs are found by
+LayerNorm, GroupNorm, RMSNorm or BatchNorm, a Conv or Linear, a product with a parameter. Readers are found by
 following the channels through the graph (`qatkit.graph.channels`): through the heads of attention, a ReLU,
 poolings and views; all readers are scaled alike. Channels with a reader that does not commute with a
 factor are not scaled.
 
-The strength α of each source is chosen from a grid and "none", by the error of the readers' outputs,
-|r(q(x/s), q(W·s)) - r(x, W)|² / |r(x, W)|². The input is quantized per tensor, and the weights as the backend
-defines. Ranges have the least squared error if the observer keeps a histogram; otherwise they are the
-extremes.
+Unless `strength` is set, the strength α of each source is chosen from a grid and "none", by the error of the
+readers' outputs, |r(q(x/s), q(W·s)) - r(x, W)|² / |r(x, W)|². The input is quantized per tensor, and the
+weights as the backend defines. The range of the input is the one of least squared error if the observer keeps
+a histogram; otherwise it includes all values.
 
 Source: Xiao et al., "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language
 Models", 2023, section 4, equation 4 (figures: docs/decisions/0019-cheap-algorithms.md).
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SmoothQuant(Algorithm):
-    """Moves differences between the channels of an activation into the next weights, without changing the function."""
+    """Moves range differences between an activation's channels into the next weights, without changing the function."""
 
     stage: ClassVar[str] = OBSERVED
     rescales: ClassVar[bool] = True

@@ -5,7 +5,8 @@ candidates    computes several ranges per tensor from the same pass, and chooses
 cache         stores the statistics in a file, so that a second run needs no pass
 checks        reports whether there were too few images, or none of some class
 limits        limits ranges to values for which the next functions give different results
-mixed_scales  finds tensors that need more than one scale; losses has its findings
+mixed_scales  finds tensors that need more than one scale
+losses        the classes of what mixed_scales finds
 reach         finds the nodes that reach outputs and logarithms
 """
 

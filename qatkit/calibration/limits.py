@@ -38,7 +38,10 @@ def set_limits(graph_module: fx.GraphModule) -> None:
 
 
 def _limits(node: fx.Node, quantizer: FakeQuantize) -> Tensor | None:
-    """Returns the widest limits [2] of a quantizer's readers; None if there is nothing to cut."""
+    """Returns the widest limits [2] of a quantizer's readers.
+
+    Returns None if there is nothing to cut, or if a reader needs all values (`_told_apart`).
+    """
     assert quantizer.observer is not None
     low, high = float(quantizer.observer.low), float(quantizer.observer.high)
     x = _looked_at(low, high)
@@ -104,7 +107,6 @@ def _step(node: fx.Node) -> float | None:
 
 
 def _applied(node: fx.Node, x: Tensor) -> Tensor:
-    """Applies an elementwise function to x."""
     args, kwargs = fx.node.map_arg(
         (node.args, node.kwargs), lambda _: x.clone()
     )  # the function may write in place

@@ -1,4 +1,4 @@
-"""The findings of the search for mixed scales (`qatkit.calibration.mixed_scales`)."""
+"""Classes for the results of the search for mixed scales (`qatkit.calibration.mixed_scales`)."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Loss:
-    """The loss by a quantizer at one operator or output.
+    """An error of one quantizer that is too large at an operator or output.
 
     Attributes:
         where: the site of the operator that reads the values; "output NAME" for an output.
-        axis: the axis of the channels; None if all values are measured together.
+        axis: the axis of the channels; None if all values are measured together, as if they were one channel.
         channels, lost: the number of channels, and the number of channels that lose too much.
         worst_db: the signal-to-error ratio of the worst channel, in dB.
     """
@@ -35,8 +35,9 @@ class MixedScale:
 
     Attributes:
         tensor: the site of the tensor.
-        losses: the losses that are too large.
-        floats: the sites of the operators to leave float, so that the tensor is not quantized there.
+        losses: the errors that are too large, by operator or output.
+        floats: the sites of the operators to leave float, so that the tensor is not quantized there; without
+            operators for which the configuration has an override.
     """
 
     tensor: str

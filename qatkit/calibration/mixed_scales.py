@@ -162,7 +162,8 @@ class _Sink:
         where: the site of the operator, or "output NAME".
         output: whether it is an output.
         by_axis: the sums over the channels, by channel axis.
-        closed: the axes that do not count, since their sizes or the shapes of the tensors differ.
+        closed: the axes that do not count, because their sizes differ between batches, or the shapes of the
+            exact and the quantized tensor differ.
     """
 
     where: str

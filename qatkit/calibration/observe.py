@@ -28,7 +28,7 @@ _VALUES = (
 
 
 def calibrate(graph_module: fx.GraphModule, batches: Iterable[Example]) -> int:
-    """Observes `batches` and turns fake quantization on; returns the number of images.
+    """Calibrates the ranges of a graph and turns fake quantization on; returns the number of images.
 
     Args:
         graph_module: a prepared graph.
@@ -78,7 +78,7 @@ def _parts(
 def calibrate_parts(
     parts: Mapping[str, fx.GraphModule], model: nn.Module, run: Callable[[Any], Any], batches: Iterable[Any]
 ) -> None:
-    """Observes the prepared parts of a model while the whole model runs.
+    """Calibrates the prepared parts of a model while the whole model runs, and turns their fake quantization on.
 
     Args:
         parts: the prepared graphs, by their paths in the model.

@@ -19,7 +19,7 @@ def orders(node: fx.Node) -> bool:
 
 
 def weighted(node: fx.Node) -> bool:
-    """Returns whether a node multiplies its input by weights, and therefore changes an error in the input."""
+    """Returns whether a node multiplies its input by weights, so that errors in the input change their size."""
     return node.op == "call_module" and (facts(node).weighted or op_class(node) in ("lstm", "gru", "rnn"))
 
 

@@ -1,4 +1,6 @@
-"""Choices made by measurement: candidates become files, and ONNX Runtime decides on held-out images.
+"""Choices made by measurement: candidates are exported, and their files are compared in ONNX Runtime.
+
+Accuracy is measured on held-out images.
 
 ranges, tournament   activation ranges, and the contest between calibration methods
 algorithms           algorithm_choice=auto

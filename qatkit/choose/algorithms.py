@@ -7,9 +7,9 @@
 Algorithms are tried in the order of the list, those that train weights last. They run in the order of their
 stages. An algorithm is kept if it reduces the error of the outputs beyond noise (two standard errors of the mean
 difference per image) and does not worsen the metric beyond noise. Among equals the simpler model is kept. A
-correction that a later one makes redundant is dropped. The contest ends when the target is met beyond noise
-(`target.max_drop`; without labels `target.min_agreement`). The choice is part of the checkpoint: a resumed run and
-export.py build the module with it.
+correction (an algorithm after calibration) that a later one makes redundant is dropped. The contest ends when
+the target is met beyond noise (`target.max_drop`; without labels `target.min_agreement`). The choice is part
+of the checkpoint: a resumed run and export.py build the module with it.
 """
 
 from __future__ import annotations
@@ -77,9 +77,10 @@ def compete(
 
 
 def about_algorithms(tried: Sequence[Tried]) -> dict[str, Any]:
-    """Returns the entries of a contest in the checkpoint.
+    """Returns the checkpoint entries that record a contest.
 
-    The list of algorithms that changed nothing (IDLE) is empty, since `tried` says which they are.
+    The entry IDLE (algorithms that changed nothing) is empty, since `tried` contains the result of each
+    algorithm.
     """
     names = [row.name for row in tried if row.kept and row.name != NONE]
     return {"algorithms": names, "tried": [asdict(row) for row in tried], IDLE: []}

@@ -1,9 +1,12 @@
-"""The rule of a climb. It uses the figures in the reports of finished runs, without results of single images.
+"""The rule of a climb (rescue=ladder), which runs stronger and stronger methods (rungs) until the target is met.
+
+It uses only the figures in these reports, not the results of single images.
 
     rung_why_not     why later rungs do not build on a rung: by the metric, or by the outputs
     meets_target     whether a rung meets the target
 
-Each rung is an entrant of one contest (`qatkit.jobs.rescue`), in which the run of the rung is the judge.
+The rungs are the entrants of one contest (`qatkit.jobs.rescue`). They are judged by the reports of their
+runs.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ _DIGITS = 6  # digits of a drop in points; further digits are errors of subtract
 
 
 def meets_target(rung: RungResult, target: TargetConfig) -> bool:
-    """Returns whether a file meets the target in the main metric, or without labels in its agreement with float.
+    """Returns whether a rung meets the target in the main metric, or without labels in its agreement with float.
 
     A minimum SQNR of the target has to be met too. A rung that was not measured meets no target.
     """
@@ -32,8 +35,8 @@ def rung_why_not(rung: RungResult, best: RungResult, metric: Metric = NAMES.main
     """Returns the reason why later rungs build on `best` instead of `rung`; "" if they build on `rung`.
 
     A metric in percent decides if the difference exceeds chance, estimated from the number of images on which
-    the two may differ. Otherwise the distance between the outputs and float's decides, as for other metrics,
-    whose chance is unknown.
+    the two may differ. Otherwise, and for metrics in other units, whose chance is unknown, the error of the
+    outputs (SQNR) decides.
     """
     if rung.score is not None and best.score is not None and metric.unit == "%":
         differing = (2 - (rung.agreement or 0.0) - (best.agreement or 0.0)) * rung.images

@@ -1,12 +1,12 @@
-"""A contest: entrants become files, a judge assesses each one, and a rule decides which is kept, and why.
+"""A contest: candidates are made and judged one by one, and a rule decides which one is kept, and why.
 
     Entrant(name, make) ── make() ──> the candidate ─── judge ──> Judged ─┬─ Contest   each against the best so far
                                                                           └─ decided   one of all that were judged
     resumed                a result that a killed run has found already is read again
 
-Each choice consists of its entrants, its rule and its record. A judge is any function of a candidate and its
-name. If accuracy decides, it is `qatkit.choose.judge.Judge`, whose verdicts and their noise are in
-`qatkit.choose.verdict`.
+The module that makes a choice defines the entrants, the rule, and how the result is recorded. A judge is any
+function of a candidate and its name. If accuracy decides, it is `qatkit.choose.judge.Judge`, whose verdicts
+and their noise are in `qatkit.choose.verdict`.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@
     at the end            the best one becomes the module
 
 The first file is exported; the others are the same file with other values (`qatkit.choose.judge.Files`). For
-images without labels, float's decision replaces the label. Among equal epochs the latest is kept. The start
-is kept if training made every epoch worse. The judged weights depend only on the checkpoint: a run that was
-killed during a judgement has a checkpoint of that step and judges again. The epochs of a float control are
-judged on the same images in PyTorch.
+images without labels, the float model's decision replaces the label. Among equal epochs the latest is kept.
+The state before the first step is kept if every epoch is worse. The judged weights depend only on the
+checkpoint: a run that was killed during a judgement has a checkpoint of that step and judges again. The
+epochs of a float control (the same training without quantization) are judged on the same images in PyTorch.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _statistics(run: Run, module: QATModule, data: DataModule) -> None:
 
 
 def curves_of(run: Run, data: DataModule) -> list[Curve]:
-    """Returns, for the report, the curve of each stage whose epochs were judged."""
+    """Returns, for the report, the curve of each training stage whose epochs were validated or judged."""
     found = []
     for stage, rows in run.curves.items():
         an_epoch = data.steps_per_epoch(batches_a_step(run.config.trainer)) if rows else 1

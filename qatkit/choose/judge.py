@@ -38,8 +38,8 @@ from qatkit_verify.session import FloatArray, open_session
 def judging_options(module: QATModule) -> Mapping[str, str]:
     """Returns the session config entries for files of `module` that are compared with one another.
 
-    Products that may saturate on this processor are computed exactly. No calibration method, algorithm or
-    training can compensate for saturation, so it must not influence the comparison.
+    Sums of products that may saturate on this processor are computed exactly. No calibration method,
+    algorithm or training can compensate for saturation, so it must not influence the comparison.
     """
     options = module.backend.session_options
     exact = saturates_here() and bool(unguarded(module.graph))
@@ -60,6 +60,8 @@ class Runtime:
 
 class Files:
     """Writes graphs as ONNX files: the first one is exported, the others are the same file with other values.
+
+    A graph that needs another file than the first (other nodes or other literals) is exported as well.
 
     Args:
         example: the example input, as in `export_onnx`.

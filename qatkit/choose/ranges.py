@@ -1,9 +1,10 @@
 """The calibration stage of a run: reads a cache if there is one, else observes images and chooses a method.
 
 calibration.search   none         the observer's own method
-                     layerwise    for each tensor min-max or the percentile with the least error at the following
-                                  outputs
-                     tournament   every method, as whole models in ONNX Runtime (`qatkit.choose.tournament`)
+                     layerwise    for each tensor min-max or the percentile with the least error at the outputs of
+                                  the operators that read it
+                     tournament   the best of several methods, by whole models in ONNX Runtime
+                                  (`qatkit.choose.tournament`)
 calibration.cache    statistics and ranges in a file: the next run makes no forward pass
 calibration.random   noise instead of images, with a warning
 """
@@ -45,7 +46,8 @@ from qatkit_verify.errors import counted
 from qatkit_verify.fitting import LEVELS
 from qatkit_verify.placement.sites import FloatSites, read_float_sites
 
-# Largest number of levels for which the largest value of a weight is a poor limit of its range (decision 13).
+# Weights with at most this number of quantization levels lose accuracy if their largest value limits the
+# range (decision 13).
 _NARROW = 64
 # One in this number of images is held out to choose between the methods.
 _HELD_OUT = 4
@@ -247,7 +249,7 @@ def _about_shifts(module: QATModule) -> list[str]:
 
 
 def _layerwise(graph: fx.GraphModule, batches: ImageLoader, progress: bool) -> None:
-    """Sets the range of each tensor to min-max or the percentile with the least error at the following outputs."""
+    """Sets the range of each tensor to min-max or a percentile, by the error at the outputs of its readers."""
     offered = candidates(graph, {k: m for k, m in METHODS.items() if k == "min-max" or "percentile" in k})
     apply(graph, best_of_each(offered, output_errors(graph, offered, scoring_images(batches, progress))))
 

@@ -1,14 +1,15 @@
 """The tournament of calibration methods: observes images once, compares the ranges of all methods, keeps the best.
 
     observe      a histogram of each tensor, over three quarters of the images
-    per tensor   the error that each method's range causes at the following outputs (`calibration.candidates`)
+    per tensor   the error that each method's range causes at the outputs of the tensor's readers
+                 (`qatkit.calibration.candidates`)
     whole model  the most promising methods, and the mix of each tensor's best, as ONNX files on the remaining
                  images: the metric where they have labels, and how far the outputs are from float's
 
-A method must not be worse than min-max in the task's main metric, and must be within a standard error of the
-best. Of these, the one with the smallest error of the outputs wins. Errors within 1 % are equal: the first
-method wins, and the mix is last. The outputs decide, since a difference of one or two images in a hundred is
-chance. The file is exported once, and its constants are replaced for each method.
+With labels, a method must not be worse than min-max in the task's main metric, and must be within a standard
+error of the best. Of these, the one with the smallest error of the outputs wins. Errors within 1 % are equal:
+then min-max is preferred, before the mix and the others. The outputs decide, since a difference of one or two
+images in a hundred is chance. The file is exported once, and its constants are replaced for each method.
 """
 
 from __future__ import annotations
@@ -43,8 +44,7 @@ from qatkit.records.tried import Candidate
 # ranges.
 FINALISTS = 3
 SCORING_IMAGES, _AT_ONCE = 16, 4
-# Relative difference below which errors are equal, for a hundred images. A named method then precedes the
-# mix.
+# Relative difference below which errors are equal, for a hundred images.
 _AS_GOOD = 0.01
 
 
@@ -107,7 +107,7 @@ def use(graph_module: fx.GraphModule, method: str, observed: Batches, progress: 
 def _offered(
     graph_module: fx.GraphModule, observed: Batches, progress: bool
 ) -> tuple[dict[str, Ranges], dict[str, dict[str, float]]]:
-    """Returns the ranges of every method and of the mix, and their errors at the outputs that follow each tensor."""
+    """Returns the ranges of every method and of the mix, and their errors at the outputs of each tensor's readers."""
     offered = candidates(graph_module)
     errors = output_errors(graph_module, offered, scoring_images(observed, progress))
     offered[MIXED] = best_of_each(offered, errors)

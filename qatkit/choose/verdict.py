@@ -2,7 +2,7 @@
 
     Verdict          the results per image, so that two models can be compared in pairs
     why_not          why a trial is not kept: a worse metric, or no gain beyond noise
-    aim              the target of a run, which is at least as strict as the bounds that the file has to meet
+    aim              the target of a run
     meets, keeps     whether a target is met: beyond noise, or by the figures only
     chance           the standard error of a difference in a metric that counts images
 
@@ -97,7 +97,11 @@ def why_not(trial: Verdict, kept: Verdict) -> str:
 
 
 def aim(config: Config, *, labelled: bool) -> TargetConfig:
-    """Returns the target of a run; without labels it is at least as strict as the bounds of `verify`."""
+    """Returns the target of a run.
+
+    With labels, its minimum SQNR is left out. Without labels it is at least as strict as the bounds of
+    `verify`.
+    """
     target, bounds = config.target, config.verify
     if labelled:
         return replace(target, min_sqnr=None)
@@ -107,7 +111,7 @@ def aim(config: Config, *, labelled: bool) -> TargetConfig:
 
 
 def meets(verdict: Verdict, exact: Verdict, target: TargetConfig, sure: float) -> bool:
-    """Returns whether the target is met with a margin of `sure` standard errors.
+    """Returns whether the target is met with a margin of `sure` standard errors; a minimum SQNR has no margin.
 
     Args:
         verdict: the verdict on the model.

@@ -36,9 +36,9 @@ def build(config: ModelConfig, num_classes: int | None = None, task: str = IMAGE
     """Returns the float model in eval mode.
 
     Args:
-        config: the model group. With both weights and a checkpoint, the values come from the checkpoint; its
-            training started from the weights. The weights then only describe the model and its images, and
-            are not fetched.
+        config: the settings of `model`. With both weights and a checkpoint, the parameters come from the
+            checkpoint, whose training started from the weights. `weights` then only selects the model's
+            arguments and the preprocessing of its images; the weights are not fetched.
         num_classes: number of classes of the data; None leaves it to the configuration and the builder.
         task: a value of `task`, which selects the head of a model that has several.
 
@@ -91,7 +91,7 @@ def declared(config: ModelConfig, layout: str | None, task: str = IMAGES) -> Dec
 
 
 def parameters(config: ModelConfig) -> int | None:
-    """Returns the number of parameters of a model before it is loaded; None if it is not known yet."""
+    """Returns the number of parameters before a model is loaded; None except for Hugging Face weights in a folder."""
     return hf_models.parameters(config)
 
 

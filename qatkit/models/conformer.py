@@ -65,7 +65,7 @@ class Convolution(nn.Module):
 
 
 class ConformerBlock(nn.Module):
-    """Two halves of a feed-forward around attention and convolution, each added to its input."""
+    """Attention and convolution between two feed-forwards of half weight, each added to its input; a LayerNorm."""
 
     def __init__(self, width: int, heads: int, expansion: int, kernel: int, dropout: float) -> None:
         super().__init__()

@@ -21,8 +21,8 @@ class Declared(NamedTuple):
         image: the axes of the model's images; None if they are unknown, or if the inputs are not images.
         preprocessing: the preprocessing of images in the model's bundle; None if there is none.
         about: further facts: an ONNX file's metadata and the inputs that are fixed to one number; for a text
-            model, the folder or id of its tokenizer, its numbers of tokens and positions, the token for padding
-            and a classifier's class names.
+            model, the folder or id of its tokenizer, the size of its vocabulary, its maximum number of
+            positions, the token for padding, and a classifier's class names.
         recordings: the preprocessing of recordings in the model's bundle; None if there is none.
     """
 

@@ -41,8 +41,8 @@ class Decoder:
         layers: number of layers with keys and values.
         heads: number of heads of keys and values.
         width: number of features of a head.
-        longest: maximum length of a text. For layers that attend to a window of tokens, it is the length of
-            the window, since they attend to all tokens within it.
+        longest: maximum length of a text. If layers of the model attend only to a window of tokens, it is the
+            length of the window, since all layers of the decoder attend to all earlier tokens.
 
     Raises:
         ConfigError: the model is not a causal language model of Hugging Face, or a layer does not store the

@@ -84,7 +84,7 @@ def class_names(settings: Any, changes: Mapping[str, Any], name: str) -> list[st
 
 
 def class_of(loader: Any, head: Head, settings: Any, name: str) -> type:
-    """Returns the transformers class with which a configuration is built.
+    """Returns the transformers class that has the head and builds a model from the configuration `settings`.
 
     Raises:
         ConfigError: the model type has no such head, or is not a text model.

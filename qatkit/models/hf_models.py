@@ -55,7 +55,7 @@ DEFAULT = "DEFAULT"
 # Settings that every configuration accepts but leaves out of its dictionary.
 _GENERAL = {"attn_implementation"}
 _UNREAD = "pooler."  # parameters of an encoder that are not used, since its embedding is pooled differently
-_LONGEST_HEADER = 100_000_000  # maximum number of bytes of a header in this format
+_LONGEST_HEADER = 100_000_000  # maximum number of bytes of a safetensors header
 
 
 def of_task(task: str) -> HuggingFace:
@@ -266,7 +266,10 @@ def _unloaded(report: Mapping[str, Any]) -> list[str]:
 
 
 def parameters(config: ModelConfig) -> int | None:
-    """Returns the number of parameters in a folder's weights, from safetensors headers; None if there are none."""
+    """Returns the number of parameters in a folder's weights, from safetensors headers.
+
+    None if no weights are requested, or there is no such file or a damaged one.
+    """
     folder = Path(config.name.removeprefix(PREFIX))
     files = sorted(folder.glob("*.safetensors")) if config.name.startswith(PREFIX) else []
     if config.weights is None or not files:

@@ -18,11 +18,11 @@ from qatkit_verify.errors import ConfigError
 
 # Pillow's numbers. Lanczos is not supported here, and bicubic is closest to it.
 _INTERPOLATIONS = {0: "nearest", 1: "bicubic", 2: "bilinear", 3: "bicubic"}
-_SQUEEZED_FROM = 384  # ConvNeXt's processor only crops smaller inputs
+_SQUEEZED_FROM = 384  # ConvNeXt's processor crops only if the input is smaller than this
 
 
 def preprocessing_of(processor: Any, config: ModelConfig) -> Preprocessing:
-    """Returns the `Preprocessing` with the same results as `processor`, for square pictures.
+    """Returns the `Preprocessing` that does the same as `processor` to square pictures, but bicubic for Lanczos.
 
     Raises:
         ConfigError: the processor's outputs are not square, or it reorders the channels.

@@ -63,7 +63,7 @@ def pretrained(config: ModelConfig, classes: int | None) -> nn.Module:
 def preprocessing(config: ModelConfig) -> Preprocessing:
     """Returns the preprocessing with which the weights were evaluated.
 
-    Pixels become (pixel - 127) / 128, and 224 x 224 pixels are cropped from a shorter side of 256.
+    Pixels become (pixel - 127) / 128. The picture is resized to a shorter side of 256 and cropped to 224.
 
     Raises:
         ConfigError: the name or the weights are unknown.

@@ -48,7 +48,7 @@ def declared(config: ModelConfig, layout: str | None) -> Declared:
     """Returns the inputs that the file declares, and the images that the model.json next to it describes.
 
     Args:
-        config: the model group.
+        config: the settings of `model`.
         layout: the layout of images, nchw | nhwc; None for the layout in model.json.
 
     Raises:

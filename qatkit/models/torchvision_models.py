@@ -22,7 +22,8 @@ from qatkit_verify.errors import ConfigError, did_you_mean, first_line
 
 # Models whose own initialisation is slow and warns that it will change. Only training from scratch needs it.
 _INIT_WEIGHTS = ("googlenet", "inception_v3")
-# Arguments that torchvision only sets together with weights; inputs are then normalised again inside the model.
+# Arguments that torchvision only sets together with weights. With transform_input, inputs are normalised
+# again inside the model.
 _OF_WEIGHTS = {
     "googlenet": {"transform_input": True, "aux_logits": False},
     "inception_v3": {"transform_input": True},
@@ -199,7 +200,7 @@ def _weights(config: ModelConfig) -> WeightsEnum:
 
 
 def replace_heads(model: nn.Module, old: int, new: int, *, every: bool = False) -> None:
-    """Gives the classifier `new` outputs by replacing the last Linear or Conv2d with `old` outputs.
+    """Gives the classifier `new` outputs: replaces the last Linear or Conv2d that has `old` outputs.
 
     In each auxiliary classifier (GoogLeNet, Inception), the last such layer is replaced too.
 

@@ -1,4 +1,4 @@
-"""U-Net for segmentation: logits with the input's height and width, for any size.
+"""U-Net for segmentation: logits with the input's height and width, which may be odd.
 
     encoder   two 3x3 convolutions per level, each with BatchNorm and ReLU; a 2x2 max pool, twice the channels
     decoder   nearest upsampling to the skip's size, a 3x3 convolution, concatenation, two 3x3 convolutions

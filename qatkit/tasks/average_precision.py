@@ -60,7 +60,7 @@ def detections(
 
 
 def picture_values(found: Boxes, truth: Array, classes: int) -> Array:
-    """Returns the contribution of a picture, [DETECTIONS + classes, 5].
+    """Returns the contribution of a picture to the average precision, [DETECTIONS + classes, 5].
 
     A detection's row contains its class, its score, two bit masks and an overlap. The first mask has a bit for
     each threshold at which the detection is right, the second for each at which it is left out. The overlap

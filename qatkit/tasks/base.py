@@ -233,9 +233,9 @@ class Task(ABC):
         return found
 
     def power(self, outputs: Array) -> float:
-        """Returns the mean square of the outputs [N, ...] of all images, to which errors are relative.
+        """Returns the power of the outputs [N, ...] of all images, to which `errors` are relative.
 
-        By default it is the mean square of the deviations from the mean over images.
+        By default it is the mean square of their deviations from the mean over images.
         """
         return float(((outputs - outputs.mean(0)) ** 2).mean())
 

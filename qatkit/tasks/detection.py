@@ -101,11 +101,13 @@ class Detection(Task):
         return self.whole_loss(output, (), targets, schedule)
 
     def distillation(self, output: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-        """Returns the divergence of scores and corners from the teacher's, over the sum of its best scores.
+        """Returns the divergence of scores and corners from the teacher's.
 
-        Scores are treated as probabilities of binary decisions. Corners are treated as normal distributions with
-        a standard deviation of 0.05 of a side, weighted by the teacher's score. Both terms are quadratic near the
-        teacher, where the gradient is small.
+        It is divided by the sum over all boxes of the teacher's best score. Scores are treated as
+        probabilities of binary decisions. Corners are treated as normal distributions with a standard
+        deviation of 0.05 of a side, weighted by the teacher's score. Both terms are quadratic near the
+        teacher, where the gradient is small. If rows have no fixed place, each is compared with the teacher's
+        `nearest` one, and rows without one are left out.
         """
         import torch
         from torch.nn import functional as F
@@ -222,7 +224,7 @@ class Detection(Task):
     def errors(self, exact: Array, found: Array) -> Array:
         """Returns the mean squared error of the scores, plus that of the corners, [N].
 
-        Errors of corners are relative to the sides of a box and weighted by its squared score.
+        Errors of corners are relative to the sides of a box and weighted by the square of its best score.
         """
         (found,) = self.aligned([exact], [found])
         scores = ((found[..., 4:] - exact[..., 4:]) ** 2).sum(2)

@@ -49,7 +49,8 @@ class Drawing(ABC):
     """The base class of drawings of a task's samples; a drawing is built without arguments.
 
     Attributes:
-        measure: a description of `differs` that follows a percentage: "of the pixels get another class".
+        measure: a description of `differs` that follows a percentage, such as "of the pixels get another
+            class".
         looked_at: minimum number of test samples that are compared; those that differ most are drawn.
     """
 

@@ -21,7 +21,7 @@ class ByInfluence(Task):
 
     @abstractmethod
     def influence(self, values: Array) -> Array:
-        """Returns the influence of each sample on the metric times the number of samples, [N].
+        """Returns N times the influence of each of the N samples on the metric, [N].
 
         The metric is taken as a fraction, not as a percentage.
         """

@@ -76,7 +76,7 @@ class Outputs(Task):
         raise ConfigError("schedule.distill", schedule.distill, allowed)
 
     def distillation(self, output: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-        """Returns the squared error relative to the teacher's variance, so that all scales weigh the same."""
+        """Returns the squared error relative to the teacher's variance, so the scale of an output does not matter."""
         wanted = teacher.float()
         power = (wanted - wanted.mean()).square().mean().clamp_min(1e-12)
         return (output.float() - wanted).square().mean() / power

@@ -111,7 +111,7 @@ class Regression(Task):
 
     @property
     def rule(self) -> Callable[[Array], Any]:
-        """The rule that two outputs agree where their values are less than a step apart."""
+        """The rule that two outputs agree where their values are less than a quantization step apart."""
         return undecided
 
     def target(self, value: Any) -> Any:

@@ -65,7 +65,7 @@ class TextPairs(ByInfluence, Vectors):
         return 100 * spearman(values[:, 0], values[:, 1])
 
     def influence(self, values: Array) -> Array:
-        """Returns the influence of each pair on the rank correlation times the number of pairs, [N].
+        """Returns N times the influence of each of the N pairs on the rank correlation, [N].
 
         Source: the influence function of a correlation, here applied to ranks, in Devlin, Gnanadesikan and
         Kettenring, "Robust estimation and outlier detection with correlation coefficients", 1975.

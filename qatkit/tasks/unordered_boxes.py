@@ -22,9 +22,10 @@ _SAME_OBJECT = 0.5  # minimum overlap (IoU) at which a box learns from a box of 
 
 
 def are_unordered(scores: Array) -> bool:
-    """Returns whether row k * classes + c of scores [N, boxes, classes] has a score only in class c.
+    """Returns whether the rows of scores [N, boxes, classes] belong to unordered proposals.
 
-    With a single class this cannot be decided, so the rows count as ordered.
+    Row k * classes + c then has a score only in class c. With a single class this cannot be decided, so the
+    rows count as ordered.
     """
     boxes, classes = scores.shape[1:]
     if classes == 1 or boxes % classes:

@@ -19,7 +19,7 @@ class Vectors(Task):
     """A task with vectors [N, D] whose metric is computed from all `values` together (`Task.mean`)."""
 
     def decision(self, outputs: Array) -> Array:
-        """Returns whether each value is positive, as a binary index stores vectors."""
+        """Returns whether each value is positive: the bits that a binary index of vectors stores."""
         positive: Array = outputs > 0
         return positive
 

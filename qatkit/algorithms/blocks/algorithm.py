@@ -17,7 +17,8 @@ class BlockAlgorithm(Algorithm):
     """An algorithm that walks through the blocks of a graph one or more times.
 
     Attributes:
-        stays: the words for what stays unchanged in an operator that the algorithm cannot change.
+        stays: the beginning of the note on an operator that the algorithm cannot change, such as "rounding
+            not learned".
         tables: whether it also changes weights that Embeddings use as their tables.
     """
 

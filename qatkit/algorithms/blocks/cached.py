@@ -1,8 +1,8 @@
 """A cache of the tensors between blocks, by chunk, for all images: exact where that is cheap, bounded in memory.
 
-    a quantizer's output        its integers, exactly: a byte per value; also after operators that only move values
+    a quantizer's output        its integers (exact, 1 or 2 bytes each); also after operators that only move values
     other floats                float16 where its range suffices (relative error 2^-11), else float32
-    integers, masks, inputs     unchanged (inputs of the model)
+    integers, masks             unchanged, like the inputs of the model
 
 A chunk is one batch of images as the graph ran it. It is never split, so that the batch axis of a tensor need
 not be known (windows or tokens may come first, and masks may have none). All tensors are in the host's
@@ -69,7 +69,7 @@ class Cache:
         self._kept[name][chunk] = self._packed(value, quantizer, exact)
 
     def get(self, name: Any, chunk: int) -> Any:
-        """Returns a value as a new tensor, or a tuple of them."""
+        """Returns a stored value; its tensors are copies."""
         return _read(self._kept[name][chunk])
 
     def drop(self, name: Any) -> None:
@@ -78,7 +78,7 @@ class Cache:
             self._forget(packed)
 
     def close(self) -> None:
-        """Removes the files."""
+        """Removes all values and their files."""
         self._kept.clear()
         if self._folder is not None:
             self._folder.cleanup()

@@ -1,4 +1,4 @@
-"""GPTQ of one operator: computes its integers and its bias from moments of its inputs."""
+"""GPTQ of one operator: computes the integers of its weight, and its bias, from moments of its inputs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from qatkit.algorithms.gptq import GPTQ
 
 
-# Least damping of a weight that is also a table: it accounts for the error of looked-up rows (decision 55).
+# Least damping of a weight that is also the table of an Embedding: it limits the error of the looked-up rows
+# (decision 55).
 _TIED = 0.1
 
 

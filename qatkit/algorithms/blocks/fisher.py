@@ -2,9 +2,10 @@
 
     F = E_r (Σ_o r_o · ∂out_o / ∂y)²
 
-To second order KL(float || changed) grows by ½ · Σ F · (y' - y)². For classes, r = softmax(out) - one-hot of
-a class drawn from it, so that no labels are needed. For other outputs (a single axis, tokens, several
-outputs) r is a random sign per value, which makes F the diagonal of JᵀJ, as for the squared error.
+To second order KL(float || changed) grows by ½ · Σ F · (y' - y)². For classes, r = softmax(out) - onehot(c);
+the class c is drawn from softmax(out), so that no labels are needed. For other outputs (a single axis,
+tokens, several outputs) r is a random sign per value, which makes F the diagonal of JᵀJ, as for the squared
+error.
 Source: Li et al., "BRECQ", 2021, section 3.3, which takes the label as the class.
 """
 
@@ -23,7 +24,7 @@ _CLASSES = (2, 4)
 def fisher_diagonal(
     tail: fx.GraphModule, values: Sequence[Any], chosen: Sequence[int], generator: torch.Generator
 ) -> list[Tensor]:
-    """Returns the squared gradients with respect to some inputs of a float graph, in the shapes of these inputs.
+    """Returns the squared gradients of Σ r·out with respect to some inputs of a float graph, in the inputs' shapes.
 
     Args:
         tail: the graph, with quantization off; it returns a tuple.

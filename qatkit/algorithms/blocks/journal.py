@@ -36,7 +36,7 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Work:
-    """Settings for the work of a long algorithm.
+    """Settings for the execution of a long algorithm.
 
     Attributes:
         progress: whether a progress bar is shown.
@@ -67,7 +67,7 @@ def working(
 
 
 def current() -> Work:
-    """Returns the settings of the innermost `working`."""
+    """Returns the settings of the innermost `working`; the default ones outside of any."""
     return _CURRENT.get()
 
 
@@ -86,7 +86,7 @@ def fingerprint(*parts: Any) -> str:
 
 
 class Journal:
-    """The finished blocks of one call, in order, each in a file of its own.
+    """The finished blocks of one call of an algorithm, in order, each in a file of its own.
 
     Args:
         file: the path NAME.partial; blocks are stored as NAME.0.partial, NAME.1.partial, ... None: they are

@@ -39,7 +39,7 @@ class Rounding:
         steps: number of steps of Adam, each on `Lesson.together` chunks of images.
         lr: learning rate of V.
         strength: the factor λ.
-        warm: share of the steps before the regularizer is used.
+        warm: share of the steps, at the start, without the regularizer.
         bias_lr: learning rate of the biases, in the unit of the biases; 0: they are not learned.
     """
 

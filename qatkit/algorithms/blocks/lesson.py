@@ -30,7 +30,7 @@ class Lesson:
         operators: the operators of the block that may be changed, by site.
         chunks: the number of batches of images.
         generator: a generator of random numbers, in the same state whenever this block is learned.
-        together: the number of chunks per step, more than one for a block with few positions.
+        together: the number of chunks per step, more than one for a block with small tensors.
         inputs: a function that returns the inputs of the quantized block for some chunks.
         originals: a function that returns the inputs of the float block for some chunks.
         targets: a function that returns the float outputs for some chunks.
@@ -67,7 +67,7 @@ def changeable(
 
     Args:
         graph_module: the prepared graph.
-        what: the words for what stays unchanged in the other operators.
+        what: the beginning of each reason, such as "rounding not learned".
         tables: whether a weight may also be the table of an Embedding (`tied_tables`).
     """
     tied = tied_tables(graph_module) if tables else {}
@@ -95,7 +95,7 @@ def tied_tables(graph_module: fx.GraphModule) -> dict[int, list[QATEmbedding]]:
 
 
 def rounded(algorithm: object, operators: dict[str, QATOperator]) -> int:
-    """Returns the number of operators with a rounding of their own; warns if there are none."""
+    """Returns the number of operators whose weight has fixed roundings; warns if there are none."""
     fakes = [operator.weight_fake_quant for operator in operators.values()]
     count = sum(fake is not None and fake.rounding is not None for fake in fakes)
     if not count:

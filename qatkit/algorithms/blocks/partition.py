@@ -7,12 +7,13 @@ inside a gate three.
 
     blocks(graph, 5)       consecutive nodes with at most 5 quantized Convs and Linears per block, so that the sum of
                            (values alive x tensors alive) over all cuts is least: blocks are cut at bottlenecks
-    layers(graph)          each Conv and Linear with the activation after it; nodes in between form their own blocks
+    layers(graph)          each quantized Conv and Linear with the activation after it; other nodes in blocks between
 
 Module names do not matter. Tensors that precede every quantized operator (masks, positions) are alive
 everywhere and do not show the structure, so they are not counted. Values that depend only on parameters are
 computed where they are read.
-Source of the idea: Li et al., "BRECQ", 2021, section 3.2, where blocks are chosen by hand for each family.
+Source of the idea: Li et al., "BRECQ", 2021, section 3.2, where blocks are chosen by hand for each family of
+models.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ def layers(graph_module: fx.GraphModule) -> list[Block]:
 
 
 def _belongs(node: fx.Node, last: fx.Node) -> bool:
-    """Returns whether a node is a quantizer of `last`, or an activation that alone reads `last`."""
+    """Returns whether a node is a quantizer of `last`, or an activation that is the only reader of `last`."""
     if last not in node.all_input_nodes:
         return False
     return is_quantizer(node) or (op_class(node) in _ACTIVATIONS and len(last.users) == 1)

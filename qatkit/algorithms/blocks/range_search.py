@@ -25,7 +25,8 @@ class RangeSearch:
     """A `qatkit.algorithms.blocks.lesson.Learner` for blocks with one operator, the first node of each block.
 
     Attributes:
-        shares: the candidates, as shares of the largest value; the first of equally good ones is taken.
+        shares: the candidates for the range, as shares of the largest |weight|; the first of equally good
+            ones is taken.
     """
 
     shares: list[float]

@@ -56,7 +56,7 @@ class Scales:
             return {name: one.scale().detach().clone() for name, one in learned.items()}
 
     def apply(self, lesson: Lesson, found: Found) -> None:
-        """Sets the scales for later blocks; `settle` makes them permanent."""
+        """Sets the learned scales, which later blocks then use; `settle` makes them permanent."""
         for node, quantizer in _movable(lesson).items():
             if site(node) in found:
                 quantizer.scale.copy_(found[site(node)])
@@ -100,7 +100,7 @@ def _movable(lesson: Lesson) -> dict[fx.Node, FakeQuantize]:
 
 @contextmanager
 def _learned(lesson: Lesson) -> Iterator[dict[str, LearnedScale]]:
-    """Replaces, within the context, each quantizer of the block with a range of its own by a `LearnedScale`."""
+    """Puts a `LearnedScale` in the place of each movable quantizer of the block, within the context."""
     movable = _movable(lesson)
     learned = {site(node): LearnedScale(quantizer) for node, quantizer in movable.items()}
     for node in movable:

@@ -6,8 +6,8 @@ it runs quantized on the outputs of the earlier quantized blocks.
     float inputs ──── block in float ────────────────────────→ float outputs, the target
     quantized inputs ─ learn(block): changes its operators ──→ block quantized ─→ quantized outputs
 
-Later blocks therefore see earlier ones in their final state. The whole model runs twice over the images, for
-any number of blocks. Only the tensors that are alive between two blocks are kept
+Later blocks therefore see earlier ones in their final state. Apart from learning, the model runs over the
+images only twice, for any number of blocks. Only the tensors that are alive between two blocks are kept
 (`qatkit.algorithms.blocks.cached`).
 """
 
@@ -89,8 +89,8 @@ class BlockWalk:
             blocks: the blocks of the graph.
             learner: the learner that changes them.
             title: the title of the progress bar.
-            fisher: whether to provide `Lesson.importance`, by a forward and a backward pass through the float
-                graph after each block.
+            fisher: whether to provide `Lesson.importance`, by a forward and a backward pass per batch through
+                the part of the float graph that follows the block.
             targets: whether to provide `Lesson.targets`; if not, outputs that no later block reads are not
                 computed.
         """
@@ -144,7 +144,10 @@ class _State:
         )
 
     def together(self, block: Block) -> int:
-        """Returns the number of chunks per step, for about `_ROWS` positions; 1 if first axes are not images."""
+        """Returns the number of chunks per step, by `_ROWS` and `_MOST_IMAGES`.
+
+        It is 1 if an input or output of the block does not have one row per image.
+        """
         if not all(self.by_rows(node) for node in (*block.inputs, *block.outputs)):
             return 1
         sizes = [_positions(node) * self.images // self.example for node in block.operators]
@@ -214,7 +217,7 @@ class _State:
         self.alive.update(compress(lesson.block.outputs, outputs))
 
     def forget(self, wanted: Collection[fx.Node]) -> None:
-        """Drops the tensors outside of `wanted`, and the importance of all values."""
+        """Drops the tensors that are not in `wanted`, and the importance of all tensors."""
         for node in self.alive.difference(wanted):
             for side in (_FLOAT, _QUANTIZED):
                 self.cache.drop((side, node))
@@ -241,7 +244,7 @@ def _on(device: torch.device, value: Any) -> Any:
 def _chunks(
     graph_module: fx.GraphModule, batches: Iterable[Example], images: int, size: int
 ) -> list[Tensors]:
-    """Returns batches of `size` images until there are `images`; a fixed batch size of the model replaces `size`."""
+    """Returns batches of at most `size` images, `images` in all; batches of a fixed size stay whole."""
     found: list[Tensors] = []
     have = 0
     for batch in batches:

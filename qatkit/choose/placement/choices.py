@@ -38,7 +38,8 @@ class Choices:
 
     Attributes:
         computing: the sites of the operators that can be int8 or float, in graph order.
-        islands: the sites of the operators without an 8-bit kernel that the table puts between two Q/DQ pairs.
+        islands: the sites of the operators without an 8-bit kernel that the backend's table puts between two
+            Q/DQ pairs.
     """
 
     def __init__(self, graph: fx.Graph, backend: Backend, layouts: Layouts, forced: Collection[str]) -> None:
@@ -58,7 +59,7 @@ class Choices:
         self.islands = frozenset(site(node) for node in self._chosen if facts(node).island and node in int8)
 
     def __call__(self, costs: Costs, *, borders: float = 1.0) -> Sites:
-        """Returns the cheapest placement by the time of operators and borders.
+        """Returns the cheapest placement by the times of operators and of borders (type conversions).
 
         Args:
             costs: the costs for this graph.

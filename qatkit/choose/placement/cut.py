@@ -36,7 +36,8 @@ class Edge:
 
     Attributes:
         source: the operator that decides the type of the tensor; None if the tensor is always float.
-        readers: the operators that read the tensor, each with whether a float tensor may be quantized for it.
+        readers: for each operator that reads the tensor: whether a float tensor may be quantized for this
+            operator.
         float_reader: whether there is a reader that is always float.
         quantize, dequantize: the times of quantizing and dequantizing the tensor.
     """
@@ -77,7 +78,7 @@ _INT8, _FLOAT = object(), object()
 
 
 class _Network:
-    """A flow network. Vertices are operators, the two ends, and (edge, kind); capacities are in units of the total."""
+    """A flow network. Vertices are operators, the two ends, and (edge, kind); all times add up to `_UNITS`."""
 
     def __init__(self, operators: Mapping[str, Times], edges: Sequence[Edge]) -> None:
         known = [time for one in operators.values() for time in (one.int8, one.float)]

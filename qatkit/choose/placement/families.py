@@ -1,9 +1,9 @@
-"""Families of operators that are usually decided together, for measurements on machines that cannot export.
+"""Families of operators that change their type together, for measurements on machines that cannot export.
 
 silu       SiLUs in int8, as Sigmoid and Mul           gates      squeeze-and-excitation in float
 amx        weights of Convs stored for AMX
 depthwise  depthwise Convs and their SiLUs in float    sums, cats residual sums, concatenations in float
-stem       the first Conv in float                     last       the last Linear or Conv in float
+stem       the first Conv or Linear in float           last       the last Conv or Linear in float
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ from qatkit_verify.placement.sites import Sites
 
 
 def families(graph: fx.Graph, layouts: Layouts, choices: Choices) -> dict[str, Sites]:
-    """Returns the families of a graph by name: those that change the layout and leave some operators in int8."""
+    """Returns the families of a graph by name: those that change the backend's placement and leave operators int8.
+
+    `amx`, which changes only how weights are stored, is among them if the backend supports it and there is a
+    Conv.
+    """
     known = set(choices.computing)
     nodes = [node for node in graph.nodes if site(node) in known]
     floats = {

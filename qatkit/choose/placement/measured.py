@@ -28,7 +28,7 @@ _AGAIN = "a new run with placement=measured measures again; start it when the ma
 
 
 def check_placement(config: Config) -> None:
-    """Rejects settings that leave no placement to choose, before the long stages.
+    """Rejects settings that cannot be combined with `placement`, before the long stages.
 
     Raises:
         ConfigError: settings cannot be combined.
@@ -53,7 +53,9 @@ def check_placement(config: Config) -> None:
 
 
 def placed_before(run: Run, model: Captured, inputs: Inputs, module_type: type[QATModule]) -> Run:
-    """Returns the run with the placement of a file or of its folder; unchanged if there is none yet.
+    """Returns the run with the placement of a placement file or, with placement=measured, the one in its folder.
+
+    The run is returned unchanged with placement=fixed, or if no placement was measured yet.
 
     Args:
         run: the run.
@@ -78,7 +80,9 @@ def placed_before(run: Run, model: Captured, inputs: Inputs, module_type: type[Q
 
 
 def placed_now(run: Run, model: Captured, inputs: Inputs, module: QATModule) -> Run:
-    """Returns the run with its placement; if it has none, the placement is measured and stored in the run's folder.
+    """Returns the run with its placement, which is measured if the run has none, and stored in the run's folder.
+
+    With placement=fixed, the run is returned unchanged.
 
     Args:
         run: the run.
@@ -103,7 +107,7 @@ def placed_now(run: Run, model: Captured, inputs: Inputs, module: QATModule) -> 
 
 
 def _placed(run: Run, placed: Placed) -> Run:
-    """Returns the run with the overrides of a placement, and with the bound that a measured placement implies."""
+    """Returns the run with the overrides of a placement; if it is measured, min_speedup is 1 unless it is set."""
     config = with_sites(run.config, placed.sites)
     if config.placement == MEASURED and config.verify.min_speedup is None:
         config = replace(config, verify=replace(config.verify, min_speedup=1.0))

@@ -1,10 +1,11 @@
-"""The tournament of placements: files with different operators in float compete on this machine.
+"""The tournament of placements: times files with different float operators on this machine, and chooses one.
 
-    float, table, all SiLUs int8, every other operator float ── profile, clock ──> time of operators and borders
+    float, table, all SiLUs int8, every 2nd operator float ── profile, clock ──> time of operators and borders
     ── cut ──> the cheapest placement by that ── export, profile, clock ──> corrected times ── cut ... until nothing new
     all files in alternation ──> the fastest, if it is so in each session of a quiet machine; else the table
 
-The ranges are placeholders, since the latency of a file does not depend on the values of its weights.
+"Table" is the placement by the backend's table; borders are conversions between int8 and float. The ranges
+are placeholders, since the latency of a file does not depend on its scales.
 """
 
 from __future__ import annotations
@@ -44,9 +45,12 @@ from qatkit_verify.placement.record import FLOAT, TABLE, Placed
 from qatkit_verify.placement.sites import Sites
 
 _FILES = 8  # maximum number of files, not counting those with weights for AMX
-_GAIN = 0.995  # a file is made only if its predicted time is below this share of the fastest file that may be chosen
+# A file is made only if its predicted time is below this share of the time of the fastest file that may be chosen.
+_GAIN = 0.995
 _BORDERS = (1.0, 1.5, 0.67)  # factors for the time of borders, which lead to different placements
-_SESSIONS, _RUNS = 3, 40  # sessions of each file at the end; weights are elsewhere in memory in each
+# Number of sessions at the end, and runs of each file in a session. Each session has the weights at other
+# addresses.
+_SESSIONS, _RUNS = 3, 40
 _LOOK = 25  # runs of each file during the search
 # Time limits for all files in turns, in seconds: during the search, and for a session at the end. A slow
 # machine makes fewer runs of each file, and the fastest one counts.
@@ -55,7 +59,7 @@ _SEARCH_SECONDS = 120.0  # time limit after which no further file is made
 
 
 def with_sites(config: Config, sites: Sites) -> Config:
-    """Returns the configuration of a placement: its overrides before the existing ones, and its weight format."""
+    """Returns the configuration of a placement, with its weight format and its overrides before the existing ones."""
     placed = float_overrides(sites.float_sites)
     placed |= {one: OverrideConfig(int8=True) for one in sorted(sites.opened)}
     backend = replace(config.backend, overrides={**placed, **config.backend.overrides})
@@ -74,14 +78,14 @@ def digest(graph: fx.Graph) -> str:
 
 @dataclass(frozen=True)
 class _File:
-    """A competing file.
+    """A file that is timed.
 
     Attributes:
         name: the name of the file.
         sites: the placement.
         path: the path of the file.
-        predicted: the time that was predicted before the file was made, as a share of the table's time. A
-            ratio is not affected by drift of the machine's speed.
+        predicted: the time that was predicted before the file was made, as a share of the table's time; None
+            for the first files and those for AMX. A ratio is not affected by drift of the machine's speed.
     """
 
     name: str
@@ -148,9 +152,9 @@ class Tournament:
         return self._decided(summed_up(found, _SESSIONS), costs)
 
     def _made(self) -> Iterator[tuple[None, Sequence[None]]]:
-        """Writes and profiles files until the cheapest placement is among them.
+        """Writes and profiles files until the cheapest placement is among them, or a limit is reached.
 
-        Yields after each file, for a progress bar.
+        The limits are `_FILES` and `_SEARCH_SECONDS`. Yields after each file, for a progress bar.
         """
         start, operators = time.monotonic(), self.layouts.operators
         self._write(TABLE, Sites())

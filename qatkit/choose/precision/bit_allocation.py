@@ -64,7 +64,7 @@ def shared_weights(graph_module: fx.GraphModule) -> tuple[list[SharedWeight], li
 
 
 def allocate(settings: MixedBits, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:
-    """Chooses the bits of the weights of a prepared graph that no override sets, and applies them.
+    """Chooses and sets the bits of all weights of a prepared graph except those that an override selects.
 
     Args:
         settings: the settings (`qatkit.choose.precision.mixed_bits`).
@@ -98,7 +98,7 @@ def _narrow(weights: Sequence[SharedWeight], dtypes: Sequence[str]) -> None:
 
 
 def allotted(losses: Sequence[Mapping[str, float]], sizes: Sequence[int], average: float) -> list[str]:
-    """Returns the number type of each weight, chosen for a small sum of losses with an average number of bits.
+    """Returns the number type of each weight, for a small sum of losses with at most `average` bits per value.
 
     For each weight, only types on the lower convex hull of its losses are used. All weights begin with the
     fewest bits. The step with the largest gain per bit is taken next, as long as one fits. Apart from the
@@ -137,5 +137,4 @@ def _hull(loss: Mapping[str, float]) -> list[str]:
 
 
 def _slope(loss: Mapping[str, float], fewer: str, more: str) -> float:
-    """Returns the change of the loss per added bit."""
     return (loss[more] - loss[fewer]) / (BITS[more] - BITS[fewer])

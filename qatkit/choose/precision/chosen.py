@@ -21,7 +21,8 @@ def chosen_floats(config: Config, stored: Mapping[str, Any] | None) -> FloatSite
     Args:
         config: the configuration of the run.
         stored: the entries of the run's checkpoint (`qatkit.run.folder.Run.stored`), which include the
-            operators that the run chose; None if there is no checkpoint (then `precision.front` decides).
+            operators that the run chose; None if there is no checkpoint. Then they are those of the point
+            that `precision` names, if any.
 
     Raises:
         ConfigError: the point does not exist or cannot be used (`floats_of_point`).

@@ -1,15 +1,14 @@
 """Predicts the latency of a model with some operators in float, from profiles of a few of its files on this machine.
 
     int8 file, float file        time of each operator in either type, among neighbours of the same type
-    mixtures: every other        its time between neighbours of the other type (its input has left the caches,
-    operator float in turn,      and so have its weights), and the time of the borders: kernels that quantize,
-    every other quarter, the     dequantize and reorder, whose time is a line over their number of values
-    third and two thirds that
-    lose most
+    mixtures: every 2nd          its time between neighbours of the other type (its input has left the caches,
+    operator float, every 2nd    and so have its weights), and the time of the borders: kernels that quantize,
+    quarter, the third and two   dequantize and reorder, whose time is a linear function of the number of values
+    thirds that lose most
 
-The profiler adds two or three microseconds to each kernel. They are subtracted with the value that makes the
-sums agree best with the clock. The remaining difference is distributed over the operators of the int8 and the
-float file, and over the borders of the mixtures.
+The profiler adds two or three microseconds to each kernel. The value with which the sums of the kernels'
+times agree best with the clock is subtracted from each. The remaining difference is distributed over the
+operators of the int8 and the float file, and over the borders of the mixtures.
 """
 
 from __future__ import annotations
@@ -99,7 +98,7 @@ class Costs:
         return self._above_zero(layout) * math.exp(self._learned(layout))
 
     def learn(self, files: Sequence[tuple[Layout, float]]) -> None:
-        """Corrects the predictions by files that have been timed; similar sets are corrected most.
+        """Corrects the predictions by files that have been timed, most for sets that are similar to theirs.
 
         Sums do not include effects of operators on others than their neighbours. The logarithm of the error
         is interpolated (simple kriging: Rasmussen and Williams, "Gaussian processes for machine learning",
@@ -140,7 +139,7 @@ class Costs:
         return total + self._at_borders * self._borders(layout) + left
 
     def of_site(self, site: str, *, eight: bool) -> float:
-        """Returns the milliseconds of one operator, averaged over its neighbours in the measured files.
+        """Returns the milliseconds of one operator, averaged over the types of its neighbours in the measured files.
 
         The time is 0 for an operator without its own kernel, and infinite if no file has the operator in that
         type.

@@ -1,13 +1,13 @@
-"""Sets of float operators on the front of loss and time, and the choice of a point on a measured front.
+"""Sets of float operators on the Pareto front of loss and latency, and the choice of a point on a measured front.
 
     grow      from int8: the step to float that saves the most loss per millisecond is next
     shrink    from float: the step back to int8 that saves the most time for its loss is next
     ranked    the k most sensitive operators in float, for each k
 
 A single float operator is often not worth its time: its input and output stay quantized, and two borders are
-added. A step therefore changes several operators in a row, or all operators of one module. If costs are sums,
-this is the greedy algorithm for the knapsack problem, whose steps are the corners of the exact front. Every
-set that is evaluated on the way competes.
+added. A step therefore changes several operators in a row, or all operators of one module. If loss and time
+are sums over the operators, this is the greedy algorithm for the knapsack problem, whose steps are the
+corners of the exact front. The front is that of all sets that are evaluated on the way.
 
 The loss and time of a set come from a function that is passed in; this module does not know the graph.
 """
@@ -26,7 +26,7 @@ Price = tuple[float, float]  # loss and milliseconds of a set
 Cost = Callable[[Floats], Price]
 _LENGTHS = (1, 2, 3, 4, 6, 9, 14)
 _NEAR = 2  # number of operators within which a step changes the cost of other steps
-_FLOOR = -40.0  # difference of the loss in dB that does not matter
+_FLOOR = -40.0  # losses below this, in dB relative to int8's, count as equal
 _AS_FAST = 0.97
 _T = TypeVar("_T")
 
@@ -74,7 +74,7 @@ def not_beaten_but_by(floats: Floats, choices: Sequence[Choice]) -> list[Choice]
 
 
 def runs(operators: Sequence[str]) -> list[Floats]:
-    """Returns the sets of operators that one step may change: runs of neighbours, and all operators of a module."""
+    """Returns the sets of operators that one step may change: some in a row (`_LENGTHS`), or all of one module."""
     count = len(operators)
     found = {frozenset(operators[i : i + n]) for n in _LENGTHS for i in range(count - n + 1)}
     for one in operators:
@@ -189,11 +189,14 @@ def decide(
 ) -> tuple[int, str]:
     """Returns the index of the point with which the run continues, and the reason.
 
+    With `min_speedup`, it is the most accurate of the points that are so fast; if there are none, the
+    fastest. Otherwise it is the fastest point that meets the target, or int8 if that meets it at nearly the
+    same speed; if no point meets the target, the most accurate. The float model is never chosen.
+
     Args:
         points: the measured points, fastest first, including int8 and float.
         meets: a function that returns whether a point meets the accuracy target.
-        min_speedup: the target for float's time divided by the point's. If it is given, accuracy is
-            maximized.
+        min_speedup: the target for float's time divided by the point's; None if there is none.
     """
     able = [point for point in points if point.floats is not None]
     if min_speedup is not None:

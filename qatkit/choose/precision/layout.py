@@ -30,15 +30,15 @@ class Layout:
     """The quantization for one set of float operators.
 
     Attributes:
-        floats: the Convs and Linears that are float, whether requested or implied.
+        floats: the Convs and Linears that are float, by request or as a consequence of other float operators.
         int8: the sites of all nodes that compute in 8 bits.
         weights: the sites whose weight is quantized.
         readers: by quantized tensor, the nodes that read its quantized values; other nodes read its float values.
         quantized, dequantized: the numbers of values of the tensors that are quantized or dequantized at a
             border.
-        moved: the numbers of values of the tensors that are converted for operators that may also require
-            another memory layout. An elementwise operator that computes in float between two Q/DQ pairs
-            requires none.
+        moved: the same for the tensors whose memory layout may also change at a border. Borders of
+            elementwise operators that compute in float between two Q/DQ pairs are left out, since these
+            accept any layout.
     """
 
     floats: Floats

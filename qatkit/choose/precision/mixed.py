@@ -2,7 +2,7 @@
 
     calibrated module ── estimate ──> the loss of each weight and tensor     ┐
     eight files ── profile, clock ──> the time of each operator and border   ├─ likely sets ── simulate ──> their losses
-    placement ──> the rest of both where some operators are float            ┘  front ── thinned ──> half of the files,
+    placement ──> the quantized tensors and the borders of each set          ┘  front ── thinned ──> half of the files,
                                                                                 whose times correct the predicted ones,
                                                                                 and the other half: judged on unseen
                                                                                 images, and timed in alternation

@@ -1,8 +1,8 @@
 """Mixed bits: more bits for the weights on which the outputs depend most, and fewer for the others.
 
 The loss of each weight is estimated for each number of bits (`qatkit.analysis.estimate`). It is the distance
-of the outputs from float's if only this weight is rounded to the nearest. Losses are additive, so the best
-choice for an average number of bits is a knapsack problem with one choice per weight
+of the outputs from float's if only this weight is rounded to the nearest. Losses are assumed to add up, so
+the best choice for an average number of bits is a knapsack problem with one choice per weight
 (`qatkit.choose.precision.bit_allocation`). Rounding algorithms run afterwards. They gain more for some
 weights than for others, which the estimate ignores (decision 58).
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MixedBits(Algorithm):
-    """Chooses 2, 4 or 8 bits for each weight: those with the smallest loss at the outputs for a given average."""
+    """Chooses 2, 4 or 8 bits for each weight, for a small loss at the outputs with a given average number of bits."""
 
     stage: ClassVar[str] = OBSERVED
     weights_alone: ClassVar[bool] = True

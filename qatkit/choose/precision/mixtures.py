@@ -41,7 +41,7 @@ class Builder:
         """Returns a module with some operators in float.
 
         Args:
-            floats: the sites of the float operators.
+            floats: the sites of the float operators; if there are none, the int8 module itself is returned.
             calibrate: whether tensors that only this module quantizes are calibrated. Latency does not depend
                 on it.
         """

@@ -1,4 +1,6 @@
-"""The search for the front between int8 and float: predicted costs and losses select sets, and files decide.
+"""The search for the Pareto front between int8 and float.
+
+Predicted losses and latencies select sets of float operators; measurements of their files decide.
 
 `qatkit.choose.precision.mixed`, the stage that runs the search, has a diagram of its steps.
 """
@@ -189,10 +191,10 @@ class Search:
         return sorted(self.layouts.operators, key=self.losses.of_operator, reverse=True)
 
     def front(self, costs: Costs) -> list[Choice]:
-        """Returns the Pareto front by simulated losses of the sets that may be on the front by their estimates.
+        """Returns the Pareto front over simulated loss and predicted latency.
 
-        The simulated sets include the k most sensitive operators for each k, since estimates are least
-        accurate if few operators are quantized.
+        Only sets that are likely to be on the front by their estimated losses are simulated, and the k most
+        sensitive operators for several k, since estimates are least accurate if few operators are quantized.
         """
         ranking, cost, ends = self.ranking, self.price(costs), self.ends(costs)
         tops = self.mixtures(frozenset(ranking[:k]) for k in range(1, len(ranking)))
@@ -208,7 +210,7 @@ class Search:
         return not_beaten_but_by(whole, exact)
 
     def mixtures(self, sets: Iterable[_Sites]) -> list[_Sites]:
-        """Returns the sets with operators of both types, considering operators that follow their float neighbours."""
+        """Returns the sets with int8 and float operators; an operator may be float because its neighbours are."""
         count = len(self.layouts.operators)
         return [floats for floats in sets if 0 < len(self.layouts(floats).floats) < count]
 
@@ -245,7 +247,6 @@ class Search:
         return Losses(self.layouts, rows)
 
     def _images(self, count: int) -> Batches:
-        """Returns the first `count` calibration images as batches."""
         return self.data.image_batches(self.seen[:count], self.config.calibration.batch_size)
 
     def clock(self, files: dict[str, Path]) -> dict[str, float]:
@@ -311,9 +312,9 @@ def _clearly_beats(other: Choice, one: Choice) -> bool:
 
 
 def drift(share: float, times: dict[str, float], before: dict[str, float]) -> float:
-    """Returns the factor by which a file has become slower, estimated from the int8 and the float file.
+    """Returns the factor by which a file has become slower since the costs were measured.
 
-    The speed of a machine drifts over time.
+    The speed of a machine drifts over time; the factor is estimated from the int8 and the float file.
 
     Args:
         share: the share of the operators' time that is float.

@@ -33,7 +33,7 @@ def simulated_losses(
     *,
     progress: bool = False,
 ) -> list[float]:
-    """Returns the squared error of the outputs for each set, per row and summed over classes.
+    """Returns the squared error of the first floating-point output for each set: mean over rows, sum over classes.
 
     Args:
         graph_module: the prepared graph with all operators in int8 and its ranges set.

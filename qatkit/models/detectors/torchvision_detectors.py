@@ -134,7 +134,7 @@ def _from_offsets(offsets: Tensor, anchors: Tensor, weights: Sequence[float]) ->
 
 
 def _from_distances(distances: Tensor, anchors: Tensor) -> Tensor:
-    """Returns corners [N, boxes, 4] from the distances of an anchor's centre to the sides, in anchor sides."""
+    """Returns corners [N, boxes, 4] from the distances of anchors' centres to the boxes' sides, in anchor sides."""
     sides = anchors[:, 2:] - anchors[:, :2]
     centers = anchors[:, :2] + 0.5 * sides
     low, high = (distances[..., start : start + 2] * sides for start in (0, 2))

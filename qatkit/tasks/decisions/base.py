@@ -86,7 +86,10 @@ class Request(ABC):
         """
 
     def fits(self, shape: Sequence[int], samples: int) -> bool:
-        """Returns whether the first output may have this shape for `samples` samples; rank 0 fits one sample."""
+        """Returns whether the first output may have this shape for `samples` samples.
+
+        By default the size of its first axis is a multiple of `samples`; rank 0 fits one sample.
+        """
         return shape[0] % samples == 0 if shape else samples == 1
 
 
@@ -130,7 +133,8 @@ class Decision(ABC):
     def rule(self) -> Callable[[Array], Any] | None:
         """The value of `Task.rule`.
 
-        Without a decision on the first output, outputs agree if their values are less than a step apart.
+        Without a decision on the first output, outputs agree if their values are less than a quantization
+        step apart.
         """
         return self.decide if self.decides else undecided
 
@@ -185,7 +189,6 @@ def _arguments(asked: str, kind: type[Request], inside: str) -> dict[str, Any]:
 
 
 def _value(asked: str, name: str, text: str, kind: type) -> Any:
-    """Returns an argument converted to its annotated type."""
     if kind is str:
         return text
     with contextlib.suppress(ValueError, OverflowError):

@@ -54,10 +54,10 @@ class Layout:
         return np.ascontiguousarray(joined.swapaxes(1, 2)) if self.transposed else joined
 
     def boxes(self, rows: Array, least: float, overlap: float) -> Boxes:
-        """Returns the boxes of one picture, rows [boxes, values], by descending score.
+        """Returns the boxes of one picture after non-maximum suppression, by descending score.
 
         Args:
-            rows: the rows of one picture, from `rows`.
+            rows: the rows of one picture, [boxes, values], from `rows`.
             least: the score that a box must exceed.
             overlap: the IoU above which a box suppresses a box of the same class with a lower score.
         """
@@ -71,7 +71,6 @@ class Layout:
         return suppressed(Boxes(corners, scores[kept], classes[kept]), overlap)
 
     def _best(self, values: Array) -> tuple[Array, NDArray[np.int64]]:
-        """Returns the score and class of each row."""
         by_class = _probabilities(values[:, 5 if self.kind == "objectness" else 4 :], self.scores)
         if self.background is not None:
             by_class = by_class.copy()
@@ -83,7 +82,6 @@ class Layout:
         return by_class[np.arange(len(by_class)), classes], classes
 
     def _corners(self, values: Array, kept: NDArray[np.bool_]) -> Array:
-        """Returns the corners [n, 4] of the kept rows."""
         boxes = values[:, :4]
         if self.grids:
             cells, strides = _cells(self.grids)

@@ -1,7 +1,7 @@
 """The decision on detected boxes: two models agree if they find the same boxes after non-maximum suppression.
 
 The figure is F1 over all samples: twice the number of matches, divided by the number of boxes of both models.
-A sample without boxes does not count. A single sample agrees if all its boxes are matched.
+A sample without boxes does not count. On a single sample, the models agree if all boxes of both are matched.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def sure(seen: Seen) -> bool:
 
     "pair"        many rows that are all ordered corners but are not just sorted values; or an output of positive
                   values that is named like boxes
-    "final"       the same corners, and a class that is a whole number
+    "final"       corners as for "pair", and a class that is a whole number
     "classes"     boxes on the last axis, as many as a picture has cells, with positive sizes in pixels
     "objectness"  as many boxes as a square picture has cells, as offsets from these; or three times as many, in pixels
     """
