@@ -20,11 +20,11 @@ A source of your own is any importable function with the signature above, given 
 
 `train` and `test` are map-style datasets whose items are `(image, label)`: a PIL image or a uint8 tensor
 (channels, height, width), and an int below `len(classes)`. Tasks other than classification have other targets
-(`qatkit.tasks`). Each has an attribute `targets` with all its labels, like torchvision's datasets, so that
-balanced subsets can be chosen without opening every image. A source whose function has a parameter `request`
-receives the model's inputs (`qatkit.data.request.Request`). A source without labels has no classes, and each
-of its targets is `NO_LABEL`. For files, use the dataset `ImageFiles(samples)`: unreadable files are then
-found before any long work.
+(`qatkit.tasks`). Each dataset has an attribute `targets` with all its labels, like torchvision's datasets, so
+that balanced subsets can be chosen without opening every image. A source whose function has a parameter
+`request` receives the model's inputs (`qatkit.data.request.Request`). A source without labels has no classes,
+and each of its targets is `NO_LABEL`. For image files, use the dataset `ImageFiles(samples)`: unreadable
+files are then found before any long work.
 """
 
 from qatkit.data.image_files import ImageFiles

@@ -40,7 +40,7 @@ class DataModule(PreparedSplits, lightning.LightningDataModule):
     _resume: dict[str, Any] | None = None
 
     def train_dataloader(self) -> TrainLoader:
-        """Returns the augmented batches of this process; `data.batch_size` is the number of images per process.
+        """Returns the augmented batches of this process, each of `data.batch_size` images.
 
         A step of the trainer uses one batch of each process, or several (`accumulate_grad_batches`).
 
