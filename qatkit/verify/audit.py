@@ -355,7 +355,7 @@ def _size(count: int) -> str:
 
 
 def _dequantize_lines(dequantized: Sequence[RuntimeDequantize], explained: Collection[str]) -> list[str]:
-    """Returns lines for dequantized weights and large constants that the lines of float operators do not report."""
+    """Returns lines for dequantized weights and large constants, except those of `explained` operators."""
     return [
         f"{item.kind} '{item.name}' ({_size(item.bytes)}) is dequantized on every run for '{item.feeds}'"
         for item in dequantized

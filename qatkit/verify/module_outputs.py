@@ -1,4 +1,4 @@
-"""Computes a module's outputs for a batch as for a file; torch is imported only when a module is given."""
+"""Computes a module's outputs for the batches that a file accepts; imports torch only for a module."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Answers:
-    """The file's answers if some operators saturate.
+    """Figures of the file's outputs while certain operators saturate.
 
     Attributes:
         agreement: the share of images (or positions) with the same decision as the exact form
@@ -96,7 +96,8 @@ class Saturation:
     Attributes:
         layers: the operators that can saturate, by name, in graph order.
         images: the number of images on which they were measured; 0 if nothing can saturate.
-        exact, emulated: the file's answers with VNNI and without.
+        exact, emulated: the figures of the file's outputs with VNNI and without; None if nothing can
+            saturate.
     """
 
     layers: dict[str, Layer] = field(default_factory=dict)

@@ -105,7 +105,7 @@ def _paired_line(results: Results) -> str:
 
 
 def _chance_line(results: Results) -> str:
-    """Reports a float model that is no better than the most frequent class as its constant answer; "" otherwise."""
+    """Reports a float model that is no better than always naming the most frequent class; "" otherwise."""
     found = results.accuracy.get("float")
     if found is None or results.task.main.key != TOP1.key or not sum(found.class_images):
         return ""
