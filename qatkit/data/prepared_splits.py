@@ -161,7 +161,7 @@ class PreparedSplits:
 
     @property
     def states(self) -> Mapping[str, str]:
-        """Returns the output that feeds each state input in the next step, by input name; {} if there is none."""
+        """Returns the output that feeds each state input in the next step, by input name; {} for none."""
         return {} if self._arrays is None else self._arrays.states
 
     def sequences(self) -> Iterator[StepSequence]:
