@@ -83,7 +83,7 @@ def balanced(labels: Sequence[Hashable], indices: Sequence[int], count: int, *pa
 
 
 def capped(labels: Sequence[Hashable], usable: list[int], cap: int | None, *parts: object) -> list[int]:
-    """Returns a seeded, class-balanced choice of `cap` usable indices, ascending, or all if there are no more."""
+    """Returns `cap` of the usable indices (None: all), a seeded class-balanced choice in ascending order."""
     return usable if cap is None or cap >= len(usable) else sorted(balanced(labels, usable, cap, *parts))
 
 
@@ -285,7 +285,7 @@ class TrainLoader(ImageLoader):
         self._continues = True  # the next pass continues from (_epoch, _images)
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
-        """Yields the batches of the next epoch or, after `load_state_dict`, of the rest of a begun one."""
+        """Yields the batches of the next epoch or, after `load_state_dict`, the rest of the restored one."""
         of_all = self._batch_size * self._order.world_size
         if not self._continues or self._images >= len(self) * of_all:
             self._epoch, self._images = self._epoch + 1, 0

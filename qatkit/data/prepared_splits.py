@@ -184,7 +184,7 @@ class PreparedSplits:
 
     @property
     def eval_rows(self) -> int:
-        """Number of test samples per batch: `data.eval_batch_size`, but at most 64 MiB of pictures."""
+        """Number of test samples per batch: `data.eval_batch_size`, reduced by `rows` and `at_once`."""
         wanted = self.rows(self.config.eval_batch_size)
         return wanted if self.of_arrays else at_once(wanted, self.inputs.shape)
 

@@ -70,7 +70,7 @@ class Block:
 
 
 class KeptImages:
-    """A dataset that stores decoded images in memory while there is room, uint8 (channels, height, width).
+    """A dataset of images, uint8 (channels, height, width), which it stores in memory while there is room.
 
     Args:
         images: a dataset that returns the same item at every call.
