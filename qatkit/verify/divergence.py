@@ -2,8 +2,8 @@
 
 Against the converted module: ONNX Runtime runs the file as written, with the output of every QuantizeLinear
 exposed. These outputs are compared with the module's own integers. Any difference comes from the exporter.
-Against the optimizer: the graph that ONNX Runtime makes of the file is saved. Both it and the file without
-optimizations run with the tensors exposed that have the same names in both.
+Against the optimizer: the graph that ONNX Runtime makes of the file is saved. This graph and the original
+file run without further optimizations and expose the tensors whose names they share.
 
 Integers are compared in their own steps, 16-bit integers in steps of 16. Float tensors (the outputs or, in a
 file without QuantizeLinear, all tensors) are compared in steps of their range / 255. The step of a module's
@@ -279,7 +279,7 @@ def judged(found: Divergence, model: ir.Model) -> Divergence:
 def operator_of(model: ir.Model, tensor: str) -> str | None:
     """Returns the name of the node that computes a tensor's values; for the quantized input, of its reader.
 
-    Several operators may lie between the dequantized tensors above and this tensor. The nearest one that
+    Several operators may lie between this tensor and the dequantized tensors before it. The nearest one that
     multiplies matrices is returned, or else the nearest one. The result is None if there is no such node.
     """
     value = next(v for node in model.graph for v in node.outputs if v.name == tensor)

@@ -96,9 +96,9 @@ class Emulation:
 def _judged(
     graph: ir.Graph, origin: Origin | None, taken: Counter[str], body: str = ""
 ) -> Iterator[tuple[str, Judged | None, str]]:
-    """Yields every node that may multiply uint8 by int8.
+    """Yields (name, operator, reason) for every node that may multiply uint8 by int8.
 
-    Each comes with a unique name, what its weights prove, and the reason if it is not emulated.
+    Names are unique; the operator and the reason are those that `judged` returns.
 
     Args:
         graph: an optimized graph, or the body of one of its nodes.

@@ -29,7 +29,7 @@ def device_of(module: nn.Module) -> torch.device:
 
 
 def device_outputs(module: nn.Module, batch: Any) -> tuple[torch.Tensor, ...]:
-    """Returns `module_outputs` on the device that computes them, without waiting for it."""
+    """Returns the outputs of `module_outputs` as tensors on the module's device, without waiting for it."""
     import torch
 
     from qatkit.graph.phase import inference

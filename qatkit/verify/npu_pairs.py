@@ -1,8 +1,9 @@
 """Checks a QDQ file, without running it, for an NPU whose scales are powers of two (`backend=npu_cnn`).
 
 An operator with a weight runs in int8 if both operands come from a DequantizeLinear. If all scales around a
-convolution are powers of two, its requantization is a shift, which the hardware bounds. Other scales are not
-bounded.
+convolution are powers of two, its requantization is a shift, and the hardware supports only some shifts.
+Other scales are not checked.
+
 Source: the constraints listed in AMD Quark's refinement for NPUs.
 """
 

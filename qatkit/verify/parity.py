@@ -258,7 +258,7 @@ def between_ends(
 ) -> AllOutputs:
     """Returns a function that computes the module's outputs for the inputs of the file, in the file's steps.
 
-    Pixels and outputs are rounded only if the file has integer inputs and outputs.
+    Pixels and outputs are rounded only if the file has integer inputs or outputs.
     """
     every = all_outputs(converted)
     ends = integer_io(open_session(path, threads=threads, optimize=False, options=options))

@@ -183,9 +183,9 @@ def _int8_reason(node: ir.Node, options: Mapping[str, str]) -> str:
 
 
 def _bias_reason(node: ir.Node, found: Weight, became: str) -> str:
-    """Returns the reason if the bias is one; else "".
+    """Returns why the bias keeps the operator in float; "" if it does not.
 
-    It is one if it is merged into a Gemm, if it is float and the output not quantized, or if a Conv's bias
+    It does if it is merged into a Gemm, if it is float and the output is not quantized, or if a Conv's bias
     has a wrong scale.
     """
     after = node.outputs[0].consumers()
@@ -267,7 +267,7 @@ def _same_scale(node: ir.Node) -> bool:
 
 
 def layernorm_blocker(value: ir.Value | None) -> str:
-    """Returns why a LayerNorm is not fused: a DequantizeLinear or Transpose before it, or its pattern."""
+    """Returns why a LayerNorm is not fused: after a DequantizeLinear or Transpose, or an unknown pattern."""
     passed = ""
     for node in back(value):
         if node.op_type == "DequantizeLinear":

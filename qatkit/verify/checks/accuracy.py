@@ -52,7 +52,7 @@ class AccuracyCheck(Check):
         return speeds.images * speeds.each(*speeds.files, *speeds.predictors) if speeds.labelled else 0.0
 
     def predictors(self, subject: Subject) -> Mapping[str, Predictor]:
-        """Returns the predictors other than the files whose accuracy is measured."""
+        """Returns the predictors whose accuracy is measured in addition to that of the files."""
         return subject.predictors
 
     def lines(self, results: Results) -> list[str]:

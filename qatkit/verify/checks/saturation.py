@@ -1,4 +1,4 @@
-"""Checks whether the file computes the same on every x86: without VNNI, uint8 x int8 kernels saturate.
+"""Checks whether the file computes the same on every x86: without VNNI, uint8 x int8 kernels may saturate.
 
 Where the integers in the file rule out saturation, that is proven for all inputs. Elsewhere its cost is
 emulated on real images, if `verify.target_isa` asks for it or if this processor saturates.
@@ -199,7 +199,7 @@ def _signed_lines(signed: Mapping[str, int | None]) -> list[str]:
 
 
 def guard_line(guards: Mapping[str, Any]) -> str:
-    """Describes how many operators are guarded, and at what cost, by figures of `qatkit.graph.guarded`."""
+    """Describes how many operators are guarded, and at what cost, from figures of `qatkit.graph.guarded`."""
     operators = guards["operators"]
     if guards["choice"] == "auto" and not guards["hazard"]:
         return (
