@@ -1,8 +1,8 @@
 """Data sources, preprocessing and loaders: from samples to normalised batches, in small replaceable parts.
 
-- `sources`: functions `(root, download, seed) -> Splits` that return images and labels.
-- `image_files`, `survey`: image files, read within limits and checked before any long work.
-- `preprocessing`: one frozen `Preprocessing` (size, mean, std) that turns pixels into the model's input, in
+- `sources`: functions `(root, download, seed) -> Splits` that return images and labels. - `image_files`,
+`survey`: image files, read within limits and checked before any long work. - `preprocessing`: one immutable
+`Preprocessing` (size, mean, std) that turns pixels into the model's input, in
   evaluation, in training (with augmentation) and, as JSON in the bundle, in production.
 - `arrays`: samples as mappings from the names of a model's inputs to arrays. `rollout`: the same samples with
   the states that the float file computed, for a model that feeds outputs back into its next step.
@@ -20,11 +20,11 @@ A source of your own is any importable function with the signature above, given 
 
 `train` and `test` are map-style datasets whose items are `(image, label)`: a PIL image or a uint8 tensor
 (channels, height, width), and an int below `len(classes)`. Tasks other than classification have other targets
-(`qatkit.tasks`). Each has an attribute `targets` with all its labels, like torchvision's datasets, so that
-balanced subsets can be chosen without opening every image. A source whose function has a parameter `request`
-receives the model's inputs (`qatkit.data.request.Request`). A source without labels has no classes, and each
-of its targets is `NO_LABEL`. For files, use the dataset `ImageFiles(samples)`: unreadable files are then
-found before any long work.
+(`qatkit.tasks`). Each dataset has an attribute `targets` with all its labels, like torchvision's datasets, so
+that balanced subsets can be chosen without opening every image. A source whose function has a parameter
+`request` receives the model's inputs (`qatkit.data.request.Request`). A source without labels has no classes,
+and each of its targets is `NO_LABEL`. For image files, use the dataset `ImageFiles(samples)`: unreadable
+files are then found before any long work.
 """
 
 from qatkit.data.image_files import ImageFiles

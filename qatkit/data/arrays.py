@@ -10,7 +10,8 @@ N samples.
 For a model with states (`qatkit.data.rollout`), a file of N samples is a sequence of N steps. Files with one
 sample each in the same folder are the steps of one sequence, such as frames that a program has written one by
 one. They are sorted by the numbers in their names, so step_10 comes after step_9. A state is one array per
-sequence, without an axis of steps.
+sequence, without an axis of steps. Without train/ and test/, whole sequences instead of samples are divided
+between the splits (`qatkit.data.sequences`).
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class Port:
         shape: sizes of the axes; None for a dynamic axis.
         axis: the batch axis; None if the input has none.
         names: names of the axes in the file; "" for an axis without a name.
-        below: for ids, the number of rows of the smallest table that they index; None if no table is known.
+        below: for an input of ids, the number of rows of the smallest embedding table that they index; None
+            if no such table is known.
         rows: number of rows of a sample along the batch axis.
     """
 
@@ -77,7 +79,8 @@ class ArrayFiles:
     Args:
         paths: paths of the files, in order.
         root: folder of the data, for messages.
-        states: names of the arrays with the start states of a sequence, in its first step.
+        states: names of the model's state inputs. Arrays with these names are the start states of a sequence
+            and belong to its first step.
 
     Attributes:
         lengths: number of consecutive samples of each sequence.
@@ -234,7 +237,8 @@ class ArrayBatches:
     Attributes:
         source: dotted path of the source, for messages.
         ports: the model's inputs, if known; else the inputs are the first sample's arrays, batched along axis 0.
-        states: for a model with states, the output of the previous step that feeds each state input.
+        states: for a model with states, the output that feeds each state input in the next step, by input
+            name.
     """
 
     source: str

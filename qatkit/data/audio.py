@@ -76,8 +76,8 @@ def audio(root: str | None, download: bool, seed: int, request: Request | None =
     """Returns the frames of the WAV and FLAC files in a folder and its subfolders.
 
     Raises:
-        ConfigError: the folder does not exist, has fewer than two usable files or none for a split, files are
-            unusable and not to be skipped, or as for `wave_input`.
+        ConfigError: the folder does not exist, has fewer than two usable files, or has none for a split; a
+            file is unusable with data.bad=refuse; or as for `wave_input`.
     """
     if root is None or not Path(root).is_dir():
         raise ConfigError("data.root", root, f"{_LAYOUT}; there is no such folder")

@@ -6,9 +6,9 @@
 
 In VOC's layout, `trainval` (or `train`) trains and `test` verifies; without `test`, `train` trains and `val`
 verifies. In COCO's layout, `train` trains, and `test`, `val` or `valid` verifies. All annotations are read
-before any long work. An annotation that names a missing picture ends the run. Boxes without area or
-outside their picture end it too, unless data.bad=skip leaves them out. VOC's difficult objects and COCO's
-crowds are ignored: detections of them count neither as right nor as wrong.
+before any long work. An annotation whose picture is missing or has another size ends the run. So does a box
+that has no area or exceeds its picture by more than one pixel, unless data.bad=skip leaves such boxes out.
+VOC's difficult objects and COCO's crowds are ignored: detections of them count neither as right nor as wrong.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def voc_boxes(root: str | None, download: bool, seed: int, request: Request | No
     """Returns the splits of a folder in Pascal VOC's layout, with classes in alphabetical order.
 
     Raises:
-        ConfigError: the folder does not exist, or lacks annotations or a list of pictures; an annotation cannot
-            be read, lacks its picture or differs from it in size; boxes are wrong and not to be skipped; or a
-            class of the test split occurs in no training picture.
+        ConfigError: the folder does not exist, or lacks annotations or a list of pictures; an annotation
+            cannot be read, lacks its picture or differs from it in size; a box is wrong with data.bad=refuse;
+            or a class of the test split occurs in no training picture.
     """
     top = _voc_folder(data_folder(VOC_BOXES, root))
     for trains, tests in _VOC_PARTS:

@@ -1,7 +1,8 @@
 """Splits as the loaders read them: every item is checked against what the source declared.
 
-A source may be user code. Its exceptions, items of a wrong type, and targets that differ from `targets` are
-reported in one line with the index of the item, in workers and in the main process.
+A source may be user code. Its exceptions, items of a wrong type, and items whose target differs from the
+entry in the dataset's `targets` are reported in one line with the index of the item, in workers and in the
+main process.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class CheckedImages:
         groups: the group of each image, such as its label; choices of images are balanced over groups.
 
     Raises:
-        ConfigError: there are no targets, their number differs from the number of images, one does not suit the
-            task, or the source raised an exception.
+        ConfigError: the dataset has no images or no `targets`, the number of targets differs from the number
+            of images, a target does not suit the task, or the source raised an exception.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ def _kind(value: Any) -> str:
 
 
 def splits_of(source: Source, config: DataConfig, seed: int, request: Request | None = None) -> Splits:
-    """Returns the splits of a source, which gets the request if it has a parameter `request`.
+    """Calls a source and returns its splits; `request` is passed to a source that has this parameter.
 
     Raises:
         ConfigError: the source has the wrong parameters or raised an exception, or a setting of `config` applies

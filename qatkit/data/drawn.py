@@ -46,8 +46,9 @@ class Draw:
         shape: shape of a sample, with the batch axis.
         span: both ends of the range, inclusive; None for the standard normal distribution.
         whole: whether the values are integers.
-        constant: whether all samples have the same values, as for an input without a batch axis.
-        because: the source of the range, for `text`; "" if it needs none.
+        constant: whether all samples have the same values, as for an input without a batch axis if other
+            inputs have one.
+        because: the reason for the range, for `text`; "" if it needs no explanation.
     """
 
     name: str
@@ -158,8 +159,8 @@ def _span(port: Port, asked: Any) -> tuple[float, float]:
     """Returns the ends of the range in the configuration.
 
     Raises:
-        ConfigError: the ends are not two finite numbers in ascending order, or are fractions or outside the
-            range of the type for an input that is not floating-point.
+        ConfigError: the ends are not two finite numbers in ascending order or, for an input that is not
+            floating-point, are not integers within the range of its type.
     """
     kind = np.dtype(port.dtype)
     numbers = isinstance(asked, list | tuple) and all(isinstance(one, int | float) for one in asked)
@@ -176,7 +177,7 @@ def _span(port: Port, asked: Any) -> tuple[float, float]:
 
 
 class _Sizes:
-    """The sizes of dynamic axes; axes with the same name have the same size.
+    """The sizes of dynamic axes; axes with the same name have the same size by default.
 
     Raises:
         ConfigError: `data.sizes` is not a mapping, or has an unknown name or a size that is not a positive
@@ -199,7 +200,8 @@ class _Sizes:
         """Returns the shape of a sample of an input.
 
         Raises:
-            ConfigError: the setting has another number of sizes than the input has dynamic axes.
+            ConfigError: `data.sizes` lists another number of sizes for the input than it has dynamic axes
+                besides the batch, or lists several sizes for an axis name.
         """
         places = [axis for axis, size in enumerate(port.shape) if size is None and axis != port.axis]
         listed = self.asked.get(port.name)
@@ -222,8 +224,8 @@ class _Sizes:
     def _size(self, port: Port, axis: int, places: Sequence[int], of_input: int | None) -> int:
         """Returns the size of a dynamic axis.
 
-        The first of these that exists: the size set for the axis name, the size set for the input, the size
-        of another axis with the same name, the default.
+        The first of these that exists: the size set for the axis name, the size set for the input, the
+        default that another axis with this name already has, the default of this axis.
         """
         name = port.names[axis] if port.names else ""
         named = self.asked.get(name) if name else None
@@ -240,7 +242,7 @@ class _Sizes:
 
 
 def _default(port: Port, places: Sequence[int]) -> int:
-    """Returns the default size of a dynamic axis, guessed from the shape of its input."""
+    """Returns the default size of a dynamic axis, guessed from the type and the shape of its input."""
     others = [size for axis, size in enumerate(port.shape) if axis not in places and axis != port.axis]
     if len(port.shape) >= 4:
         return _PIXELS

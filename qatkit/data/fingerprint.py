@@ -25,10 +25,10 @@ def fingerprint(
 
     Args:
         images: the dataset.
-        chosen: the indices of the items that are included.
+        chosen: the indices of the items that the fingerprint covers.
         classes: names of the labels.
-        ends: digests of both ends of files by index, if all files were checked; they then replace the
-            contents of the few items.
+        ends: digests of the size, the first and the last bytes of each file, by index (`Survey.ends`). They
+            replace the contents of the few items; empty if items are not files.
         seed: seed of the choice of a few items.
     """
     if ends:

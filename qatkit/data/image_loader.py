@@ -62,7 +62,7 @@ class _InOrder(Sampler[int]):
 
 
 def at_once(wanted: int, shape: Sequence[int]) -> int:
-    """Returns the batch size for pictures of a shape: `wanted`, but at most 64 MiB of floats."""
+    """Returns the batch size: `wanted`, or fewer if so many pictures of this shape exceed 64 MiB in float."""
     return min(wanted, max(1, _AT_ONCE // math.prod(shape)))
 
 
@@ -74,7 +74,7 @@ class ImageLoader(DataLoader[Batch]):
         batch_size: images per batch.
         workers: number of processes for long passes; with 0, batches are prepared in this process.
         persistent: whether the workers are kept for the next pass.
-        sampler: order of the keys; None for 0, 1, 2, ...
+        sampler: order of the dataset's keys; None for 0, 1, 2, ...
         drop_last: whether a last batch that is not full is left out.
     """
 

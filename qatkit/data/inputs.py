@@ -37,7 +37,7 @@ class Inputs(ABC):
 
     @abstractmethod
     def noise(self, count: int, generator: torch.Generator) -> Batch:
-        """Returns a batch with standard normal floating-point values, like normalised pixels on average."""
+        """Returns a batch with standard normal values; inputs that are not float keep the data's values."""
 
     @abstractmethod
     def timed(self, count: int) -> Sequence[int] | Mapping[str, NDArray[Any]]:

@@ -1,7 +1,8 @@
 """Label maps as targets: they are resized, cropped, padded and mirrored like their pictures.
 
-Each pixel of the result has the class number of the nearest pixel; padding is ignored. Maps and pictures draw
-from sources of random numbers in the same state, so both are cut and mirrored in the same way.
+Each pixel of the result has the class number of the nearest pixel in the map, or `IGNORED` in the padding.
+Maps and pictures draw from sources of random numbers in the same state, so both are cut and mirrored in the
+same way.
 """
 
 from __future__ import annotations

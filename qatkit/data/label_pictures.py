@@ -68,11 +68,12 @@ class LabelPictures(ImageFiles):
 
 
 def label_pictures(root: str | None, download: bool, seed: int, request: Request | None = None) -> Splits:
-    """Returns the pictures and label pictures of a folder, in one of the layouts above.
+    """Returns the pictures and label pictures of a folder, in one of the layouts of this module.
 
     Raises:
-        ConfigError: the folder does not exist or has another layout, a picture has no label picture, or a
-            label picture does not fit.
+        ConfigError: the folder does not exist or has another layout; a picture has no label picture or
+            several; a label picture cannot be read, differs in size from its picture, or has a number without
+            a class; or all numbers are ignored.
     """
     top = data_folder(MAPS, root)
     train, test = _pairs(top, _TRAIN), _pairs(top, _TEST)
@@ -87,9 +88,10 @@ def label_pictures(root: str | None, download: bool, seed: int, request: Request
 
 
 def _pairs(top: Path, parts: Sequence[str]) -> list[tuple[str, str]] | None:
-    """Returns sorted pairs (picture, label picture below `top`) of the first part with both folders.
+    """Returns sorted pairs (path of a picture, path of its label picture relative to `top`) of a split.
 
-    None means that no part has both.
+    `parts` are the possible names of the split's folders; the first name with both folders is used. None
+    means that no name has both.
     """
     for part in parts:
         beside = [(top / part, top / f"{part}{labels}") for labels in _LABELS]

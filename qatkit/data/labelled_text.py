@@ -124,7 +124,10 @@ def _classes(train: Sequence[LabelledText], root: str) -> list[str]:
 
 
 def _numbers(classes: Sequence[str], *, numbered: bool) -> dict[str, int]:
-    """Returns the class number of each accepted label: a name in any case or, if `numbered`, a number as text."""
+    """Returns the class number of each accepted label: a name or, if `numbered`, a number as text.
+
+    Names are also accepted in lower case if no two of them then coincide.
+    """
     folded = {name.casefold(): number for number, name in enumerate(classes)}
     names = folded if len(folded) == len(classes) else {}
     exact = {name: number for number, name in enumerate(classes)}

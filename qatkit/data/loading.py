@@ -83,7 +83,7 @@ def balanced(labels: Sequence[Hashable], indices: Sequence[int], count: int, *pa
 
 
 def capped(labels: Sequence[Hashable], usable: list[int], cap: int | None, *parts: object) -> list[int]:
-    """Returns a seeded, class-balanced choice of `cap` usable indices, ascending, or all if there are no more."""
+    """Returns `cap` of the usable indices (None: all), a seeded class-balanced choice in ascending order."""
     return usable if cap is None or cap >= len(usable) else sorted(balanced(labels, usable, cap, *parts))
 
 
@@ -189,7 +189,7 @@ class TrainImages(Dataset[Batch]):
 def _placing(
     preprocessing: Preprocessing | ArrayBatches | Recordings, task: Task, images: ImageDataset
 ) -> LabelMaps | BoxTargets | None:
-    """Returns the preparation of targets that are transformed with their pictures; None for other tasks."""
+    """Returns the preparation of targets that are transformed with their pictures; None for other targets."""
     if not isinstance(preprocessing, Preprocessing):
         return None
     source: Any = images
@@ -263,7 +263,7 @@ class EpochSampler(Sampler[_Key]):
 
 
 class TrainLoader(ImageLoader):
-    """A loader of training batches whose position `state_dict` saves and `load_state_dict` restores.
+    """A loader of training batches; `state_dict` saves its position, and `load_state_dict` restores it.
 
     The loader counts epochs itself, one per pass: Lightning's own counter is off by one after some resumes
     (from a checkpoint written at the end of an epoch of a run with `max_steps`), and its `set_epoch` comes
@@ -285,7 +285,7 @@ class TrainLoader(ImageLoader):
         self._continues = True  # the next pass continues from (_epoch, _images)
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
-        """Yields the rest of the restored epoch in the first pass, or a whole epoch."""
+        """Yields the batches of the next epoch or, after `load_state_dict`, the rest of the restored one."""
         of_all = self._batch_size * self._order.world_size
         if not self._continues or self._images >= len(self) * of_all:
             self._epoch, self._images = self._epoch + 1, 0

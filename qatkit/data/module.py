@@ -40,7 +40,7 @@ class DataModule(PreparedSplits, lightning.LightningDataModule):
     _resume: dict[str, Any] | None = None
 
     def train_dataloader(self) -> TrainLoader:
-        """Returns the augmented batches of this process; `data.batch_size` is the number of images per process.
+        """Returns the augmented batches of this process, each of `data.batch_size` images.
 
         A step of the trainer uses one batch of each process, or several (`accumulate_grad_batches`).
 
@@ -107,7 +107,7 @@ class DataModule(PreparedSplits, lightning.LightningDataModule):
         return self._read(self._test_loaded, self._test, self.eval_rows)
 
     def test_subset_of(self, images: int | None) -> ImageLoader:
-        """Returns `test_batches`, or a class-balanced choice of `images` test images."""
+        """Returns a class-balanced choice of `images` test images; None or too large a number: all, in order."""
         if images is None or images >= len(self._test):
             return self.test_batches()
         return self.test_subset(images, self.eval_rows)
@@ -136,7 +136,7 @@ class DataModule(PreparedSplits, lightning.LightningDataModule):
         return balanced(self._train_images.groups, self._train, images, "calibration", self.seed)
 
     def check_calibration(self, images: int, batch_size: int, least: int = 1) -> None:
-        """Checks that there are enough images for calibration.
+        """Checks that `images` calibration images fill a batch and are at least `least`.
 
         Raises:
             ConfigError: `images`, or all training images if there are fewer, do not fill one batch, or are

@@ -5,9 +5,9 @@
 
 ImageNet's sample images are published as one picture per class, so every class is in only one of the two splits. The
 accuracy of a trained model on the odd pictures is meaningful, but a classifier cannot learn from the labels of the even
-ones. Fine-tuning uses distillation (`schedule.distill=1`), as for pictures without labels. For pictures
-without labels, every target is `NO_LABEL` and `Splits.classes` is empty. Pictures may have any size and any
-mode that Pillow reads, and are turned upright by their EXIF data.
+ones. Fine-tuning therefore uses distillation (`schedule.distill=1`), as for pictures without labels. For
+pictures without labels, every target is `NO_LABEL` and `Splits.classes` is empty. Pictures may have any size
+and any mode that Pillow reads. Only those without labels are turned upright by their EXIF data.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def one_picture_each(root: str | None, download: bool, seed: int) -> Splits:
 
 
 def pictures(root: str | None, download: bool, seed: int) -> Splits:
-    """Returns every file in `root` and in the folders below it, except hidden files and folders.
+    """Returns the files in `root` and the folders below it as unlabelled pictures, without hidden ones.
 
     The split depends only on the sorted paths, not on which files can be read.
 

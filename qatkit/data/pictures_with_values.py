@@ -3,8 +3,8 @@
     ROOT/targets.csv                              file,value (or several columns of numbers)
     ROOT/train/targets.csv  ROOT/test/targets.csv  (or val)
 
-A table's first line names its columns: `file` is the path of a picture below the table's folder, and every
-other column holds a number to predict. With one table, pictures below `test/` or `val/` verify; if there are
+A table's first line names its columns: `file` is the path of a picture below the table's folder, and each of
+the others holds a number to predict. With one table, pictures below `test/` or `val/` verify; if there are
 none, every fifth of the sorted files verifies.
 """
 

@@ -29,8 +29,8 @@ def apply_policy(batch: Tensor, policy: str, draws: Sequence[random.Random]) -> 
     are not affected.
 
     Args:
-        batch: float32 (N, 1 or 3, height, width) in 0..255, which is rounded to whole levels, since policies
-            work on uint8.
+        batch: float32 (N, 1 or 3, height, width) in 0..255; it is rounded to integers, since policies work on
+            uint8.
         policy: one of the choices of `data.policy` except `none`.
         draws: one source of random numbers per image.
 

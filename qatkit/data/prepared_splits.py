@@ -3,8 +3,8 @@
     source ── splits ── checked ── files surveyed ── capped ──> train ── held out ──> train, held_out
                                                             └─> test
 
-Everything that can be wrong with the data's configuration is found when the object is built, before any
-model exists. `qatkit.data.module.DataModule` reads batches from it.
+`PreparedSplits` finds mistakes in the data's configuration when it is built.
+`qatkit.data.module.DataModule` reads batches from it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class PreparedSplits:
         states: the states of a model that feeds outputs back into its next step; None if samples hold all
             inputs.
         image_size: size of the model's images, if the model declares it; unused with `weights_preprocessing`.
-        about: facts from the model's file in addition to its graph.
+        about: facts from the model's file in addition to its graph (`Request.about`).
 
     Attributes:
         splits: the splits of the source; for a model with states, their items include the states.
@@ -145,7 +145,11 @@ class PreparedSplits:
         return self._arrays is not None
 
     def one_at_a_time(self) -> bool:
-        """Limits batches to one sample from now on, and returns whether larger batches were possible before."""
+        """Limits batches to one sample from now on, and returns whether that changes anything.
+
+        It changes nothing if samples are not arrays, if the inputs are unknown, or if batches already have
+        one sample.
+        """
         if self._arrays is None or not self._arrays.ports or not self._arrays.batched:
             return False
         ports = tuple(replace(port, axis=None) for port in self._arrays.ports)
@@ -157,7 +161,7 @@ class PreparedSplits:
 
     @property
     def states(self) -> Mapping[str, str]:
-        """Returns the output of the previous step that feeds each state input; empty without states."""
+        """Returns the output that feeds each state input in the next step, by input name; {} for none."""
         return {} if self._arrays is None else self._arrays.states
 
     def sequences(self) -> Iterator[StepSequence]:
@@ -180,7 +184,7 @@ class PreparedSplits:
 
     @property
     def eval_rows(self) -> int:
-        """Number of test samples per batch: `data.eval_batch_size`, but at most 64 MiB of pictures."""
+        """Number of test samples per batch: `data.eval_batch_size`, reduced by `rows` and `at_once`."""
         wanted = self.rows(self.config.eval_batch_size)
         return wanted if self.of_arrays else at_once(wanted, self.inputs.shape)
 
@@ -196,7 +200,7 @@ class PreparedSplits:
 
     @property
     def num_classes(self) -> int | None:
-        """Number of values that the model returns, one per class; None if the images have no labels."""
+        """Number of output values per image, such as one per class; None if the model itself defines it."""
         return self.task.width(self.splits.classes)
 
     @property

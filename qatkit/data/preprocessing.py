@@ -228,8 +228,8 @@ class Preprocessing:
     def noise(self, count: int, generator: torch.Generator) -> Tensor:
         """Returns `count` images of noise with the shape and range of preprocessed images.
 
-        They are standard normal, like normalised pixels on average; for a model that takes 0..255, pixels are
-        uniform in that range before they are normalised.
+        They are standard normal. For a model that expects pixels in 0..255, pixels are drawn uniformly from
+        that range and then normalised.
         """
         if self.pixels == UNIT:
             return torch.randn(count, *self.shape, generator=generator)
@@ -243,7 +243,7 @@ class Preprocessing:
         return fitted[0] if len(fitted) == 1 else torch.cat(fitted)
 
     def zoomed(self, picture: Sides, draw: random.Random) -> Fitting:
-        """Returns the fitting of a picture (height, width) at a random position, with a random zoom of `fitting`."""
+        """Returns `fitting` of a picture (height, width) with a random zoom and a random position."""
         return random_zoom(self.fitting(picture).scaled, sides(self.image_size), draw)
 
     def fitting(self, picture: Sides) -> Fitting:
@@ -277,7 +277,10 @@ class Preprocessing:
         return resized(array, how, self.interpolation)
 
     def _finished(self, batch: Tensor) -> Tensor:
-        """Converts float32 RGB pixels (N, channels, height, width) in 0..255 in place to the model's input."""
+        """Converts float32 pixels (N, channels, height, width) in 0..255 to the model's input.
+
+        Three channels are RGB. `batch` may be overwritten.
+        """
         mean = torch.tensor(self.mean, dtype=torch.float32).view(-1, 1, 1)
         std = torch.tensor(self.std, dtype=torch.float32).view(-1, 1, 1)
         if self.order == "bgr":

@@ -3,9 +3,10 @@
     worker ── image 17 ── known? ── yes ── its pixels in shared memory
                               └──── no ─── decoded, and stored after the last one while there is room
 
-One block of anonymous shared memory is mapped before workers are forked. Each image is therefore decoded and
-stored only once, whatever the number of workers. Memory is used only as pages are filled. Files in /dev/shm
-would have a separate limit (64 MB in a container) and would remain after a kill.
+One block of anonymous shared memory is mapped before workers are forked, so an image that one worker has
+stored is not decoded again by others. Images for which there is no room are decoded at each use. Memory is
+used only as pages are filled. Files in /dev/shm would have a separate limit (64 MB in a container) and would
+remain after a kill.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Block:
 
 
 class KeptImages:
-    """A dataset that decodes each image once and then returns it from memory, uint8 (channels, height, width).
+    """A dataset of images, uint8 (channels, height, width), which it stores in memory while there is room.
 
     Args:
         images: a dataset that returns the same item at every call.

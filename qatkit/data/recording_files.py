@@ -53,7 +53,7 @@ def recording_splits(
 
     Raises:
         ConfigError: there is only one class, a class occurs in only one split or has no usable files in one, or
-            files are unusable and not to be skipped.
+            a file is unusable with data.bad=refuse.
     """
     classes = _classes(root, train, test)
     settings: DataConfig = request.settings

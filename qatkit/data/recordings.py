@@ -76,7 +76,7 @@ class Recordings:
         return RecordingInputs(self.shape)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns plain values for JSON."""
+        """Returns the preprocessing outside the model as plain values for JSON."""
         return self.taken.as_dict()
 
     def checked(self, item: Any, name: str) -> NDArray[Any]:
@@ -156,7 +156,7 @@ def recordings_of(config: DataConfig) -> Recordings:
     """Returns the preparation that the data group describes.
 
     Raises:
-        ConfigError: sizes do not fit together, or a setting applies only to pictures.
+        ConfigError: settings do not fit together, or one of them applies only to pictures.
     """
     _check_plain(config)
     rate = rate_of(config)

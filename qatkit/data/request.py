@@ -33,9 +33,9 @@ class Request:
     Attributes:
         settings: the data group.
         inputs: inputs of the model, without its states; empty if they are unknown.
-        states: the output of the previous step that feeds each state input. If there are any, items are
-            steps, and both splits need an attribute `lengths` with the number of items of each sequence, in
-            order.
+        states: the output that feeds each state input in the next step, by input name. If there are any,
+            items are steps, and both splits need an attribute `lengths` with the number of items of each
+            sequence, in order.
         about: facts from the model's file in addition to its graph: its metadata, and the inputs fixed to one
             number.
     """
@@ -47,7 +47,7 @@ class Request:
 
 
 def is_asked(source: Callable[..., Any]) -> bool:
-    """Returns whether a source takes a request."""
+    """Returns whether a source has a parameter `request`."""
     try:
         return "request" in inspect.signature(source).parameters
     except (TypeError, ValueError):  # a builtin may have no signature

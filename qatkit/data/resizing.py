@@ -1,6 +1,6 @@
 """Resizing of stacked images, bit for bit as in `qatkit_verify.preprocess`.
 
-Bytes are resized by ATen's kernels, and floats by our own operations.
+Images are shrunk in 8 bits by ATen's kernels, and enlarged in float32 by this module.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The preprocessing of a run: its settings override the weights', and these override the source's."""
+"""The preprocessing of a run: the configuration completes or overrides that of the weights or the source."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def _normalisation(
 ) -> dict[str, tuple[float, ...] | None]:
     """Returns mean and std by name; None for a value that is neither configured nor known.
 
-    Values of `base` are used if its pixels have the range `pixels`, in the channel order `order`. Otherwise,
-    pixels in 0..255 have the mean 0 and the standard deviation 1.
+    Values that are not configured come from `base` if its pixels have the range `pixels`, and are put into
+    the channel order `order`. Otherwise, mean 0 and standard deviation 1 are used for pixels in 0..255.
     """
     found: dict[str, tuple[float, ...] | None] = {}
     count = len(config.mean or config.std or ()) or (base.channels if base else 3)

@@ -47,7 +47,7 @@ class States:
 
 
 class Rollout:
-    """The steps of a split as samples; only every n-th step if all states would exceed `KEPT` bytes.
+    """The steps of a split as samples; if the states of all steps exceed `KEPT` bytes, only every n-th step.
 
     Args:
         steps: the steps, whose items contain all inputs except the states.
@@ -99,7 +99,7 @@ class Rollout:
         return {**item, **kept}, target
 
     def sequences(self, limit: int | None = None) -> Iterator[StepSequence]:
-        """Yields the sequences, at most `limit` steps in all."""
+        """Yields the sequences, at most `limit` steps in all; None: all steps."""
         left = len(self.steps) if limit is None else limit
         for start, length, end in zip(self.starts, self.lengths, accumulate(self.lengths), strict=True):
             span = range(end - length, end)[:left]
@@ -149,7 +149,7 @@ class Rollout:
 def rolled_out(
     splits: Splits, states: States, ports: Sequence[Port], source: str, task: Task, progress: bool
 ) -> Splits:
-    """Returns splits whose items are samples with the states of the float file; each is a `Rollout`.
+    """Returns splits whose items are samples with the states of the float file; each split is a `Rollout`.
 
     Args:
         splits: splits of a source whose items are steps.

@@ -39,7 +39,7 @@ def voc_segmentation(root: str | None, download: bool, seed: int) -> Splits:
     Borders (255) are ignored.
 
     Raises:
-        ConfigError: the files are missing and cannot be fetched, or label pictures have unknown numbers.
+        ConfigError: the files are missing or cannot be fetched, or label pictures have unknown numbers.
     """
     top = data_folder(_VOC, root)
     base = top / "VOCdevkit" / f"VOC{_YEAR}"
@@ -81,7 +81,7 @@ def cityscapes(root: str | None, download: bool, seed: int) -> Splits:
 
 
 class CityLabels(LabelPictures):
-    """A dataset of pictures and label pictures, whose numbers are Cityscapes' ids.
+    """A dataset of pictures and of label pictures that hold Cityscapes' ids.
 
     Args:
         samples: (path of the picture, path of the label picture below `root`).
@@ -108,7 +108,7 @@ class CityLabels(LabelPictures):
 
 
 def _below(top: Path, pictures: Sequence[Any], labels: Sequence[Any]) -> list[tuple[str, str]]:
-    """Returns pairs (picture, label picture below `top`), sorted."""
+    """Returns sorted pairs (path of a picture, path of its label picture relative to `top`)."""
     pairs = sorted(zip(map(str, pictures), map(str, labels), strict=True))
     return [(picture, Path(label).relative_to(top).as_posix()) for picture, label in pairs]
 

@@ -61,7 +61,7 @@ class SoundSurvey:
         """Returns the files that can be read, have enough samples, and are not silent.
 
         Raises:
-            ConfigError: files cannot be used and are not to be skipped, no file is left, or a FLAC file needs an
+            ConfigError: a file cannot be used and `bad` is "refuse", no file is left, or a FLAC file needs an
                 extra that is not installed.
         """
         found = [one for one in map(self._recording, paths) if one is not None]

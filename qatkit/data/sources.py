@@ -148,9 +148,9 @@ def synthetic(root: str | None, download: bool, seed: int) -> Splits:
 def image_folder(root: str | None, download: bool, seed: int) -> Splits:
     """Returns images in ImageNet's layout: `root/train/CLASS/*.jpg` and `root/val/CLASS/*.jpg` (or `root/test/...`).
 
-    If both exist, `val` is used. Classes and files are those of torchvision's `ImageFolder`, in its order, except
-    hidden ones and files that operating systems add. The layout does not define preprocessing, which comes from
-    the weights or from the configuration.
+    If `val` and `test` exist, `val` is used. Classes and files are those of torchvision's `ImageFolder`, in
+    its order, except hidden ones and files that operating systems add. The layout does not define
+    preprocessing, which comes from the weights or from the configuration.
 
     Raises:
         ConfigError: the folder or its class folders are missing, a class folder has no image, or the two
@@ -202,7 +202,7 @@ def cifar10(root: str | None, download: bool, seed: int) -> Splits:
     """Returns CIFAR-10 as published (32x32 colour, 50,000 and 10,000 images), through torchvision.
 
     Raises:
-        ConfigError: no folder is given, or the files are damaged or missing and cannot be fetched.
+        ConfigError: no folder is given, or the files are missing or damaged, or cannot be fetched.
     """
     cls = datasets.CIFAR10
     place = f"{cls.url} into {root}"
@@ -242,7 +242,7 @@ def _torchvision_splits(
         place: advice for messages that names the files and the folder to put them into.
 
     Raises:
-        ConfigError: no folder is given, or the files are damaged or missing and cannot be fetched.
+        ConfigError: no folder is given, or the files are missing or damaged, or cannot be fetched.
     """
     if root is None:
         raise ConfigError("data.root", root, "the folder with the files, or one to download them into")

@@ -82,8 +82,8 @@ def survey(train: object, test: object, bad: str, *, progress: bool = False) -> 
         progress: whether a progress bar is shown.
 
     Raises:
-        ConfigError: files cannot be read and are not to be skipped, or no readable image is left in a split
-            or, if the split must be complete, in a class.
+        ConfigError: a file cannot be read and `bad` is "refuse", or no readable image is left in a split or,
+            if the split must be complete, in a class.
     """
     parts = {name: one for name, one in (("train", train), ("test", test)) if isinstance(one, ImageFiles)}
     looks = look_at([path for part in parts.values() for path, _ in part.samples], progress=progress)

@@ -37,7 +37,7 @@ _LONGEST = (
 
 
 class TokenWindows:
-    """A dataset of windows of consecutive tokens; an item is ({"input_ids": int64 [1, T]}, the same tokens).
+    """A dataset of windows of consecutive tokens; an item is ({"input_ids": int64 [1, T]}, target).
 
     Args:
         tokens: the tokens, int32 [windows, T].

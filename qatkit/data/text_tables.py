@@ -27,7 +27,7 @@ class LabelledText:
     Attributes:
         text: the text, or both texts.
         label: the label as it is written in the file.
-        place: the file and line, for messages.
+        place: the file, with the line in a table, for messages.
     """
 
     text: str | tuple[str, str]

@@ -39,9 +39,10 @@ class Rows:
 
 
 def token_rows(parts: Sequence[Sequence[str | tuple[str, str]]], asked: Request) -> list[Rows]:
-    """Returns the tokens of the texts of each part, or of pairs of texts that are read together.
+    """Returns, for each split in `parts`, a row of tokens per text or pair of texts.
 
-    All rows have the length of the longest text, at most `data.context` (128 by default).
+    All rows have the length of the longest one. Rows longer than `data.context` (by default 128, or the
+    model's positions if it has fewer) are truncated.
 
     Raises:
         ConfigError: `data.context` exceeds the model's positions, or as for `qatkit.data.tokenizer.tokenizer_of`.

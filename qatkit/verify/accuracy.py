@@ -1,6 +1,6 @@
 """Computes a task's metrics over labelled images, for an ONNX file in ONNX Runtime or a module in PyTorch.
 
-Both go through the same meter, so "simulated" and "in ONNX Runtime" differ only in who computed the outputs.
+Both use the same meter, so the figures of the simulation and of the file differ only because the outputs do.
 """
 
 from __future__ import annotations

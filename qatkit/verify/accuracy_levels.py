@@ -1,4 +1,6 @@
-"""Compares a file with packed weights at accuracy level 4 with itself at level 0: the speed-up and the cost.
+"""Measures what a file with packed weights (MatMulNBits) gains and loses at accuracy level 4 instead of 0.
+
+At level 4, ONNX Runtime rounds activations to 8 bits and uses integer kernels; at level 0, they stay float.
 
     speed       both files timed alternately, round by round
     cost        the main metric with labels, else the share of changed decisions, on calibration samples
@@ -58,7 +60,7 @@ class LevelFigures:
 
     @property
     def pays(self) -> bool:
-        """Returns whether level 4 is faster beyond the spread of the rounds, at a cost within the bound."""
+        """Returns whether level 4 is over 2 % faster in nine tenths of rounds, at a cost within the bound."""
         return self.ratio_low > _FASTER and self.costs_little
 
     def as_dict(self) -> dict[str, Any]:

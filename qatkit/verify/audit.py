@@ -150,7 +150,7 @@ class Origin:
         return found if found is None or found.op_type not in _PAIRS else None
 
     def _matrix(self, found: ir.Node | None, weight: Weight | None) -> ir.Node | None:
-        """Returns the matrix operator that owns `weight` or precedes `found` (its activation or bias Add)."""
+        """Returns the matrix operator with this weight, else the one before `found` (an activation or bias Add)."""
         owners = self._by_weight.get(weight.name, []) if weight is not None else []
         if len(owners) == 1:
             return owners[0]
@@ -355,7 +355,7 @@ def _size(count: int) -> str:
 
 
 def _dequantize_lines(dequantized: Sequence[RuntimeDequantize], explained: Collection[str]) -> list[str]:
-    """Returns lines for dequantized weights and large constants that the lines of float operators do not report."""
+    """Returns lines for dequantized weights and large constants, except those of `explained` operators."""
     return [
         f"{item.kind} '{item.name}' ({_size(item.bytes)}) is dequantized on every run for '{item.feeds}'"
         for item in dequantized

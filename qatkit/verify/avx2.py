@@ -11,7 +11,7 @@ An odd depth is padded with a zero.
 Few pairs of weights can overflow (`qatkit_verify.pairs`); all others are exact for any activations. The
 effect of the pairs that can overflow is computed separately:
 
-    emulated = exact + sum over these pairs of (clip(p) - p)
+    emulated = exact + sum over these pairs of (clip(p) - p), where p is the exact sum of a pair's products
 """
 
 from __future__ import annotations

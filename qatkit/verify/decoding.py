@@ -1,4 +1,4 @@
-"""Compares a decoder's file in ONNX Runtime, token by token, with the file for complete windows.
+"""Compares the file of a decoder, which caches keys and values, with the model's file for complete windows.
 
 complete windows         perplexity and likeliest tokens of both files
 a window in two parts    the second part token by token, after the keys and values of the first
@@ -60,7 +60,7 @@ class OnnxDecoder:
         return logits, present
 
     def greedy(self, tokens: Array, count: int) -> tuple[list[int], float]:
-        """Continues `tokens` [1, T] by the `count` likeliest tokens; returns them and the seconds per token."""
+        """Returns `count` greedy tokens after `tokens` [1, T], and the seconds per token after the first."""
         logits, past = self.run(tokens, self.empty(1))
         made = [int(logits[0, -1].argmax())]
         start = time.perf_counter()
@@ -80,8 +80,8 @@ class Decoding:
         agreement: the share of likeliest next tokens that are the same, 0..1.
         steps: the number of tokens that are computed one by one, and the number of them after which both files
             predict the same next token.
-        greedy: the number of tokens of a generated text, and the number of its first tokens that the other
-            file predicts too.
+        greedy: the number of tokens of a generated text, and the number of them before the first one that the
+            other file does not predict.
         tokens_per_second: the speed of generating that text, one token at a time.
     """
 
@@ -113,7 +113,7 @@ class Levels:
 
     @property
     def pays(self) -> bool:
-        """Returns whether level 4 is faster beyond the rounds' spread, and perplexity rises by at most `RISE`."""
+        """Returns whether `ratio_low` exceeds 1.02 and perplexity rises by at most the share `RISE`."""
         before, now = self.perplexity
         return self.ratio_low > _FASTER and now <= (1 + RISE) * before
 
@@ -170,7 +170,7 @@ def decoding(
 def _by_steps(
     decoder: OnnxDecoder, whole: Callable[[Array], Array], tokens: Array, steps: int
 ) -> tuple[int, int]:
-    """Returns how many tokens ran one by one, and after how many both files predict the same next token."""
+    """Returns how many tokens ran one by one, and how many of them give the same next token in both files."""
     split = max(1, tokens.shape[1] - steps)
     exact = whole(tokens)[0].argmax(-1)
     _, past = decoder.run(tokens[:, :split], decoder.empty(1))
@@ -182,7 +182,7 @@ def _by_steps(
 
 
 def _equal(whole: Callable[[Array], Array], prompt: Array, made: list[int]) -> int:
-    """Returns how many of the first tokens in `made` are also predicted from all tokens before them."""
+    """Returns the number of tokens in `made` before the first one that `whole` does not predict."""
     text = np.concatenate([prompt, np.array([made], np.int64)], 1)
     likeliest = whole(text[:, :-1])[0].argmax(-1)[prompt.shape[1] - 1 :]
     differs = np.nonzero(likeliest != np.array(made))[0]

@@ -2,11 +2,12 @@
 
 Against the converted module: ONNX Runtime runs the file as written, with the output of every QuantizeLinear
 exposed. These outputs are compared with the module's own integers. Any difference comes from the exporter.
-Against the optimizer: the graph that ONNX Runtime makes of the file is saved. Both it and the file without
-optimizations run with the tensors exposed that have the same names in both.
+Against the optimizer: the graph that ONNX Runtime makes of the file is saved. This graph and the original
+file run without further optimizations and expose the tensors whose names they share.
 
-Integers are compared in their own steps, 16-bit integers in steps of 16. Float tensors are compared in steps of
-their range / 255: the outputs or, in a file without integers, all tensors.
+Integers are compared in their own steps, 16-bit integers in steps of 16. Float tensors (the outputs or, in a
+file without QuantizeLinear, all tensors) are compared in steps of their range / 255. The step of a module's
+output is given by the caller.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def first_divergence(
     options: Mapping[str, str] | None = None,
     threads: int = 2,
 ) -> Divergence:
-    """Finds the first quantized tensor of the file that differs from the converted module's.
+    """Finds the first quantized tensor of the file that differs from the module's by more than `TOLERANCE`.
 
     ONNX Runtime runs without optimizations, with the output of every QuantizeLinear exposed.
 
@@ -94,9 +95,10 @@ def optimizer_divergence(
     options: Mapping[str, str] | None = None,
     threads: int = 2,
 ) -> Divergence:
-    """Finds the first tensor that ONNX Runtime computes differently with optimizations than without.
+    """Finds the first tensor that differs by more than `TOLERANCE` with optimizations from without.
 
-    It compares the tensors that the optimized graph still has under their names in the file.
+    It compares quantized tensors and float outputs (in a file without QuantizeLinear, all float tensors), as
+    far as the optimized graph has tensors with their names.
 
     Args:
         path: any ONNX file, with a dynamic batch or the batch size of `images`.
@@ -150,7 +152,10 @@ def dequantized(
 
 
 def _dequantized(graph: ir.Graph, value: ir.Value) -> str | None:
-    """Returns the name of the tensor that dequantizes `value`; adds a node for it if a Pad comes first."""
+    """Returns the name of the dequantized `value`; None if nothing dequantizes it.
+
+    If a Pad comes first, a DequantizeLinear without it is added to the graph.
+    """
     direct = [node for node in value.consumers() if node.op_type == "DequantizeLinear"]
     if direct:
         return str(direct[0].outputs[0].name)
@@ -179,11 +184,11 @@ def disagreeing(
     path: str | Path,
     task: Task = CLASSIFICATION,
 ) -> Any:
-    """Returns images [N, C, H, W] that `reference` and one of `others` decide differently, as inputs of `path`.
+    """Returns images that `reference` and at least one of `others` decide differently, as inputs of `path`.
 
-    There are at most `IMAGES` images; if the batch size of the file is fixed, there are exactly as many, and images
-    may repeat. If no image differs, the first images are returned. For a file with several inputs, the result is
-    the first batch with a difference, by name, or else the first batch.
+    The result has at most `IMAGES` images [N, C, H, W]. If the file has a fixed batch size, N is that size
+    instead, and images may repeat. If no image differs, the first images are returned. For a file with
+    several inputs, the result is the first batch with a difference, by name, or else the first batch.
     """
     session = open_session(path, threads=1, optimize=False)
     fixed, names = fixed_batch(session), input_names(session)
@@ -274,7 +279,7 @@ def judged(found: Divergence, model: ir.Model) -> Divergence:
 def operator_of(model: ir.Model, tensor: str) -> str | None:
     """Returns the name of the node that computes a tensor's values; for the quantized input, of its reader.
 
-    Several operators may lie between the dequantized tensors above and this tensor. The nearest one that
+    Several operators may lie between this tensor and the dequantized tensors before it. The nearest one that
     multiplies matrices is returned, or else the nearest one. The result is None if there is no such node.
     """
     value = next(v for node in model.graph for v in node.outputs if v.name == tensor)
@@ -299,13 +304,13 @@ def _float_region(value: ir.Value) -> Iterator[ir.Node]:
 
 
 def _passes(node: ir.Node) -> bool:
-    """Returns whether a node only moves, clips or quantizes values; a Sum of one input is a barrier."""
+    """Returns whether a node only moves, clips or quantizes; so does a barrier (a Sum of one input)."""
     between = node.op_type in shape_ops() | clip_ops() | {"QuantizeLinear"}
     return between or (node.op_type == "Sum" and len(node.inputs) == 1)
 
 
 def _reader(value: ir.Value) -> str | None:
-    """Returns the name of the first operator that reads a tensor, past its pair and shape operators; None if none."""
+    """Returns the name of the first operator that reads a tensor, past Q, DQ and shape operators; or None."""
     for node in (use.node for use in value.uses()):
         if node.op_type not in shape_ops() | {"QuantizeLinear", "DequantizeLinear"}:
             return node.name

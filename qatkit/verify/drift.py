@@ -4,8 +4,8 @@
                         compared          compared
     int8    start ─> step 0 ─ state ─> step 1 ─ state ─> ...
 
-There are figures for the first 10, 100, 1,000, ... steps of all sequences, and for all steps. They get worse
-if an error accumulates, and stay the same if the model forgets it.
+There are figures for the first 10, 100, 1,000, ... steps of each sequence, and for all steps. They get worse
+with more steps if an error accumulates, and stay the same if the model forgets it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Horizon:
     """Figures over the first steps of every sequence.
 
     Attributes:
-        steps: the maximum number of steps.
+        steps: the number of steps; shorter sequences contribute all their steps.
         near: the fidelity of the first output.
         outputs: the figures of each output, as returned by `OutputDistance`.
     """

@@ -1,11 +1,11 @@
-"""Emulates a file on a processor without VNNI; ONNX Runtime runs everything that cannot saturate.
+"""Emulates how a processor without VNNI runs a file; ONNX Runtime runs everything that cannot saturate.
 
     optimized graph ─ cut before and after each operator that can saturate for some input ─> stretches
     stretch of nodes ─ one ONNX Runtime session        operator ─ qatkit.verify.int8_kernels
 
-The optimized graph is that of level EXTENDED: its integer operators are those that run, and level ALL changes
-only the memory layout. Operators whose weights rule out saturation stay in their stretch. Since they cannot
-saturate, the results of a stretch are exact on any processor, with VNNI or without.
+The graph is optimized at level EXTENDED, which creates all integer operators that a session runs; level ALL
+changes only the memory layout. Operators whose weights rule out saturation stay in their stretch. Since they
+cannot saturate, the results of a stretch are exact on any processor, with VNNI or without.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ _TAKEN = "If"  # the operator whose branches are emulated
 
 
 class Emulation:
-    """A quantized file in two forms: exact, and as a processor without VNNI computes it.
+    """A quantized file that can be run exactly, or as on a processor without VNNI.
 
     Attributes:
-        kernels: the uint8 x int8 operators with constant weights, in graph order. They are either emulated,
-            or their weights rule out saturation.
-        others: the other operators, each with the reason why it is not emulated.
+        kernels: the uint8 x int8 operators with constant weights, in graph order. Each is either emulated or
+            cannot saturate with its weights.
+        others: the other operators that may multiply uint8 by int8, as "NAME (REASON)" with the reason why
+            they are not emulated.
     """
 
     def __init__(self, path: Path, *, options: Mapping[str, str], threads: int) -> None:
@@ -95,9 +96,9 @@ class Emulation:
 def _judged(
     graph: ir.Graph, origin: Origin | None, taken: Counter[str], body: str = ""
 ) -> Iterator[tuple[str, Judged | None, str]]:
-    """Yields every node that may multiply uint8 by int8.
+    """Yields (name, operator, reason) for every node that may multiply uint8 by int8.
 
-    Each comes with a unique name, what its weights prove, and the reason if it is not emulated.
+    Names are unique; the operator and the reason are those that `judged` returns.
 
     Args:
         graph: an optimized graph, or the body of one of its nodes.

@@ -30,7 +30,7 @@ _SCALES = 100.0  # ratio of channel powers above which each channel counts separ
 
 
 class OutputDistance:
-    """The distance of one output from float's, overall and along its last axis, updated batch by batch."""
+    """The distance of an output from the float file's, over all values and per channel of the last axis."""
 
     def __init__(self) -> None:
         self._signal: _Array | None = None

@@ -166,7 +166,10 @@ def _types(node: ir.Node) -> str:
 
 
 def _dequantized(value: ir.Value | None) -> str:
-    """Returns the type before a DequantizeLinear, with the granularity of a constant; "" without one."""
+    """Returns the type from which `value` is dequantized, with the granularity for a constant.
+
+    It is "" if no DequantizeLinear produces `value`.
+    """
     pair = made_by(value, "DequantizeLinear")
     if pair is None:
         return ""

@@ -1,11 +1,11 @@
-"""Computes ONNX Runtime's uint8 x int8 operators in NumPy, exactly and as without VNNI.
+"""Computes ONNX Runtime's uint8 x int8 operators in NumPy, exactly or as on a processor without VNNI.
 
     QLinearConv, QLinearMatMul, QGemm, MatMulIntegerToFloat, MatMulInteger, DynamicQuantizeMatMul
 
 The operators come from an optimized graph and have constant int8 weights. Each is a matrix product
 (`qatkit.verify.avx2`) with zero points and bias in 32 bits, followed by one rounding to the output's integers
-or one multiplication to floats. The float32 operations are in ONNX Runtime's order, so that the exact form
-equals ONNX Runtime's bit for bit (docs/onnxruntime-qdq.md, section 5). Scales and zero points may be
+or one multiplication to floats. The float32 operations are in ONNX Runtime's order, so the exact results
+equal ONNX Runtime's with VNNI bit for bit (docs/onnxruntime-qdq.md, section 5). Scales and zero points may be
 computed, as for dynamically quantized activations. Depthwise convolutions are not included, since they
 multiply in 32 bits everywhere.
 """

@@ -28,8 +28,9 @@ def judged(node: ir.Node, name: str, body: str = "") -> tuple[Judged | None, str
         body: the type of the operator whose body the graph is, if bodies of this type are not emulated.
 
     Returns:
-        The judged operator, or None if it has no constant int8 weights that are multiplied by uint8; and the
-        reason why it is not emulated, "" if it is emulated or needs no emulation.
+        The judged operator, or None if it has no constant int8 weights that are multiplied by uint8, or if
+        `int8_kernel` excludes it; and the reason why it is not emulated, "" if it is emulated or needs no
+        emulation.
     """
     found = int8_kernel(node, name) or _by_weights(node, name)
     if found is None:
@@ -56,7 +57,10 @@ def _channels(weight: NDArray[Any]) -> NDArray[np.bool_]:
 
 
 def _computed(node: ir.Node) -> str:
-    """Returns why a node without a judged weight is not emulated; "" if no operand of it can be int8."""
+    """Returns why a node without a judged weight is not emulated; "" if it needs no emulation.
+
+    A node needs none if no operand of it can be int8, and a depthwise convolution needs none.
+    """
     places = PLACES.get(node.op_type)
     if places is None or not of_bytes(node, places.x_zero):
         return ""

@@ -1,4 +1,4 @@
-"""Computes a module's outputs for a batch as for a file; torch is imported only when a module is given."""
+"""Computes a module's outputs for the batches that a file accepts; imports torch only for a module."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def device_of(module: nn.Module) -> torch.device:
 
 
 def device_outputs(module: nn.Module, batch: Any) -> tuple[torch.Tensor, ...]:
-    """Returns `module_outputs` on the device that computes them, without waiting for it."""
+    """Returns the outputs of `module_outputs` as tensors on the module's device, without waiting for it."""
     import torch
 
     from qatkit.graph.phase import inference

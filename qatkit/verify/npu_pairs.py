@@ -1,8 +1,9 @@
 """Checks a QDQ file, without running it, for an NPU whose scales are powers of two (`backend=npu_cnn`).
 
 An operator with a weight runs in int8 if both operands come from a DequantizeLinear. If all scales around a
-convolution are powers of two, its requantization is a shift, which the hardware bounds. Other scales are not
-bounded.
+convolution are powers of two, its requantization is a shift, and the hardware supports only some shifts.
+Other scales are not checked.
+
 Source: the constraints listed in AMD Quark's refinement for NPUs.
 """
 
@@ -23,7 +24,7 @@ _ACTIVATIONS = ("Relu", "Clip", "LeakyRelu", "PRelu", "Gelu")
 
 
 def broken_pairs(nodes: Iterable[ir.Node]) -> list[str]:
-    """Returns one line per convolution or product with a weight whose shift the hardware does not support."""
+    """Returns one line for each operator with a weight if the hardware does not support its shift."""
     lines = []
     assert NPU_CNN.shifts is not None
     low, high = NPU_CNN.shifts.cut
@@ -39,8 +40,8 @@ def broken_pairs(nodes: Iterable[ir.Node]) -> list[str]:
 def shift_cut(node: ir.Node) -> int | None:
     """Returns pos(weight) + pos(input) - pos(output) of an operator with a weight, with scales of 2^-pos.
 
-    It is None if one of the three tensors has no pair, has 16-bit integers (whose bounds are not known), or has
-    several scales or one that is not a power of two.
+    It is None if one of the three tensors is not quantized, has 16-bit integers (whose bounds are not known),
+    or has several scales or one that is not a power of two.
     """
     found = weight_of(node) if node.op_type in weighted_ops() else None
     if found is None or found.dequantize is None:

@@ -44,9 +44,10 @@ def parity(
 ) -> Parity:
     """Compares all outputs over `batches`: images [N, C, H, W], (images, labels), or tensors by name.
 
-    If there are several outputs, the one that is farthest off in its own steps is reported.
-    `qatkit_verify.compare` defines agreement. For a file with integer inputs or outputs, the module gets
-    the same integer pixels, and its outputs are rounded to the file's steps.
+    If there are several outputs, the differences are those of the output that is farthest off in its own
+    steps, and the agreement is the lowest of all outputs that decide something (`qatkit_verify.compare`). For
+    a file with integer inputs or outputs, the module gets the same integer pixels, and its outputs are
+    rounded to the file's steps.
 
     Args:
         converted: the module, or a function from images to its first output.
@@ -77,7 +78,7 @@ def file_parity(
     threads: int = 2,
     task: Task = CLASSIFICATION,
 ) -> Parity:
-    """Compares a file with optimizations with the file as written, and with the float file.
+    """Compares an optimized session of a file with one without optimizations, and with the float file.
 
     It is for a file that was not made from a PyTorch module.
 
@@ -200,7 +201,10 @@ def _some(images: int) -> None:
 def _worst(
     graph: ir.Graph, outputs: Sequence[Output], whose: str, judged: Sequence[Output] | None = None
 ) -> tuple[int, float, str]:
-    """Returns the index of the farthest output (a float one if any), its step, and a text on the step."""
+    """Returns the index of the farthest output (a float one if any), its step, and a text on the step.
+
+    The distances are those of `judged`, by default of `outputs`.
+    """
     floats = [i for i, one in enumerate(outputs) if one.floats] or list(range(len(outputs)))
     steps = {i: _step(graph.outputs[i], outputs[i], whose) for i in floats}
 
@@ -252,7 +256,10 @@ def _sessions(
 def between_ends(
     converted: nn.Module | Predictor, path: str | Path, threads: int, options: Mapping[str, str] | None
 ) -> AllOutputs:
-    """Wraps the converted module to behave as the file: integer pixels in, outputs in the file's steps."""
+    """Returns a function that computes the module's outputs for the inputs of the file, in the file's steps.
+
+    Pixels and outputs are rounded only if the file has integer inputs or outputs.
+    """
     every = all_outputs(converted)
     ends = integer_io(open_session(path, threads=threads, optimize=False, options=options))
     if ends is None:

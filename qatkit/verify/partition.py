@@ -133,7 +133,7 @@ class Parts:
         return parts
 
     def _last_read(self) -> list[list[str]]:
-        """Returns, for each part, the names of the tensors that no later part reads."""
+        """Returns the names of the tensors that each part is the last to read, without the graph's outputs."""
         kept = {str(value.name) for value in self._graph.outputs}
         last: dict[str, int] = {}
         for index, part in enumerate(self._parts):

@@ -38,7 +38,7 @@ def run_optimized(
     runs: int = RUNS,
     quantile: float = 0.5,
 ) -> Optimized:
-    """Optimizes `path` at level ALL and profiles it on noise.
+    """Optimizes `path` at level ALL and profiles it, on noise or on the given batch.
 
     Args:
         path: an ONNX file.

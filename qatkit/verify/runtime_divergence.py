@@ -5,10 +5,10 @@
     in the whole   Q ─ DQ ─ Conv ─ Q ─ DQ ─ Conv ─ Q        the other runtime, with one tensor exposed at a time
 
 Two runtimes round differently, and one step in a tensor grows to many steps in later tensors (OpenVINO's
-mobilenet_v2 at 224x224: a step in 0.001 % of the quantized input, up to 72 in the last tensors). In single
-operators nothing adds up, so a difference beyond a step is a wrong result. If there is none, the runtime
-fuses operators and rounds elsewhere. With every tensor exposed it could not fuse, so the first tensor with
-more than `_SHARE` of its elements off is found by bisection.
+mobilenet_v2 at 224x224: one step in 0.001 % of the quantized input, up to 72 steps in the last tensors). In
+single operators nothing adds up, so a difference of more than one step is a wrong result. If there is none,
+the runtime fuses operators and rounds at other points. It could not fuse if every tensor were exposed. So one
+tensor is exposed at a time, and bisection finds the first one with more than `_SHARE` of its elements off.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _halved(tensors: Sequence[Callable[[], TensorParity]]) -> tuple[list[TensorP
 
 
 def _cut(model: ir.Model, written: Mapping[str, Array]) -> dict[str, Array]:
-    """Makes every quantized tensor an input of its readers, and returns the values of these inputs."""
+    """Makes the readers of every quantized tensor read a new graph input, and returns the inputs' values."""
     given = dict[str, Array]()
     for value in _quantized(model):
         if value.uses() and not value.is_graph_output():

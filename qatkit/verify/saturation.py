@@ -1,7 +1,7 @@
 """Measures the cost of saturation: for each operator on exact inputs, and for the whole file on real images.
 
 exact     each operator that can saturate computes both outputs, and the exact one is passed on
-emulated  the emulated output is passed on, which gives the answer of a processor without VNNI
+emulated  the emulated output is passed on, which gives the outputs of a processor without VNNI
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Answers:
-    """The file's answers if some operators saturate.
+    """Figures of the file's outputs while certain operators saturate.
 
     Attributes:
         agreement: the share of images (or positions) with the same decision as the exact form
@@ -96,7 +96,8 @@ class Saturation:
     Attributes:
         layers: the operators that can saturate, by name, in graph order.
         images: the number of images on which they were measured; 0 if nothing can saturate.
-        exact, emulated: the file's answers with VNNI and without.
+        exact, emulated: the figures of the file's outputs with VNNI and without; None if nothing can
+            saturate.
     """
 
     layers: dict[str, Layer] = field(default_factory=dict)
@@ -157,7 +158,7 @@ class _Walks:
         return self._images
 
     def answers(self, saturate: Collection[str], title: str) -> Answers:
-        """Returns the answers if these operators saturate; the exact answers if there are none."""
+        """Returns the figures while operators in `saturate` saturate; without any, those of exact outputs."""
         outputs = [Output(1, None if place else self._task.rule) for place in range(len(self._exact[0]))]
         meter = self._task.meter()
         noise = signal = 0.0

@@ -1,6 +1,6 @@
-"""Maps the kernels that ONNX Runtime runs for a file to the modules that they belong to, or to a border.
+"""Maps the kernels that ONNX Runtime runs for a file to their sites (modules) or to borders.
 
-A border changes the type or the memory layout of a tensor. Its kernels quantize, dequantize or reorder.
+At a border, a tensor changes its type or its memory layout: the kernel quantizes, dequantizes or reorders it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from qatkit.verify.audit import Origin
 from qatkit.verify.graph_view import matrix_ops, read_model, weight_of
 from qatkit.verify.profile import run_optimized
 
-# The number of profiled runs, and the quantile over them. It is low since other work only adds to times.
+# The number of profiled runs, and the quantile over them, which is low since other work only adds to times.
 _RUNS, _QUIET = 40, 0.25
 QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
 LAYOUT = "layout"  # nodes that ONNX Runtime inserts around kernels with another memory layout
@@ -53,7 +53,9 @@ def site_kernels(
     threads: int,
     input_shape: Sequence[int] | Mapping[str, Any],
 ) -> list[SiteKernel]:
-    """Profiles a file whose nodes are named after the sites (`qatkit.export.node_names`), or by `paths`.
+    """Profiles a file and returns its kernels in graph order.
+
+    Their sites come from `paths` or from the names of the file's nodes (`qatkit.export.node_names`).
 
     Args:
         path: the file.
@@ -124,7 +126,7 @@ class _Sites:
 
 
 def site_of(name: str, sites: set[str]) -> str | None:
-    """Returns the site that a node of a file belongs to: layer1.0.conv1 for "layer1.0.conv1.barrier/Sum"."""
+    """Returns the site in a node's name, or None: layer1.0.conv1 for "layer1.0.conv1.barrier/Sum"."""
     where = name.rpartition("/")[0]
     while where and where not in sites:
         where = where.rpartition(".")[0]

@@ -2,7 +2,8 @@
 
 TensorRT decides whether an operator runs in int8 when it builds its engine. Before that, one can only check
 whether the file asks for int8 in the form that TensorRT accepts: symmetric int8 with zero point 0 everywhere,
-weights stored in int8, float biases, and pairs on both operands of every Conv, Gemm and MatMul with a weight.
+weights stored in int8, float biases, and Q/DQ pairs on both operands of each Conv, Gemm or MatMul with a
+weight.
 
 Source: NVIDIA TensorRT developer guide, "Explicit Quantization"; ONNX-TensorRT's list of operators.
 """
@@ -39,7 +40,7 @@ def asks_for_int8(node: ir.Node) -> str:
 
 
 def broken_pairs(nodes: Iterable[ir.Node]) -> list[str]:
-    """Returns one line for each pair or bias that TensorRT refuses to parse or to fuse, in any operator."""
+    """Returns one line for each Q or DQ node and each bias that TensorRT refuses to parse or to fuse."""
     lines = []
     for node in nodes:
         if node.op_type in _PAIRS and (wrong := _wrong_type(node)):

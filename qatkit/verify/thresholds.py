@@ -1,4 +1,4 @@
-"""Collects the bounds that a run missed, in a fixed order; one line each names the bound's key."""
+"""Collects the bounds that a run missed, in a fixed order, each with one line that begins with its key."""
 
 from __future__ import annotations
 

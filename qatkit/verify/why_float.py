@@ -54,7 +54,7 @@ def why_float(node: ir.Node, became: str, options: Mapping[str, str]) -> str:
 
 
 def takes_16_bits(node: ir.Node) -> bool:
-    """Returns whether the node reads a dequantized tensor and that tensor or its output has 16 bits."""
+    """Returns whether the node reads dequantized tensors and one of them or of its outputs has 16 bits."""
     found = weight_of(node)
     inputs = node.inputs if found is None else node.inputs[:2]  # without the bias (`has_narrow_bias`)
     made = [made_by(value, "DequantizeLinear") for value in inputs]
@@ -174,7 +174,7 @@ def _input_reason(node: ir.Node, found: Weight) -> str:
 
 
 def _int8_reason(node: ir.Node, options: Mapping[str, str]) -> str:
-    """Returns the reason if an input is int8 on x86: it becomes uint8 only if it has a single reader."""
+    """Returns the reason if an input is int8 on x86; ONNX Runtime makes it uint8 only for a single reader."""
     makers = (made_by(value, "DequantizeLinear") for value in activations(node))
     kinds = [quantized_type(maker) for maker in makers if maker is not None]
     if ir.DataType.INT8 in kinds and options.get("session.qdqisint8allowed") != "1":
@@ -183,7 +183,11 @@ def _int8_reason(node: ir.Node, options: Mapping[str, str]) -> str:
 
 
 def _bias_reason(node: ir.Node, found: Weight, became: str) -> str:
-    """Returns the reason if it is a float bias without a quantized output, or a Conv's wrong bias scale."""
+    """Returns why the bias keeps the operator in float; "" if it does not.
+
+    It does if it is merged into a Gemm, if it is float and the output is not quantized, or if a Conv's bias
+    has a wrong scale.
+    """
     after = node.outputs[0].consumers()
     quantized = any(reader.op_type == "QuantizeLinear" for reader in after)
     if node.op_type == "MatMul":
@@ -263,7 +267,7 @@ def _same_scale(node: ir.Node) -> bool:
 
 
 def layernorm_blocker(value: ir.Value | None) -> str:
-    """Returns why a LayerNorm is not fused: a DequantizeLinear or a Transpose precedes it."""
+    """Returns why a LayerNorm is not fused: after a DequantizeLinear or Transpose, or an unknown pattern."""
     passed = ""
     for node in back(value):
         if node.op_type == "DequantizeLinear":

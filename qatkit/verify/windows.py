@@ -50,7 +50,7 @@ class Window:
     def columns(self, x: Array, fill: int) -> tuple[Array, tuple[int, ...]]:
         """Returns the columns [K, N * places] of an input [N, C, ...], and the sizes of the output's axes.
 
-        K runs over the kernel, then C. Padding has the value `fill`.
+        K runs over the kernel's positions and, innermost, over the channels. Padding has the value `fill`.
         """
         rank = len(self.kernel)
         padded = np.pad(x, [(0, 0), (0, 0), *self._padding(x.shape[2:])], constant_values=fill)

@@ -52,7 +52,7 @@ class AccuracyCheck(Check):
         return speeds.images * speeds.each(*speeds.files, *speeds.predictors) if speeds.labelled else 0.0
 
     def predictors(self, subject: Subject) -> Mapping[str, Predictor]:
-        """Returns the predictors other than the files whose accuracy is measured."""
+        """Returns the predictors whose accuracy is measured in addition to that of the files."""
         return subject.predictors
 
     def lines(self, results: Results) -> list[str]:
@@ -105,7 +105,7 @@ def _paired_line(results: Results) -> str:
 
 
 def _chance_line(results: Results) -> str:
-    """Reports a float model that is no better than the most frequent class as its constant answer; "" otherwise."""
+    """Reports a float model that is no better than always naming the most frequent class; "" otherwise."""
     found = results.accuracy.get("float")
     if found is None or results.task.main.key != TOP1.key or not sum(found.class_images):
         return ""

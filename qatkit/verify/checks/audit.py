@@ -86,7 +86,10 @@ def audit_line(audit: Audit, *, weights_alone: bool = False) -> str:
 
 
 def _fix(audit: Audit, asked: RequestedSettings) -> str:
-    """Returns the override that keeps the first problematic operator in float; "" if there is none."""
+    """Returns the override that keeps the first problematic operator in float; "" if there is none.
+
+    For a file without a module, no override applies, and the fix is verify.audit=false.
+    """
     if asked.mode is not None:
         return (
             "verify.audit=false (in this mode no override applies; the report still lists what runs in float)"

@@ -1,7 +1,7 @@
 """Defines a check: something measured on the exported file, the bounds on it, and the lines that report it.
 
-    subject ── measure ──> Results ── shortfalls ──> lines for the exit status, each with its proposed fix
-                                   └─ lines ───────> lines for the terminal and the page
+    subject ── measure ──> Results ── shortfalls ──> missed bounds for the exit status, each with a proposed fix
+                                   └─ lines ───────> lines for the terminal and report.html
 
 To add a check, write a class in one file and add a line to `verify.checks`. Figures for which `Results` has
 no field are kept under the check's name by `results.with_measured(self.name, {...})`; report.json has them.
@@ -165,7 +165,7 @@ class Check(ABC):
     """A measurement with its bounds. Its class is called without arguments.
 
     Attributes:
-        name: the key of its figures, and its name on the page.
+        name: the key of its figures, and its name in report.html.
         early: whether it reads only the files, and its result does not depend on their ranges. Its bounds are
             then checked right after the first export, before any long work.
     """
@@ -190,7 +190,7 @@ class Check(ABC):
         return None
 
     def lines(self, results: Results) -> list[str]:
-        """Returns the lines for the terminal and the page; empty if the table says enough."""
+        """Returns the lines for the terminal and report.html; empty if the table of results says enough."""
         return []
 
 

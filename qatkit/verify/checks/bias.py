@@ -94,8 +94,8 @@ def fix_of(results: Results) -> str:
 def rows_of(output: Mapping[str, Any], by: str) -> list[tuple[str, ...]]:
     """Returns a row for all samples and one for each range.
 
-    Its cells are its name, the number of samples, the mean shift, two standard errors, the ratio of the shift to the
-    targets' standard deviation, and whether the shift is beyond noise.
+    The cells of a row are its name, the number of samples, the mean shift, two standard errors, the ratio of
+    the shift to the targets' standard deviation, and "beyond noise" or "".
     """
     rows = [("all", output)]
     rows += [(f"{by} {one['low']:.4g} to {one['high']:.4g}", one) for one in output["ranges"]]

@@ -1,6 +1,6 @@
-"""Compares a detector's file that includes non-maximum suppression with PyTorch's suppression.
+"""Compares a detector's file that includes non-maximum suppression with PyTorch.
 
-PyTorch suppresses the boxes of the file without suppression.
+PyTorch suppresses the boxes that the detector's file without suppression returns.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SAME = 0.99  # minimum overlap of boxes that count as the same, and minimum sha
 
 
 class DetectionsCheck(Check):
-    """The share of the file's boxes that are the same as PyTorch's; the bound is 99 %."""
+    """The share of boxes that the file with suppression and PyTorch have in common; the bound is 99 %."""
 
     name = "detections"
 

@@ -17,7 +17,8 @@ NAME = "drift"
 class DriftCheck(Check):
     """Agreement and SQNR of free runs over growing numbers of steps; skipped for a model without states.
 
-    `FidelityCheck` compares their agreement with `verify.min_float_agreement`.
+    Without labels, `FidelityCheck` compares them with `verify.min_float_agreement` and
+    `verify.min_float_sqnr`.
     """
 
     name = NAME

@@ -1,4 +1,4 @@
-"""Compares the file with ONNX Runtime's dynamic int8 of the same float file, which may be enough.
+"""Compares the file with ONNX Runtime's dynamic int8 quantization of the float file, which may suffice.
 
 The dynamic file (`verify.dynamic`) is one of the measured files. So its figures are rows of the table, and
 come from the same rounds and images as those of the other files.

@@ -25,7 +25,7 @@ def is_rounded(results: Results) -> bool:
 
 @contextmanager
 def exact(subject: Subject, results: Results) -> Iterator[Subject]:
-    """Yields the subject; a file at another level is replaced by the same file at level 0."""
+    """Yields the subject; if it has a module, a file at another level is replaced by itself at level 0."""
     if subject.reference is None or not is_rounded(results):
         yield subject
         return

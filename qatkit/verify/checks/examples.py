@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ExamplesCheck(Check):
-    """A drawing of the `verify.examples` inspected test samples with the largest differences; no bound."""
+    """Drawings of the `verify.examples` samples that differ most, of all inspected test samples; no bound."""
 
     name = "examples"
 

@@ -26,7 +26,7 @@ class FidelityCheck(Check):
     Without labels, all test images are used, the simulation is measured too, and the bounds are
     `verify.min_float_agreement`, `verify.max_float_kl` and `verify.min_float_sqnr`. With labels, the bound is
     on accuracy, and these figures come from the first `verify.parity_images` images. If states are fed back,
-    agreement and SQNR are those of `DriftCheck`.
+    the bounds on agreement and SQNR apply to the figures of `DriftCheck`.
     """
 
     name = "fidelity"

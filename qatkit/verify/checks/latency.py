@@ -116,9 +116,10 @@ def _why_float(asked: RequestedSettings) -> str:
 
 
 def _placement(asked: RequestedSettings, results: Results) -> list[str]:
-    """Proposes to measure which operators are faster in int8.
+    """Returns the advice to set placement=measured, or an empty list.
 
-    It does so for a module for ONNX Runtime, unless placement was measured or every operator is requested.
+    It applies to files for ONNX Runtime's int8 kernels that are made from a module, with placement=fixed and
+    without backend.every_operator.
     """
     elsewhere = results.audit is not None and not results.audit.for_onnxruntime
     elsewhere = elsewhere or asked.simulated

@@ -125,7 +125,8 @@ def _otherwise(found: Parity) -> int:
 def _divergence(subject: Subject, parity: Parity, least: float) -> Divergence:
     """Finds the first differing tensor on images with different decisions.
 
-    It compares the file with the module, or the file with optimizations and without.
+    It compares the file with the module if they disagree even without optimizations, else the file with and
+    without optimizations.
     """
     from qatkit.verify.divergence import closest, disagreeing, first_divergence, optimizer_divergence
     from qatkit.verify.parity import between_ends, file_predictors, whole_pixels

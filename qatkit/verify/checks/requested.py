@@ -25,7 +25,7 @@ _MORE_ACCURATE = {
 
 
 class RequestedSettings:
-    """The settings of the run that produced `results`; without settings, no fix is proposed."""
+    """The settings of the run that produced `results`; none are known without a configuration."""
 
     def __init__(self, results: Results) -> None:
         self._config, self._labelled = results.config, results.labelled
@@ -96,7 +96,7 @@ class RequestedSettings:
         return None if self.has_module else self.get(self.mode_key)
 
     def other_modes(self) -> str:
-        """Returns the modes that keep more of the float model, as they are typed; "" with a module."""
+        """Returns the modes that may lose less accuracy, as they are typed; "" with a module."""
         names = _MORE_ACCURATE.get(self.mode or "", ())
         return " or ".join(f"{self.mode_key}={name}" for name in names)
 

@@ -1,4 +1,4 @@
-"""Checks whether the file computes the same on every x86: without VNNI, uint8 x int8 kernels saturate.
+"""Checks whether the file computes the same on every x86: without VNNI, uint8 x int8 kernels may saturate.
 
 Where the integers in the file rule out saturation, that is proven for all inputs. Elsewhere its cost is
 emulated on real images, if `verify.target_isa` asks for it or if this processor saturates.
@@ -32,7 +32,7 @@ _MOSTLY_DB = 3.0
 
 
 class SaturationCheck(Check):
-    """The file as a processor without VNNI computes it; the bound there is `verify.min_agreement`."""
+    """The effect of saturation without VNNI; `verify.min_agreement` bounds the share of equal decisions."""
 
     name = "saturation"
 
@@ -185,7 +185,7 @@ def saturation_lines(found: Mapping[str, Any], task: TaskNames = NAMES) -> list[
 
 
 def _signed_lines(signed: Mapping[str, int | None]) -> list[str]:
-    """Describes a file with int8 activations: on ARM, two products -128 * -128 exceed 16 bits."""
+    """Describes a file with int8 activations: on ARM, the sum of two products -128 * -128 exceeds 16 bits."""
     open_ones = [name for name, channels in signed.items() if channels != 0]
     if not signed:
         return []
@@ -199,7 +199,7 @@ def _signed_lines(signed: Mapping[str, int | None]) -> list[str]:
 
 
 def guard_line(guards: Mapping[str, Any]) -> str:
-    """Describes how many operators are guarded, and at what cost, by figures of `qatkit.graph.guarded`."""
+    """Describes how many operators are guarded, and at what cost, from figures of `qatkit.graph.guarded`."""
     operators = guards["operators"]
     if guards["choice"] == "auto" and not guards["hazard"]:
         return (
@@ -227,7 +227,7 @@ def _layer(name: str, one: Mapping[str, Any]) -> str:
 
 
 def _fix(results: Results) -> str:
-    """Returns the setting that prevents saturating products and that this run does not use yet."""
+    """Returns the setting that prevents saturation and that this run does not use yet."""
     asked, guarded = RequestedSettings(results), not results.measured.get(GUARDS, {}).get("asymmetric")
     if asked.get("export.weights_for_amx"):
         return "export.weights_for_amx=false (weights that are stored for AMX saturate without VNNI)"

@@ -20,7 +20,7 @@ _ROUNDS = 10  # number of rounds of latency at each size
 
 
 class SizesCheck(Check):
-    """Parity and latency at the other sizes of a file with dynamic axes (`export.dynamic_axes`)."""
+    """Parity and latency at other sizes of dynamic axes (`export.dynamic_axes`); skipped without a module."""
 
     name = "sizes"
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class StreamCheck(Check):
-    """The share of identical decisions, and the SQNR in dB, over `verify.parity_images` test samples."""
+    """The share of equal decisions and the SQNR over `verify.parity_images` samples; the SQNR has a bound."""
 
     name = "stream"
 
