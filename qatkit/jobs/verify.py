@@ -1,4 +1,4 @@
-"""The end of every run, with or without a module: checks, bounds, page, report.json, table.
+"""The verification of every run, with or without a module: checks, bounds, report.html, report.json and a table.
 
 Subject ─ each check of `verify.checks` in turn ─> Results ─ bounds ─> shortfalls, each with a suggested fix
 """
@@ -65,7 +65,7 @@ SAMPLE_BATCH = 32  # images per batch of a sample
 def planned_verification(
     config: Config, data: DataModule, pace: Pace, files: Sequence[str], predictors: Sequence[str] = ()
 ) -> list[Planned]:
-    """Returns the rows of the plan for the checks and, if requested, for the bundle.
+    """Returns the rows of the plan for the checks and, if requested, for the bundle and its publication.
 
     Args:
         config: the configuration of the run.
@@ -130,7 +130,7 @@ def checks_of(config: Config, *, labelled: bool) -> list[Check]:
 
 
 def _check_runtimes(config: Config) -> None:
-    """Rejects other runtimes for a file whose form is specific to one runtime."""
+    """Rejects runtimes besides ONNX Runtime for a backend whose static files are specific to another runtime."""
     others = other_runtimes(config.verify.runtimes)
     static = (config.mode or config.export.mode) == "static"
     if others and static and backend_of(config).other_runtime:
@@ -270,9 +270,9 @@ def other_sizes(converted: fx.GraphModule) -> list[dict[str, dict[int, int]]]:
 def float_on_purpose(module: QATModule, model: nn.Module) -> list[str]:
     """Returns globs for the operators that are float on purpose.
 
-    These are the operators that the module leaves float, and the norms that an imported file has in parts.
-    For an imported file the globs include the names of its nodes, which differ from sites if torch does not
-    accept them as paths.
+    These are the operators that the module leaves float, and the norms that an imported file computes by
+    several operators. For an imported file the globs include the names of its nodes, which differ from the
+    paths in the module if torch does not accept them.
     """
     given = model.norms_in_parts if isinstance(model, ImportedModel) else []
     return list(map(glob.escape, (*names_in_file(module.graph, module.left_float), *given)))
