@@ -64,7 +64,8 @@ class Written:
         converted: the converted module that the file was written from.
         files: the names of the files in the run's folder.
         notes: notes for the report.
-        level: the accuracy level of the file with its measurements; empty if level 0 was requested.
+        level: the accuracy level of the file with its measurements; empty if level 0 was requested or the file has
+            no products with packed weights.
     """
 
     converted: PassResult
@@ -138,7 +139,9 @@ def _check_fixed_batch(config: Config, inputs: Inputs) -> None:
 
 
 def _only_edited(graph: nn.Module, config: Config) -> bool:
-    """Returns whether a graph can only be written by editing, since ONNX Runtime and not torch computes parts of it.
+    """Returns whether a graph can only be written by editing the imported file.
+
+    This is so if torch cannot compute parts of it, which ONNX Runtime computes instead.
 
     Raises:
         ConfigError: an option requires a new file for such a graph.

@@ -41,7 +41,8 @@ _KEY = "trainer.mlflow"
 _SCHEMES = ("http", "https", "file", "sqlite", "postgresql", "mysql", "mssql", "databricks")
 # Limits while training waits for an answer, since MLflow's own retries take minutes.
 _IMPATIENT = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
-# Seconds until a server that did not answer is tried again, and the least multiple of its response time.
+# Minimum pause before a server that did not answer is tried again: in seconds, and as a multiple of the time that
+# the failed call took.
 _PAUSE, _TIMES = 30.0, 20.0
 _AWAY = "does not answer; unsent data is sent when it does"
 _NO_KEY = re.compile(r"[^A-Za-z0-9_./: -]")  # characters that MLflow rejects in names of parameters
@@ -124,7 +125,7 @@ class Tracker(MLFlowLogger):
         self.send(partial(super().log_metrics, named, step))
 
     def finalize(self, status: str = "success") -> None:
-        """Sends waiting calls after each stage, when Lightning calls it; the MLflow run is ended only if it failed."""
+        """Sends waiting calls when Lightning calls it after a stage; ends the MLflow run only if the stage failed."""
         if status != "success":
             self.send(partial(super().finalize, status))
         self.flush()
