@@ -95,7 +95,7 @@ class Isolation:
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference between a tensor and the same tensor computed in another way.
+    """The difference between the exact values of a tensor and those found when it is computed in another way.
 
     Attributes:
         mse: the mean squared difference.
