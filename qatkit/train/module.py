@@ -193,7 +193,8 @@ class QATModule(FineTuning):
     def _shares_weights(self) -> bool:
         """Returns whether nothing changes the weights, so that they can be shared with the float model.
 
-        A second copy would take half of the memory for a large model.
+        A second copy would take half of the memory for a large model. The result is False for a subclass, whose
+        hooks may change weights.
         """
         writes = bool(self.schedule.epochs) or any(one.changes_weights for one in self.algorithms)
         return type(self) is QATModule and not writes
@@ -201,7 +202,7 @@ class QATModule(FineTuning):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Loads parameters and buffers; if shared weights differ, the float model keeps its own."""
+        """Loads parameters and buffers; a weight shared with the float model is copied first if its values change."""
         if self._shares_weights():
             own_unlike(self, state_dict)
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
@@ -273,10 +274,11 @@ class QATModule(FineTuning):
     def calibrate(self, batches: Iterable[Any]) -> int:
         """Finds the ranges from `batches` with the example's structure, and returns the number of images.
 
-        The first images are searched for tensors that one scale cannot represent. Unless `mixed_scales` is
-        "report", the operators that produce them are left float (`qatkit.calibration.mixed_scales`), in a new
-        `graph`. Shifts of means by rounded weights (`qatkit.algorithms.shifted_means`) are corrected in the
-        biases, unless `mean_shifts` is "report". Neither is done for number formats or without quantization.
+        The first images are searched for tensors that one scale cannot represent. The operators that produce them
+        are left float (`qatkit.calibration.mixed_scales`), in a new `graph`, unless `mixed_scales` is "report", the
+        backend needs all operators in int8, no quantized weight would remain, or the model was already traced.
+        Shifts of means by rounded weights (`qatkit.algorithms.shifted_means`) are corrected in the biases, unless
+        `mean_shifts` is "report". Neither is done for number formats or without quantization.
         """
         sample = Sample(self.graph)
         images = calibrate(self.graph, sample.of(map(self.tensors, batches)))
