@@ -27,7 +27,7 @@ class _Typed:
         program: the program, `TRAIN` or `EXPORT`.
         overrides: the overrides as they were typed.
         flags: the flags of Hydra, such as --config-dir.
-        swept: whether the command line starts one run of a sweep.
+        swept: whether the job is one run of a sweep.
     """
 
     program: str

@@ -146,8 +146,9 @@ def _check_16_bits(config: Config) -> None:
 def _check_axes(config: Config) -> None:
     """Checks dynamic axes and streaming.
 
-    The axes of a given ONNX file cannot be changed. Streaming needs a dynamic axis besides the batch, and a file
-    made from a module.
+    The axes of a given ONNX file cannot be changed. Streaming needs a file made from a module by
+    export.mode=static, with float inputs and outputs, without features in the graph, and with a dynamic axis
+    besides the batch.
     """
     wanted, name = config.export.dynamic_axes, config.model.name
     of_file = config.onnx is not None or name.startswith("onnx/")

@@ -76,7 +76,7 @@ class Setting:
 
 
 def settings_of(owner: type) -> list[Setting]:
-    """Returns the settings of a dataclass in order, without the fields that are groups."""
+    """Returns the settings of a dataclass in order, without its fields that are dataclasses."""
     hints = typing.get_type_hints(owner)
     return [
         Setting(

@@ -353,5 +353,8 @@ def is_path(one: dataclasses.Field[Any]) -> bool:
 
 
 def may_be_null(one: dataclasses.Field[Any]) -> bool:
-    """Returns whether null is allowed, by the text of the annotation: a user's type may not be importable here."""
+    """Returns whether null is allowed for a field.
+
+    Only the text of the annotation is read, since a type in a user's annotation may not be importable here.
+    """
     return any(word in str(one.type) for word in ("None", "Optional"))

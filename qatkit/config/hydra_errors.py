@@ -65,12 +65,12 @@ def translate(error: Exception, overrides: Sequence[str], conf: Path) -> ConfigE
 
 
 def _recipe(name: str, conf: Path) -> str:
-    """Returns the override that was probably meant by a recipe's name without a key; "" if there is none."""
+    """Returns the suggestion recipe=NAME if `name`, which was typed without a key, is a recipe; else ""."""
     return f" (did you mean recipe={name}?)" if (conf / "recipe" / f"{name}.yaml").is_file() else ""
 
 
 def _parseable(key: str, value: str) -> str:
-    """Returns, quoted for a shell, what to type in place of a value that Hydra can't read."""
+    """Returns what to type, quoted for a shell, in place of a value that Hydra can't read."""
     if proposed := _as_an_entry(key, value):
         return proposed
     keys_bare = re.sub(r"""(['"])([^'"]*)\1(?=\s*:)""", r"\2", value)

@@ -63,7 +63,7 @@ class Numbers:
 
     @property
     def tried(self) -> list[Value]:
-        """Values that show whether the key accepts the whole axis."""
+        """The values with which the key is tested before the search: both ends."""
         return [self.low, self.high]
 
     @property
@@ -96,7 +96,7 @@ class Options:
 
     @property
     def tried(self) -> list[Value]:
-        """Values that show whether the key accepts the whole axis."""
+        """The values with which the key is tested before the search: all of them."""
         return list(self.values)
 
     @property

@@ -63,7 +63,7 @@ class SweepFile:
         self._write(ended=False)
 
     def known(self, overrides: Sequence[str]) -> Known:
-        """Returns what is known about a run; an empty `Known` if that is nothing."""
+        """Returns what is known about a run; an empty `Known` if nothing is known."""
         return self.runs.get(key(overrides), Known())
 
     def note(self, overrides: Sequence[str], run: Known) -> None:

@@ -57,7 +57,7 @@ class PrecisionConfig:
 
 @dataclass
 class RescueConfig:
-    """The rescue: a sequence of stronger methods (rungs), tried in order until the accuracy target is met."""
+    """The rescue: increasingly strong methods (rungs), tried in order until the accuracy target is met."""
 
     climb: bool = setting(
         False, "run the rungs: naive PTQ first, then one improvement per rung (qatkit.jobs.rungs)"
