@@ -201,7 +201,7 @@ class _Stage:
 
 
 def shown_tensors(found: Analysis, compared: Comparison, count: int) -> list[str]:
-    """Returns the keys of the `count` tensors whose histograms are shown.
+    """Returns the keys of the tensors whose histograms are shown, at most `count`.
 
     First comes the tensor whose scale causes the largest avoidable error (`Comparison.suspect`), if there is one,
     then the most sensitive ones, then the noisiest ones.

@@ -122,7 +122,7 @@ def from_model(run: Run, model: Captured, data: DataModule) -> int:
 
 
 def range_batches(data: DataModule, batch: int) -> list[Any]:
-    """Returns training samples in batches of `batch`, on which mode float16 measures the ranges of tensors."""
+    """Returns calibration samples in batches of `batch`, on which mode float16 measures the ranges of tensors."""
     return data.full_batches(max(_RANGE_SAMPLES, batch), batch)
 
 

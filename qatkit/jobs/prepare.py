@@ -77,7 +77,7 @@ class Prepare(Conditional):
 
 
 class Check(Always):
-    """Checks that the settings of single layers, the fixed encodings and the teacher suit the module."""
+    """Checks that the module suits the teacher and the settings that name its layers, weights or tensors."""
 
     def run(self, state: State) -> State:
         check_layers(state.prepared, state.run.config.analysis)

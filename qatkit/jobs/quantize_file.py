@@ -51,7 +51,7 @@ _OURS, _ARRAYS = "qatkit.data.", ("qatkit.data.arrays.", AUDIO, DRAWN, *TEXTS, *
 def quantize(config: Config) -> int:
     """Quantizes, cleans or describes `config.onnx`, as `config.mode` says.
 
-    Returns 0, or 1 if a quantized file misses a bound.
+    Returns 0, or 1 if a quantized file misses a bound or its bundle cannot be published.
 
     Raises:
         ConfigError: the user has made a mistake; it is raised before long work, and no quantized file is written.
@@ -135,7 +135,7 @@ def _of_batch(run: Config, batch: int) -> Config:
 def by_tools(config: Config) -> int:
     """Quantizes `config.onnx` by ONNX Runtime's tools. With `mode="static"`, this is the first rung of a rescue.
 
-    Returns 0, or 1 if the file misses a bound.
+    Returns 0, or 1 if the file misses a bound or its bundle cannot be published.
 
     Raises:
         ConfigError: the user has made a mistake, as in `quantize`.

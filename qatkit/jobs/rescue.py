@@ -61,7 +61,9 @@ _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 def climb(config: Config) -> int:
-    """Climbs from naive PTQ to the target. Returns 0, or 1 if the delivered file misses a bound.
+    """Climbs from naive PTQ to the target.
+
+    Returns 0, or 1 if the delivered file misses a bound or its bundle cannot be published.
 
     Raises:
         ConfigError: the user has made a mistake; this is raised before the long stages.

@@ -170,7 +170,7 @@ class Length:
 
 
 def _fine_tuning(state: State, pace: Pace, name: str, checkpoint: str) -> Sequence[Planned]:
-    """Returns the rows of a fine-tuning in the plan, including the judgement of its epochs."""
+    """Returns the rows of a fine-tuning in the plan; the time includes the evaluation of its epochs."""
     config = state.run.config
     schedule = config.schedule
     if not schedule.epochs:
