@@ -80,8 +80,8 @@ DEQUANTIZE = "dequantize_linear"  # a value of export.packed_weights
 def write_file(graph: nn.Module, config: Config, inputs: Inputs, path: Path) -> list[str]:
     """Writes the ONNX file of a converted or a float graph.
 
-    A converted graph of an imported ONNX model is written by editing the imported file. If that file cannot
-    express the graph, a new file is written.
+    A converted graph of an imported ONNX model is written by editing the imported file. A new file is written if
+    an option needs it, or if the edited file cannot express the graph.
 
     Returns:
         Notes for the report: whether an imported file was not edited, which axes have a fixed size, and whether
@@ -225,7 +225,7 @@ def check_weights(config: Config) -> None:
 
 
 def check_integer_ends(module: QATModule) -> None:
-    """Raises ConfigError if uint8 images are requested and the module's backend does not accept them."""
+    """Raises ConfigError if the module's backend does not accept uint8 images; called if they are requested."""
     if not module.backend.for_onnxruntime:
         allowed = f"float32 with backend={module.backend.name}, which does not accept uint8"
         raise ConfigError("export.io", "uint8", allowed)

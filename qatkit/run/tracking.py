@@ -49,10 +49,11 @@ _NO_KEY = re.compile(r"[^A-Za-z0-9_./: -]")  # characters that MLflow rejects in
 
 
 def check_tracking(config: Config) -> None:
-    """Checks that the server answers.
+    """Checks, if `trainer.mlflow` is set, that the server answers.
 
     Raises:
-        ConfigError: the server does not answer or has deleted the experiment, or MLflow is not installed.
+        ConfigError: the URI is wrong or contains credentials, the server does not answer or has deleted the
+            experiment, or MLflow is not installed.
     """
     uri = config.trainer.mlflow
     if uri is None or not main_process():
