@@ -47,7 +47,7 @@ _SCORED = ("calibration", "algorithms", "curves", "precision", "analysis", "ladd
 
 @dataclass(frozen=True)
 class Fidelity:
-    """The distance between the outputs and those of the float file on the same images (`qatkit.verify.fidelity`)."""
+    """The distance of a file's outputs from those of the float file on the same images (`qatkit.verify.fidelity`)."""
 
     agreement: float  # share of the same decisions, 0..1 (boxes: F1)
     kl: float | None  # mean KL divergence from float's distribution in nats; None without distributions

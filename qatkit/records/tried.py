@@ -46,7 +46,7 @@ class Tried:
 
 @dataclass(frozen=True)
 class Epoch:
-    """The evaluation of the weights at one optimizer step; `seconds` is its duration."""
+    """The evaluation of the weights at one optimizer step; `seconds` is the duration of the evaluation."""
 
     epoch: float
     step: int
