@@ -66,16 +66,17 @@ class QATModule(FineTuning):
     """A Lightning module that prepares, calibrates, fine-tunes and converts a float model.
 
     Args:
-        model: the float model, which is not changed. A model captured with the same example is traced and
-            proven once for all modules made from it. A model of another type than float32 is quantized from a
-            float32 copy, and its inputs are converted too.
+        model: the float model, which is not changed. A model captured with the same example is traced and compared
+            with its graph only once for all modules made from it. A model of another type than float32 is
+            quantized from a float32 copy, and its inputs are converted too.
         example: an input of the real shapes: images [N, C, H, W], a tuple of positional arguments or a
             mapping of keyword arguments, with tensors anywhere in them (`qatkit.graph.signature`).
         schedule: settings of fine-tuning, such as the BatchNorm mode and the milestones.
         backend: the backend, which defines what is quantized and how.
         overrides: overrides by pattern (`qatkit.graph.overrides`).
         quantizers: factories of the quantizers of activations and weights, and of the observers.
-        algorithms: corrections without labels, each at its stage, in this order.
+        algorithms: post-training algorithms, which need no labels; they run in the order of their stages, then in
+            this order.
         quantize: whether to quantize; False makes the control, which has the same graph and schedule in
             float.
         task: the task, which defines the loss and the metric of epochs.
@@ -85,7 +86,7 @@ class QATModule(FineTuning):
         example: a batch of one sample with the same structure; if the model supports only some batch sizes, the
             smallest of them.
         skipped: (site, reason) of everything left float, over all hooks.
-        notes: (site, reason) of everything that the corrections left unchanged, and of dead channels.
+        notes: (site, reason) of everything that the algorithms left unchanged, and of dead channels.
         mixed_scales: "float" or "report", the response of `calibrate` to tensors that one scale cannot represent.
         mixed: the tensors of this kind that `calibrate` found.
         floats: the sites of the operators that `calibrate` left float because of these tensors.
