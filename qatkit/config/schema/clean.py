@@ -10,10 +10,10 @@ from qatkit.config.fields import PLACE, Choices, Range, Words, setting
 
 @dataclass
 class CleanConfig:
-    """Changes to an ONNX file. They preserve its function, which a comparison in ONNX Runtime verifies.
+    """Changes to an ONNX file that preserve its function; a comparison in ONNX Runtime verifies this.
 
     Before another mode, only the changes that are set are made. The settings `approximate` and `drop_pairs`
-    do change the function; the size of the change is printed.
+    change the function; the size of the change is printed.
     """
 
     fix_shapes: Any = setting(

@@ -322,7 +322,7 @@ class VerifyConfig:
 
 @dataclass
 class AnalysisConfig:
-    """The analyses that explain a loss: errors of weights and activations, sensitive layers, diverging tensors."""
+    """The analyses that explain a loss of accuracy: errors of weights and activations, sensitive layers and so on."""
 
     isolation: bool = setting(
         False,
