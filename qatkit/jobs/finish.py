@@ -38,7 +38,7 @@ class Export(Always):
 
 
 class Analyse(Always):
-    """Runs the analyses if requested, and draws the front of a precision search."""
+    """Runs the requested analyses, and draws the front of a precision search if pictures are requested."""
 
     def planned(self, state: State, pace: Pace) -> Sequence[Planned]:
         return planned_analysis(state, pace)
