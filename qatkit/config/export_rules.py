@@ -35,8 +35,7 @@ def _names(chosen: Mapping[str, Any]) -> str:
 def _check_mode(config: Config) -> None:
     """Rejects settings that the export mode excludes.
 
-    All modes except static convert the float model, so nothing is trained or calibrated by this project, and
-    inputs and outputs stay float.
+    All modes except static convert the float model, so nothing is trained, and inputs and outputs stay float.
     """
     if config.export.io == "uint8" and config.data.layout == "nhwc":
         allowed = (

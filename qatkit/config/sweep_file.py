@@ -1,6 +1,6 @@
 """The file sweep.json in a sweep's folder: it has the folder and cluster job of each run.
 
-If a sweep was interrupted, the same command reads the file and repeats none of the runs.
+If a sweep was interrupted, the same command reads the file and continues the sweep, so that no run is repeated.
 
     multirun/A/sweep.json     seed=0: its folder, job 12_0     seed=1: ...          interrupted
     multirun/B/sweep.json     the same command again, which takes over A's runs

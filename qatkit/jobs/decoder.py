@@ -141,7 +141,7 @@ def _write(state: State, folder: Path) -> list[str]:
 def _choose_level(state: State, path: Path) -> list[str]:
     """Rewrites a decoder's file, which has accuracy level 0, at the requested level.
 
-    With `auto`, that is level 4 if it is faster at a small enough loss.
+    With `auto`, it is rewritten at level 4 if that is faster at a small enough loss.
 
     Returns:
         A note with the measurements if both levels were compared, else an empty list.

@@ -160,9 +160,7 @@ def restored(config: Config, checkpoint: str, stored: dict[str, Any]) -> QATModu
         raise ConfigError(
             "checkpoint", checkpoint, reason=f"the checkpoint does not fit its config.yaml ({reason})"
         ) from error
-    module.take_average(
-        stored.get("average")
-    )  # in an unfinished training it is stored apart from the weights
+    module.take_average(stored.get("average"))  # separate from the weights until a training has finished
     module.ready_to_convert()  # the scales in a checkpoint of an unfinished training are not aligned yet
     return module
 

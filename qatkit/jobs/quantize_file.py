@@ -107,9 +107,7 @@ def _packed_backend(config: Config) -> BackendConfig:
 def _by_graph(config: Config) -> int:
     """Runs the stages of train.py with the file as the model."""
     validate(config)
-    config = replace(
-        config, verify=replace(config.verify)
-    )  # a copy, in which a fixed batch sets latency_batch
+    config = replace(config, verify=replace(config.verify))  # a copy: a fixed batch sets latency_batch
     assert config.onnx is not None and config.mode is not None
     folder = _new_folder(config, file_name(config.mode))
     with protected(config.export.encrypt):
@@ -141,9 +139,7 @@ def by_tools(config: Config) -> int:
         ConfigError: the user has made a mistake, as in `quantize`.
     """
     validate(config)
-    config = replace(
-        config, verify=replace(config.verify)
-    )  # a copy, in which a fixed batch sets latency_batch
+    config = replace(config, verify=replace(config.verify))  # a copy: a fixed batch sets latency_batch
     assert config.onnx is not None and config.mode is not None
     folder = _new_folder(config, file_name(config.mode))
     with _prepared(config, folder) as (file, made):
