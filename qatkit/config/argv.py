@@ -27,7 +27,7 @@ class _Typed:
         program: the program, `TRAIN` or `EXPORT`.
         overrides: the overrides as they were typed.
         flags: the flags of Hydra, such as --config-dir.
-        swept: whether the command line starts one run of a sweep.
+        swept: whether the job is one run of a sweep.
     """
 
     program: str
@@ -54,7 +54,7 @@ def typing(
         overrides: the typed overrides; None if the job was not started by a command line.
         program: the program that started the job, `TRAIN` or `EXPORT`.
         flags: the flags typed in addition to the overrides.
-        swept: whether the job is one of a sweep.
+        swept: whether the job is one run of a sweep.
     """
     typed = None if overrides is None else _Typed(program, tuple(overrides), tuple(flags), swept)
     token = _TYPED.set(typed)
@@ -66,7 +66,10 @@ def typing(
 
 @contextlib.contextmanager
 def one_of_many() -> Iterator[None]:
-    """Marks jobs within the context as parts of an announced whole: a rung, a trial, or a later run of a sweep."""
+    """Marks the jobs in the context as parts of a larger job, which has already printed its plan.
+
+    Such parts are the rungs of a rescue, the trials of a search, and all runs of a sweep except the first.
+    """
     token = _ALIKE.set(True)
     try:
         yield
@@ -75,7 +78,7 @@ def one_of_many() -> Iterator[None]:
 
 
 def announces_plan() -> bool:
-    """Returns whether a job prints its plan; the parts of an announced whole do not (`one_of_many`)."""
+    """Returns whether a job prints its plan: not within `one_of_many`."""
     return not _ALIKE.get()
 
 
@@ -124,7 +127,14 @@ def proposes() -> bool:
 
 
 def command(program: str, *words: str) -> str:
-    """Returns a command of this installation, quoted for a shell: train, export, compare, or a script."""
+    """Returns the command line, quoted for a shell, that starts a program as the current one was started.
+
+    An installed `qatkit-train` suggests installed commands; `uv run train.py` suggests `uv run ...`.
+
+    Args:
+        program: `TRAIN`, `EXPORT`, or an installed command, such as "qatkit compare".
+        *words: the arguments of the program.
+    """
     script = Path(sys.argv[0]).name
     installed = script.startswith("qatkit")
     if program in (TRAIN, EXPORT):

@@ -103,7 +103,7 @@ def compose_config(
 
 @contextmanager
 def without_hydra_around() -> Iterator[None]:
-    """Lets Hydra compose within a program that Hydra has started, since it supports only one at a time."""
+    """Hides Hydra's global state in the context, so that a program that Hydra has started can use Hydra itself."""
     around = GlobalHydra.instance()
     job, around.hydra = around.hydra, None
     try:
@@ -138,7 +138,10 @@ def _composed(
 
 
 def _searching(overrides: Sequence[str], folders: Sequence[str]) -> list[str]:
-    """Returns the overrides with a single hydra.searchpath for all folders, since Hydra reads only the first one."""
+    """Returns the overrides with one hydra.searchpath for `folders` and the typed paths.
+
+    Hydra reads only the first override of hydra.searchpath.
+    """
     typed = [one for one in overrides if one.lstrip("+").startswith("hydra.searchpath=")]
     found = [f"file://{Path(folder).resolve()}" for folder in folders]
     for text in typed if found else ():
@@ -148,7 +151,7 @@ def _searching(overrides: Sequence[str], folders: Sequence[str]) -> list[str]:
 
 
 def _check_booleans(overrides: Sequence[str]) -> None:
-    """Rejects numbers for booleans, since OmegaConf treats every number except 0 as true."""
+    """Rejects numbers other than 0 and 1 for booleans; OmegaConf would treat them as true."""
     for key, _, value in (text.lstrip("+").partition("=") for text in overrides):
         number = value.removeprefix("-").replace(".", "", 1)
         node = _node(key) if number.isdecimal() and value not in ("0", "1") else None
@@ -235,7 +238,7 @@ def load_config(path: Path) -> Config:
     """Reads a file that `save_config` wrote, and checks it against the schema and with `validate`.
 
     Raises:
-        ConfigError: the file cannot be read, is not YAML, or does not fit the schema.
+        ConfigError: the file cannot be read, is not YAML or does not fit the schema, or a value is not allowed.
     """
     allowed = "a config.yaml written by train.py"
     try:
@@ -253,7 +256,10 @@ def load_config(path: Path) -> Config:
 
 
 def _translate_algorithm(node: DictConfig) -> None:
-    """Translates the former fixed keys of `algorithm` (equalize, relu6, bias_correction, bias_images) to a list."""
+    """Translates the former fixed keys of `algorithm` (equalize, relu6, bias_correction, bias_images).
+
+    The result has the present form, a mapping from names to algorithms.
+    """
     old = node.get("algorithm")
     if not isinstance(old, DictConfig) or not isinstance(old.get("equalize"), bool):
         return

@@ -59,7 +59,7 @@ def data_folder(source: str, root: str | None) -> Path:
     """Returns the folder of a source that is listed in `FOLDERS`.
 
     Raises:
-        ConfigError: the folder does not exist.
+        ConfigError: the folder is missing: `root` is None, or no such folder exists.
     """
     if root is None or not Path(root).is_dir():
         raise ConfigError("data.root", root, f"{FOLDERS[source]}; there is no such folder")

@@ -1,4 +1,4 @@
-"""The rules between what is exported and the other settings of a run: modes, number types, axes and tables."""
+"""The rules for combining export settings (mode, number types, axes, ...) with the other settings of a run."""
 
 from __future__ import annotations
 
@@ -33,10 +33,9 @@ def _names(chosen: Mapping[str, Any]) -> str:
 
 
 def _check_mode(config: Config) -> None:
-    """Checks the settings of each export mode.
+    """Rejects settings that the export mode excludes.
 
-    The modes of ONNX Runtime's tools quantize the float model, so nothing is trained, and inputs and outputs
-    stay float.
+    All modes except static convert the float model, so nothing is trained, and inputs and outputs stay float.
     """
     if config.export.io == "uint8" and config.data.layout == "nhwc":
         allowed = (
@@ -80,7 +79,7 @@ def _check_mode(config: Config) -> None:
 
 
 def _check_weights(config: Config) -> None:
-    """Checks the settings of low-bit weights. They only apply to a given file; train.py has a backend for this."""
+    """Checks `weights`, which only applies to onnx=FILE mode=weight_only; train.py has backend=weight_only instead."""
     asked = config.weights
     if asked.bits is not None and config.mode != "weight_only":
         allowed = "null without onnx=FILE mode=weight_only (with train.py, use backend=weight_only)"
@@ -100,10 +99,7 @@ def _check_bundle(config: Config) -> None:
 
 
 def _analysis_off(asked: AnalysisConfig) -> list[tuple[str, object, object]]:
-    """Returns the key, value and required value of analyses that need the simulation.
-
-    They must be off for a file that is not made from a module.
-    """
+    """Returns (key, value, value that turns it off) of the analyses that need simulated quantization."""
     return [
         ("analysis.isolation", asked.isolation, False),
         ("analysis.sensitivity", asked.sensitivity, "none"),
@@ -130,8 +126,8 @@ def _check_low_bits(config: Config) -> None:
 def _check_16_bits(config: Config) -> None:
     """Rejects settings that do not suit 16-bit activations or narrow biases.
 
-    Choices by latency are meaningless, since the runtime computes such a model in float. 16-bit activations
-    also exclude 8-bit inputs and outputs.
+    placement and precision.search choose by latency, which is meaningless because the runtime computes such a
+    model in float. 16-bit activations also exclude 8-bit inputs and outputs.
     """
     wide, narrow = config.backend.activation_dtype in WIDE, config.backend.bias_dtype in NARROW_BIASES
     if not wide and not narrow:
@@ -149,8 +145,9 @@ def _check_16_bits(config: Config) -> None:
 def _check_axes(config: Config) -> None:
     """Checks dynamic axes and streaming.
 
-    The axes of a given ONNX file cannot be changed. Streaming needs a dynamic axis besides the batch, and a file
-    made from a module.
+    The axes of a given ONNX file cannot be changed. Streaming needs a file made from a module by
+    export.mode=static, with float inputs and outputs, without features in the graph, and with a dynamic axis
+    besides the batch.
     """
     wanted, name = config.export.dynamic_axes, config.model.name
     of_file = config.onnx is not None or name.startswith("onnx/")
@@ -186,7 +183,7 @@ def _check_encodings(config: Config) -> None:
 
 
 def _check_table(config: Config) -> None:
-    """Checks the TensorRT table: its ranges must come from exactly the weights that are in the float file."""
+    """Checks the TensorRT table: an engine is built from the float file, so nothing may change its weights."""
     release = config.export.tensorrt_table
     if release is None:
         return

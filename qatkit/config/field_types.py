@@ -15,7 +15,13 @@ from qatkit_verify.errors import ConfigError, as_typed
 
 
 def checked(owner: type, name: str, key: str, value: Any) -> Any:
-    """Returns `value` for the field `name` of a dataclass; an integer is converted if the field is a float.
+    """Checks `value` against the field `name` of a dataclass and returns it, as a float if the field is one.
+
+    Args:
+        owner: the dataclass.
+        name: the name of the field.
+        key: the key that messages name.
+        value: the value, as it is read from YAML.
 
     Raises:
         ConfigError: the value has another type, or the field's limit does not allow it.
@@ -39,7 +45,7 @@ def hint_of(owner: type, key: str) -> Any:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Returns whether a value from YAML has a type; the contents of lists and mappings are not checked."""
+    """Returns whether a value from YAML fits an annotation; the contents of lists and mappings are not checked."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return any(_fits(value, one) for one in typing.get_args(hint))
     if typing.get_origin(hint) is typing.Literal:
@@ -70,7 +76,7 @@ class Setting:
 
 
 def settings_of(owner: type) -> list[Setting]:
-    """Returns the settings of a dataclass in order, without the fields that are groups."""
+    """Returns the settings of a dataclass in order, without its fields that are dataclasses."""
     hints = typing.get_type_hints(owner)
     return [
         Setting(

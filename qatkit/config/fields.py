@@ -68,7 +68,7 @@ class Range(Limit):
         high: the upper end.
         above: whether the lower end is excluded.
         all_of_them: whether -1, which means all, is allowed too.
-        whole: whether the numbers are integers, which the annotation of the field decides.
+        whole: whether messages ask for an integer; `field_limit` sets it by the annotation of the field.
     """
 
     low: float
@@ -78,7 +78,7 @@ class Range(Limit):
     whole: bool = field(default=False, compare=False)
 
     def holds(self, value: float) -> bool:
-        """Returns whether `value` is a finite number inside the interval."""
+        """Returns whether `value` is a finite number inside the interval, or -1 if that is allowed."""
         inside = value > self.low if self.above else value >= self.low
         return (inside and value <= min(self.high, _LARGEST)) or (self.all_of_them and value == -1)
 
@@ -145,7 +145,7 @@ class Words(Limit):
         return isinstance(value, list) and all(one in self.values for one in value)
 
     def hint(self, value: Any) -> str:
-        """Returns the allowed word that is nearest to the first wrong one, as a suggestion."""
+        """Returns the allowed word nearest to the first wrong one, as a suggestion; "" if none is similar."""
         wrong = (
             next((one for one in value if one not in self.values), "") if isinstance(value, list) else value
         )
@@ -204,7 +204,7 @@ class Place(Limit):
     """A limit to valid paths, which a file system and a YAML file can store; the path need not exist."""
 
     def holds(self, value: str) -> bool:
-        """Returns whether each name and the path are short enough and every character is printable."""
+        """Returns whether a path is not blank, has only printable characters, and it and its names are short enough."""
         try:
             sizes = [len(name.encode()) for name in value.split("/")]
         except UnicodeEncodeError:  # bytes that are not UTF-8
@@ -229,7 +229,10 @@ class Axes(Limit):
     """A limit to choices of dynamic axes: none, auto, or names by input and axis."""
 
     def holds(self, value: Any) -> bool:
-        """Returns whether `value` is one of the words, or maps inputs to mappings from axes to names."""
+        """Returns whether `value` is one of the words, or maps inputs to mappings from axes to names.
+
+        At least one axis must have a name, and names are identifiers other than "batch".
+        """
         if isinstance(value, str) or not isinstance(value, Mapping):
             return value in ("none", "auto")
         names = [name for axes in value.values() if isinstance(axes, Mapping) for name in axes.values()]
@@ -350,5 +353,8 @@ def is_path(one: dataclasses.Field[Any]) -> bool:
 
 
 def may_be_null(one: dataclasses.Field[Any]) -> bool:
-    """Returns whether null is allowed, by the text of the annotation: a user's type may not be importable here."""
+    """Returns whether null is allowed for a field.
+
+    Only the text of the annotation is read, since a type in a user's annotation may not be importable here.
+    """
     return any(word in str(one.type) for word in ("None", "Optional"))

@@ -1,4 +1,4 @@
-"""The overrides that keep chosen operators in float, in addition to those of a configuration."""
+"""The overrides that keep chosen operators in float; callers combine them with those of a configuration."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def float_overrides(floats: Iterable[str]) -> dict[str, OverrideConfig]:
     """Returns the overrides that keep operators in float.
 
     Args:
-        floats: the sites of the operators (`qatkit_verify.placement.sites.FloatSites`), in the order of the
-            overrides.
+        floats: the paths of the operators (`qatkit_verify.placement.sites.FloatSites`), which become the
+            selectors, in this order.
     """
     return {one: OverrideConfig(float=True) for one in floats}

@@ -65,12 +65,12 @@ def translate(error: Exception, overrides: Sequence[str], conf: Path) -> ConfigE
 
 
 def _recipe(name: str, conf: Path) -> str:
-    """Returns the override that was probably meant by a recipe's name without a key; "" if there is none."""
+    """Returns the suggestion recipe=NAME if `name`, which was typed without a key, is a recipe; else ""."""
     return f" (did you mean recipe={name}?)" if (conf / "recipe" / f"{name}.yaml").is_file() else ""
 
 
 def _parseable(key: str, value: str) -> str:
-    """Returns, quoted for a shell, what to type in place of a value that Hydra can't read."""
+    """Returns what to type, quoted for a shell, in place of a value that Hydra can't read."""
     if proposed := _as_an_entry(key, value):
         return proposed
     keys_bare = re.sub(r"""(['"])([^'"]*)\1(?=\s*:)""", r"\2", value)
@@ -122,7 +122,7 @@ def _message(error: Exception) -> str:
 
 
 def _missing(file: str, overrides: Sequence[str]) -> tuple[str, str]:
-    """Returns the group and option of `file`; as they were typed if an override names them."""
+    """Returns the group and option of a missing YAML file, split as in the override that names it, if any does."""
     for text in overrides:
         group, _, option = text.lstrip("+").partition("=")
         if f"{group}/{option}" == file:
@@ -132,10 +132,11 @@ def _missing(file: str, overrides: Sequence[str]) -> tuple[str, str]:
 
 
 def _culprit(error: Exception, overrides: Sequence[str]) -> str:
-    """Returns the override that causes the error.
+    """Returns the override that causes the error, if one can be found.
 
-    Hydra's message quotes the override or names its value, or Hydra fails in the same way with only this
-    override.
+    It is the first that the message quotes, whose value the message quotes, or with which alone Hydra fails in
+    the same way, or else the last whose key is in the message. If there is none, the result is the first
+    override of Hydra's own settings, or else all overrides.
     """
     message = str(error)
     for text in overrides:
@@ -193,7 +194,7 @@ def _translate_key(error: OmegaConfBaseException, overrides: Sequence[str]) -> C
 def _as_typed(key: str, overrides: Sequence[str]) -> tuple[str, str]:
     """Returns the key and value of the override that sets `key`; `key` and "..." if a file sets it.
 
-    If the first part of a typed key is wrong, only that part is reported.
+    `key` may be only the first part of a typed key: if that part is wrong, the error names no more.
     """
     for text in reversed(overrides):
         name, _, value = text.lstrip("+~").partition("=")

@@ -17,7 +17,7 @@ _RANGE = "[LOW, HIGH], two finite numbers with LOW <= 0 <= HIGH and LOW < HIGH"
 
 
 def check_override(key: str, selector: str, override: OverrideConfig) -> None:
-    """Rejects settings that contradict each other, before the model is loaded.
+    """Rejects wrong values, and settings that contradict each other, before the model is loaded.
 
     Args:
         key: the key of the override, as it is typed.

@@ -15,12 +15,13 @@ _KEY = "backend.overrides_file"
 
 
 def with_overrides_file(values: Any) -> Any:
-    """Returns the plain values of a configuration, with the overrides of its file placed before its own.
+    """Returns the plain values of a configuration, with the overrides of the file inserted before its own.
 
-    The file is not needed afterwards, since the config.yaml of a run contains all overrides.
+    Of two overrides with the same selector, that of the file is dropped. The file is not needed afterwards,
+    since the config.yaml of a run contains all overrides.
 
     Raises:
-        ConfigError: the file cannot be read, or contains no overrides.
+        ConfigError: the file cannot be read, or is not a mapping from selectors to settings.
     """
     backend = values.get("backend") if isinstance(values, dict) else None
     if not isinstance(backend, dict) or not isinstance(file := backend.get("overrides_file"), str):

@@ -16,9 +16,10 @@ def quoted(text: str) -> str:
 
 
 def calls_quoted(overrides: Iterable[str]) -> list[str]:
-    """Returns overrides in which decisions with arguments, such as boxes(score=0.4), are quoted.
+    """Returns the overrides, with the value of verify.decision in quotes if it has arguments.
 
-    Without quotes Hydra would read them as calls of its own functions.
+    Without quotes Hydra would read a value such as boxes(score=0.4) as a call of one of its own functions.
+    Calls of Hydra's functions stay unquoted.
     """
     found = []
     for text in overrides:

@@ -98,7 +98,7 @@ def _check_algorithm(chosen: Mapping[str, Any]) -> None:
 
 
 def _check_choice(config: Config) -> None:
-    """Checks a competition of algorithms: it needs algorithms, and real images of which some are held out."""
+    """Checks algorithm_choice=auto: it needs at least one algorithm, and real calibration samples."""
     if config.algorithm_choice != "auto":
         return
     if not config.algorithm:
@@ -110,7 +110,7 @@ def _check_choice(config: Config) -> None:
 
 
 def _check_rescue(config: Config) -> None:
-    """Checks a rescue: its decisions need figures from a single machine, and a module that this process trains."""
+    """Checks a rescue: it needs static export, and trains in a single process."""
     if not config.rescue.climb:
         return
     for key, value, needed in (
@@ -123,7 +123,10 @@ def _check_rescue(config: Config) -> None:
 
 
 def _check_precision(config: Config) -> None:
-    """Checks mixed precision: a search needs files made from a module, and a point needs the front it belongs to."""
+    """Checks mixed precision: either a search, or one point of the front that an earlier search has found.
+
+    Both need static export; the search also needs real calibration samples.
+    """
     asked = config.precision
     if (asked.front is None) != (asked.point is None):
         if asked.front is None:
@@ -154,7 +157,7 @@ def _check_precision(config: Config) -> None:
 
 
 def _check_schedule(config: Config) -> None:
-    """Rejects settings of training methods that are not in use, since they would be ignored silently."""
+    """Rejects training settings that would be ignored silently or cannot work with the others."""
     schedule = config.schedule
     if schedule.batch_norm_images and schedule.batch_norm == "fold":
         allowed = "0 with schedule.batch_norm=fold, which leaves no BatchNorm (freeze and train keep it)"
@@ -179,7 +182,7 @@ def _check_schedule(config: Config) -> None:
 
 
 def _check_search(config: Config) -> None:
-    """Checks a search, whose trials are runs of this process with comparable figures."""
+    """Checks the settings of a search: each trial must be a run in a single process, without a rescue."""
     asked = config.search
     if asked.trials == 0:
         if asked.space:
@@ -217,7 +220,7 @@ def _in_memory(url: str) -> bool:
 
 
 def _without_password(url: str) -> str:
-    """Returns a URL with `***` in place of a password: between the user and the last `@`, or in the query."""
+    """Returns a URL without passwords: `***` replaces user and password before the last `@`, and those in the query."""
     url = re.sub(r"(?<=://)[^:/@]*:.*@", "***@", url)
     return re.sub(r"([?&;][^=&;]*(?:password|passwd|pwd))=[^&;]*", r"\1=***", url, flags=re.IGNORECASE)
 

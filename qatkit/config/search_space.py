@@ -4,11 +4,12 @@
     schedule.epochs: {low: 1, high: 8, step: 1}          an integer, as the key is one
     calibration: [minmax, mse, percentile]               one of these; a group's options work like values of a
         key
-    search.space.schedule.lr.high=1e-2                   one end of a YAML file's interval, on the command
-    line
+    search.space.schedule.lr.high=1e-2                   on the command line: changes one end of an interval that
+        a YAML file has set
 
 A proposed value becomes an override in the form in which a user would type it. Every key, group and value
-that the command line accepts can be searched.
+that the command line accepts can be searched, except keys that a study sets itself and keys that would make
+its trials incomparable.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Numbers:
     Attributes:
         key: the key that is searched.
         low, high: the ends of the interval, which belong to it.
-        step: the distance of neighbouring values; None for every number, or every integer, in the interval.
+        step: the distance between neighbouring values; None for every number, or every integer, in the interval.
         log: whether values are uniform on a logarithmic scale.
     """
 
@@ -62,7 +63,7 @@ class Numbers:
 
     @property
     def tried(self) -> list[Value]:
-        """Values that show whether the key accepts the whole axis."""
+        """The values with which the key is tested before the search: both ends."""
         return [self.low, self.high]
 
     @property
@@ -95,7 +96,7 @@ class Options:
 
     @property
     def tried(self) -> list[Value]:
-        """Values that show whether the key accepts the whole axis."""
+        """The values with which the key is tested before the search: all of them."""
         return list(self.values)
 
     @property
@@ -225,7 +226,10 @@ def _is_number(value: Any) -> bool:
 
 
 def _meant(value: Value) -> Value:
-    """Returns a key that is equal for values with the same meaning: Optuna compares options with `==`."""
+    """Returns a value that is equal for options with the same meaning, such as true, 1 and "1.0".
+
+    Optuna compares options with `==`, so they must differ by this value.
+    """
     text = override("", value)[1:]
     try:
         return float(value if isinstance(value, bool) else text)

@@ -2,8 +2,8 @@
 
     conv1, layer1.*      an operator's name, or a glob over names
     re/PATTERN           a regular expression over whole names
-    op/linear, op/Gemm   a class of operators, or a type of a given ONNX file
-    subgraph/NAME        every operator on a path between two sets, named in `backend.subgraphs`
+    op/linear, op/Gemm   a class of operators, or an operator type of a given ONNX file
+    subgraph/NAME        every operator on a path between two sets; `backend.subgraphs` defines NAME
     tensor/NAME          a tensor, by its name
     input/K/SELECTOR     the K-th input of the operators that another selector chooses
 
@@ -35,7 +35,7 @@ def every_override(backend: BackendConfig) -> dict[str, OverrideConfig]:
     The user's subgraphs are written out. Selectors are checked here, before the model is loaded.
 
     Raises:
-        ConfigError: a selector cannot be read.
+        ConfigError: a selector cannot be read, or `backend.subgraphs` does not define its subgraph.
     """
     found = {_written_out("backend.overrides", name, backend): one for name, one in backend.overrides.items()}
     if backend.only:
@@ -68,7 +68,10 @@ def shown(selector: str) -> str:
 
 
 def ends_of(selector: str) -> dict[str, Any] | None:
-    """Returns {from: [...], to: [...]} for a subgraph that is written out, or None for other selectors."""
+    """Returns {from: [...], to: [...]} of a subgraph that is written out, with its name if it has one.
+
+    For other selectors it returns None.
+    """
     if not selector.startswith(f"{SUBGRAPH}{{"):
         return None
     try:

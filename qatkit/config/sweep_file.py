@@ -1,7 +1,9 @@
-"""The file sweep.json in a sweep's folder: it has the folder and cluster job of each run, so that none is repeated.
+"""The file sweep.json in a sweep's folder: it has the folder and cluster job of each run.
+
+If a sweep was interrupted, the same command reads the file and continues the sweep, so that no run is repeated.
 
     multirun/A/sweep.json     seed=0: its folder, job 12_0     seed=1: ...          interrupted
-    multirun/B/sweep.json     the same command again, which starts with A's runs
+    multirun/B/sweep.json     the same command again, which takes over A's runs
 
 A sweep is recognized by its typed overrides. If all of its runs have ended, the same command starts a new sweep.
 """
@@ -61,11 +63,11 @@ class SweepFile:
         self._write(ended=False)
 
     def known(self, overrides: Sequence[str]) -> Known:
-        """Returns what is known about a run; an empty `Known` if that is nothing."""
+        """Returns what is known about a run; an empty `Known` if nothing is known."""
         return self.runs.get(key(overrides), Known())
 
     def note(self, overrides: Sequence[str], run: Known) -> None:
-        """Records the folder and job of a run."""
+        """Records the folder, job and logs of a run."""
         self.runs[key(overrides)] = run
         self._write(ended=False)
 
@@ -83,7 +85,7 @@ class SweepFile:
 
 
 def key(overrides: Sequence[str]) -> str:
-    """Returns the text that distinguishes the runs of a sweep."""
+    """Returns the text that identifies a run within its sweep."""
     return " ".join(sorted(_kept(overrides)))
 
 
@@ -130,7 +132,8 @@ _SWEEP: ContextVar[_Sweep | None] = ContextVar("sweep", default=None)
 def sweeping(typed: Sequence[str] | None) -> Iterator[None]:
     """Sets the sweep whose file `sweep_file` returns within the context; None means that there is no sweep.
 
-    An exception ends the sweep. A signal does not, since the runs continue or are resumed later.
+    The sweep counts as ended when the context ends, also by an error. SystemExit and KeyboardInterrupt (signals)
+    do not end it, since its runs continue or are resumed later.
     """
     sweep = None if typed is None else _Sweep(tuple(typed))
     token, stopped = _SWEEP.set(sweep), False
@@ -146,7 +149,10 @@ def sweeping(typed: Sequence[str] | None) -> Iterator[None]:
 
 
 def sweep_file(folder: str | Path) -> SweepFile | None:
-    """Returns the file of this sweep in `folder`; None without one, as in a process that executes one of its runs."""
+    """Returns the file of the current sweep, which the first call creates in `folder`.
+
+    It is None outside of a sweep, and in a process that executes only one run of a sweep.
+    """
     sweep = _SWEEP.get()
     if sweep is None:
         return None

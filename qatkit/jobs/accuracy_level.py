@@ -1,6 +1,8 @@
-"""Chooses the accuracy level of a file's products with packed weights, if a level other than 0 is requested.
+"""Sets the accuracy level of a file's products with packed weights (`export.accuracy_level`).
 
-    file at level 0 ── rounded copy ── both in turns on calibration samples ──> the chosen file
+Level 0 computes what the simulation does, and level 4 rounds activations to 8 bits.
+
+    file at level 0 ── copy at level 4 ── with auto: both in turns on calibration samples ──> the chosen file
 
 The module computes level 0, so parity is always checked at level 0 (`qatkit.verify.checks.exact`). The level
 of a language model's decoder is chosen separately (`qatkit.jobs.decoder`). The model's file for whole windows
@@ -28,7 +30,7 @@ _SAMPLES = 512  # limit of samples on which both levels are compared
 
 
 class ChooseLevel(Conditional):
-    """Applies the requested level; with `auto`, the level that is worth its loss on this machine."""
+    """Applies the requested level; with `auto`, level 4 if it is faster on this machine at a small enough loss."""
 
     def planned(self, state: State, pace: Pace) -> Sequence[Planned]:
         if self.done(state):
@@ -91,6 +93,6 @@ def _told(state: State, note: str, level: int | None, found: LevelFigures | None
 
 
 def level_of_run(folder: Path) -> int:
-    """Returns the accuracy level of a finished run's file from its report; 0 if the report has none."""
+    """Returns the accuracy level of a finished run's file from its report; 0 if no level is reported."""
     measured = (report_of(folder) or {}).get("measured") or {}
     return int((measured.get(LEVEL) or {}).get("level", FLOAT))

@@ -1,11 +1,12 @@
-"""The analysis stage of a run: which side loses accuracy, which layers matter, and where the file deviates.
+"""The analysis stage of a run: whether weights or activations cost accuracy, in which layers, and at which tensors.
 
-    isolation    over `analysis.images` test images: the file in ONNX Runtime, and the simulation
-    sensitivity  the estimate, then the exact measure for the `analysis.top` most sensitive layers
-    tensors      over `analysis.tensors` images: float, simulated, ONNX Runtime
+    isolation    on `analysis.images` test images: float, weights or activations or both quantized, and the file
+    sensitivity  the estimate; with sensitivity=exact, also the exact loss of the `analysis.top` most sensitive
+                 weights and activations
+    tensors      on `analysis.tensors` images: each tensor in float, in the simulation and in ONNX Runtime
 
-The sums of the exact measure are stored in the run's folder after each batch, so that a killed run can
-resume.
+The sums from which the exact losses are computed are stored in the run's folder after each batch, so that a
+killed run can resume.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def is_asked(asked: AnalysisConfig) -> bool:
 def planned_analysis(state: State, pace: Pace) -> Sequence[Planned]:
     """Returns the row of the plan if an analysis is requested, else ().
 
-    A measured site costs two passes of the operators after it, which are half of the graph on average.
+    Each site of the exact sensitivity costs two passes of the operators after it, on average half of the graph.
     """
     asked = state.run.config.analysis
     if not is_asked(asked):
@@ -98,7 +99,7 @@ def analyse(run: Run, data: DataModule, module: QATModule, written: Written) -> 
 
 
 class _Stage:
-    """The data that all analyses of a run use."""
+    """The analyses of a run, with the data that they share."""
 
     def __init__(self, run: Run, data: DataModule, module: QATModule, written: Written) -> None:
         self._run, self._data, self._module, self._written = run, data, module, written
@@ -124,7 +125,7 @@ class _Stage:
         return replace(self._drawn(found), seconds=self._seconds)
 
     def _drawn(self, found: Analysis) -> Analysis:
-        """Returns the analysis with its pictures as files, if the library for drawing is installed."""
+        """Returns the analysis with PNG files of its pictures if requested, or with a note if matplotlib is missing."""
         if not self._asked.pictures:
             return found
         try:
@@ -200,7 +201,7 @@ class _Stage:
 
 
 def shown_tensors(found: Analysis, compared: Comparison, count: int) -> list[str]:
-    """Returns the keys of the `count` tensors whose histograms are shown.
+    """Returns the keys of the tensors whose histograms are shown, at most `count`.
 
     First comes the tensor whose scale causes the largest avoidable error (`Comparison.suspect`), if there is one,
     then the most sensitive ones, then the noisiest ones.

@@ -1,4 +1,4 @@
-"""Quantizes a float ONNX file by a mode without a module: writes, verifies, reports and bundles the file.
+"""Quantizes a float ONNX file by ONNX Runtime's tools, without a module; verifies, reports and bundles the new file.
 
 dynamic | static | float16 | weight_only → verify → report
 """
@@ -54,13 +54,13 @@ class Made:
 
     Attributes:
         mode: the mode that quantized the file.
-        source: a description of its origin.
+        source: the name of the float model or file.
         shape: the shape of an input that the file accepts, [N, C, H, W], or a batch by the names of its
             inputs.
         left_float: the names or globs of operators that the mode leaves float on purpose.
         notes: notes for the report.
         without: the groups of the configuration that had no effect.
-        beside: the names of other files of the run.
+        beside: the names of further files that the report lists.
     """
 
     mode: str
@@ -98,9 +98,9 @@ class ByMode(Always):
 
 
 def from_model(run: Run, model: Captured, data: DataModule) -> int:
-    """Exports a float model and quantizes the file by `config.export.mode`, which is not static.
+    """Exports a float model, quantizes the file by `config.export.mode`, which is not static, and calls `finish`.
 
-    Returns 0, or 1 if the file misses a bound.
+    Returns 0, or 1 if the file misses a bound or its bundle cannot be published.
 
     Raises:
         ConfigError: the mode can't quantize this model.
@@ -122,7 +122,7 @@ def from_model(run: Run, model: Captured, data: DataModule) -> int:
 
 
 def range_batches(data: DataModule, batch: int) -> list[Any]:
-    """Returns training samples in batches of `batch`, on which mode float16 measures the ranges of tensors."""
+    """Returns calibration samples in batches of `batch`, on which mode float16 measures the ranges of tensors."""
     return data.full_batches(max(_RANGE_SAMPLES, batch), batch)
 
 
@@ -179,7 +179,7 @@ def _session_options(config: Config, mode: str | None) -> Mapping[str, str]:
 
 
 def finish(run: Run, data: DataModule, made: Made) -> int:
-    """Verifies and reports the file; returns the exit status."""
+    """Verifies, reports and, if requested, bundles the file; returns the exit status."""
     config, folder = run.config, run.folder
     write_model_json(folder, describe(data))
     subject = subject_of(config, run.files, made, data)

@@ -64,7 +64,10 @@ class Calibrate(InCheckpoint):
 
 
 def _seconds(state: State, pace: Pace) -> float:
-    """Returns the seconds of a calibration: the pass, the search after it, and the finalists of a tournament."""
+    """Returns the estimated seconds of a calibration.
+
+    They include the pass over the samples, the search after it, and the files of a tournament's finalists.
+    """
     config, found = state.run.config, pace.calibration
     observed, held_out = splits(state.data, config)
     seconds = len(observed) * (found.each + pace.load) + found.once
@@ -88,7 +91,7 @@ def _settled(run: Run, found: Calibrated) -> Run:
 
 
 class _Algorithms(InCheckpoint):
-    """Runs the algorithms of one stage, unless they compete."""
+    """Runs the algorithms of one stage; does nothing with algorithm_choice=auto (`Compete` runs them)."""
 
     stage: str
     hook: str  # the module's method that is called with the images
@@ -154,7 +157,7 @@ def _with_images(run: Run, data: DataModule, stage: str, hook: Callable[..., Non
 
 
 def forget_partial(run: Run) -> None:
-    """Removes the partial results of algorithms once a checkpoint contains the final ones."""
+    """Removes the partial results of algorithms; called once a checkpoint contains the final ones."""
     if main_process():
         for path in partial_results(run.folder):
             path.unlink(missing_ok=True)

@@ -17,11 +17,11 @@ from qatkit_verify.foreign import Called
 from qatkit_verify.installed import install_extra
 from qatkit_verify.runtimes.base import dotted, load_runtimes
 
-_A_CORE = 16  # limit of threads and of loading processes: more would only cause switching between them
+_A_CORE = 16  # limit of threads, and of loading processes, per core: more would only cause switching
 
 
 def check_job(config: Config, from_checkpoint: bool) -> None:
-    """Checks settings in addition to their values: files must exist, and dotted paths must resolve.
+    """Checks that settings suit the program, that their dotted paths resolve, and that required files exist.
 
     Args:
         config: the configuration of the job.
@@ -133,7 +133,7 @@ def _check_folder(config: Config, tasks: str | None, processes: int) -> None:
     """Requires output_dir for processes that a cluster or launcher starts.
 
     Otherwise each process would create a folder with its own time in the name, and wait there for the first
-    one.
+    one. With resume=FILE the folder is known, and a search is not checked here.
     """
     several = processes > 1 and (tasks == str(processes) or "TORCHELASTIC_RUN_ID" in os.environ)
     if not (config.trainer.num_nodes > 1 or several):

@@ -1,4 +1,4 @@
-"""The stages that choose between modules: the competition of algorithms, and the choice of float operators."""
+"""The stages that may replace the module by a better one: with fewer algorithms, or with more operators in float."""
 
 from __future__ import annotations
 

@@ -45,7 +45,8 @@ def clean_file(config: Config, folder: Path) -> int:
 def cleaned_before(config: Config, folder: Path) -> Config:
     """Returns the configuration with the cleaned file as its ONNX file; unchanged if no change is requested.
 
-    The cleaned file is in the run's folder. A restarted run uses the existing one.
+    The cleaned file is in the run's folder. A restarted run uses the existing one if file and settings are the
+    same.
     """
     if config.clean == CleanConfig():
         return config
@@ -161,7 +162,7 @@ def _record(config: Config, found: Cleaned) -> dict[str, Any]:
 
 
 def _decibels(proof: Proof) -> dict[str, float | None]:
-    """Returns the deviation of each output in dB; None for an output whose values are all equal."""
+    """Returns the signal-to-noise ratio of each output in dB; None for an output without any deviation."""
     return {name: None if ratio == float("inf") else ratio for name, ratio in proof.outputs.items()}
 
 

@@ -139,7 +139,9 @@ def _write(state: State, folder: Path) -> list[str]:
 
 
 def _choose_level(state: State, path: Path) -> list[str]:
-    """Sets the requested accuracy level of a decoder at level 0; with `auto`, the level that is worth its loss.
+    """Rewrites a decoder's file, which has accuracy level 0, at the requested level.
+
+    With `auto`, it is rewritten at level 4 if that is faster at a small enough loss.
 
     Returns:
         A note with the measurements if both levels were compared, else an empty list.
@@ -167,7 +169,7 @@ def _choose_level(state: State, path: Path) -> list[str]:
 
 
 def _module(state: State, captured: Captured, example: dict[str, Tensor]) -> QATModule:
-    """Returns the finished module with a decoder's graph."""
+    """Returns a module of a decoder's graph, with the weights and quantizers of the finished module."""
     finished = state.prepared
     module = state.module_type(
         captured,
@@ -194,7 +196,11 @@ def _tokens(state: State) -> Tensor:
 
 
 def _ends(model: Any) -> list[int]:
-    """Returns the ids of the tokens that end a text, preferably from the generation settings."""
+    """Returns the ids of the tokens that end a text.
+
+    They are in the model's generation settings or else in its configuration; if neither has any, the last id of
+    the vocabulary is returned.
+    """
     for settings in (getattr(model, "generation_config", None), model.config):
         ends = getattr(settings, "eos_token_id", None)
         if ends is not None:

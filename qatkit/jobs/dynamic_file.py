@@ -19,7 +19,8 @@ from qatkit_verify.session import open_session, run_images
 def with_dynamic(subject: Subject, config: Config) -> tuple[Subject, tuple[str, ...]]:
     """Returns the subject, with a dynamic file among its files if requested, and notes for the report.
 
-    The file is written next to the float file. None is written if the run's own file is dynamic.
+    The file is written next to the float file. None is written if the run's own file is dynamic, or if ONNX
+    Runtime cannot quantize the model, which a note then says.
     """
     if not config.verify.dynamic or (config.mode or config.export.mode) == DYNAMIC:
         return subject, ()

@@ -41,6 +41,8 @@ from qatkit_verify.stream import stream_file
 def export(config: Config) -> int:
     """Writes the ONNX file of `config.checkpoint` again; the same checkpoint gives the same bytes.
 
+    Returns 0, or 1 if the audit finds a problem and `verify.audit` is true.
+
     Raises:
         ConfigError: settings do not fit the checkpoint or the run in its folder; nothing is written.
     """
@@ -140,7 +142,7 @@ def _check_settings(config: Config, folder: Path, run: Path) -> None:
 
 
 def restored(config: Config, checkpoint: str, stored: dict[str, Any]) -> QATModule:
-    """Returns the module of a checkpoint, rebuilt with the run's placement and the stored choices."""
+    """Returns the module of a checkpoint, rebuilt with the placement in `config` and the choices in `stored`."""
     blank = replace(config.model, weights=None, checkpoint=None, num_classes=stored["qatkit"]["num_classes"])
     inputs = inputs_of(stored["qatkit"])
     module = qat_module(
@@ -158,13 +160,13 @@ def restored(config: Config, checkpoint: str, stored: dict[str, Any]) -> QATModu
         raise ConfigError(
             "checkpoint", checkpoint, reason=f"the checkpoint does not fit its config.yaml ({reason})"
         ) from error
-    module.take_average(stored.get("average"))  # during training, the averaged weights are those to export
+    module.take_average(stored.get("average"))  # separate from the weights until a training has finished
     module.ready_to_convert()  # the scales in a checkpoint of an unfinished training are not aligned yet
     return module
 
 
 def _check_neighbours(config: Config, folder: Path) -> None:
-    """Rejects an export with other settings into a finished run's folder, since its report describes the old file."""
+    """Rejects an export with other settings into the folder of a finished run, whose report describes the old file."""
     if not (folder / REPORT_FILE).exists() or not (folder / CONFIG_FILE).is_file():
         return
     for name, value in same_file(config.export, load_config(folder / CONFIG_FILE).export).items():

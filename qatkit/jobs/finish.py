@@ -38,7 +38,7 @@ class Export(Always):
 
 
 class Analyse(Always):
-    """Analyses the effects of quantization on the layers, if requested."""
+    """Runs the requested analyses, and draws the front of a precision search if pictures are requested."""
 
     def planned(self, state: State, pace: Pace) -> Sequence[Planned]:
         return planned_analysis(state, pace)
@@ -50,7 +50,7 @@ class Analyse(Always):
 
 
 class Verify(Always):
-    """Runs the checks, and writes the report and the bundle."""
+    """Runs the checks, and writes the report and, if requested, the bundle."""
 
     def planned(self, state: State, pace: Pace) -> Sequence[Planned]:
         run, data = state.run, state.data

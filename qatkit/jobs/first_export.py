@@ -4,7 +4,8 @@
 
 The int8 kernels of the operators and the size of the file depend on the graph and not on the ranges. They
 are therefore checked here with the final bounds, and a missed bound ends the run, since it would be
-missed after hours of training too. `verify.audit=false` accepts float operators, and nothing is checked.
+missed after hours of training too. With `verify.audit=false` float operators are accepted, and no bound is
+checked here.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def _try_module(run: Run, model: Captured, module: QATModule, data: DataModule) 
 
 
 def _prove_stream(file: Path, data: DataModule, threads: int) -> None:
-    """Checks that a float file computes the same as a whole and in chunks.
+    """Checks that a float file computes the same for whole samples and for the same samples in chunks.
 
     Raises:
         ConfigError: its states cannot become inputs, or operators other than recurrent layers connect the
@@ -142,7 +143,7 @@ def _go_on(config: Config, subject: Subject) -> bool:
     """Runs the checks that need no images, and reports shortfalls as at the end of a run.
 
     Returns:
-        Whether the run can continue.
+        Whether the run can continue; True without any check if `verify.audit` is false.
     """
     if not config.verify.audit:
         return True

@@ -40,7 +40,9 @@ _CLASSES, _ANY = "classification", "outputs"  # names of tasks
 
 
 def quantized(config: Config, folder: Path, file: FloatFile, made: Path) -> int:
-    """Quantizes, verifies and reports the file; returns 0, or 1 if it misses a bound.
+    """Quantizes, verifies and reports the file.
+
+    Returns 0, or 1 if the new file misses a bound or its bundle cannot be published.
 
     Args:
         config: the configuration.
@@ -81,6 +83,8 @@ def quantized(config: Config, folder: Path, file: FloatFile, made: Path) -> int:
 def with_task(config: Config, file: FloatFile) -> tuple[Config, tuple[str, ...]]:
     """Chooses the task of a run that imports a file, by the run's data and the file's outputs.
 
+    Only the default task, classification, is replaced, by outputs if the file does not return logits of classes.
+
     Returns:
         The configuration with this task, and notes for the report.
 
@@ -119,7 +123,9 @@ def _data(config: Config, file: FloatFile) -> DataModule:
 def _checked(
     config: Config, file: FloatFile, path: Path, data: DataModule, batch: int | None
 ) -> tuple[Config, list[str], Span]:
-    """Runs the file once and checks its outputs for the task; an upgraded file is compared with the original.
+    """Runs the file once and checks that its outputs suit the task.
+
+    A file that was converted to a newer opset is compared with the original.
 
     Returns:
         The configuration with the task that suits the outputs, notes for the report, and the file's time per
@@ -229,7 +235,10 @@ def _largest_difference(exact: Array, found: Array) -> float:
 
 
 def _batches(config: Config, batch: int | None, data: DataModule) -> Iterable[Any]:
-    """Returns the batches on which the mode measures ranges; only full ones if the file has a fixed batch size."""
+    """Returns the batches on which the mode measures ranges; () for modes that measure none.
+
+    If the file has a fixed batch size, all batches have this size.
+    """
     if config.mode == "float16":
         return range_batches(data, batch or 1)
     return _Calibration(config, batch, data) if config.mode == "static" else ()
@@ -237,11 +246,7 @@ def _batches(config: Config, batch: int | None, data: DataModule) -> Iterable[An
 
 @dataclass(frozen=True)
 class _Calibration:
-    """The calibration batches, which are read again in each iteration.
-
-    Attributes:
-        batch: the batch size of the file if it is fixed.
-    """
+    """The calibration batches, which are read again in each iteration; `batch` is the fixed batch size of the file."""
 
     config: Config
     batch: int | None

@@ -1,4 +1,4 @@
-"""The last stage of a run: writes a bundle if it is requested and the file meets its bounds."""
+"""The last stage of a run: writes and publishes a bundle, if that is requested and the file meets its bounds."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def hand_over(run: Run, data: DataModule, status: int, int8: str) -> int:
     Args:
         run: the finished run.
         data: the data of the run.
-        status: the status of the run so far. A file that misses a bound is not handed over automatically.
+        status: the status of the run so far; if it is not 0, the file has missed a bound and no bundle is written.
         int8: the name of the file to deliver.
     """
     if not run.config.export.bundle:

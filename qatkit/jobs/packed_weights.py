@@ -18,7 +18,7 @@ from qatkit_verify.session import ACCURACY_LEVEL
 
 
 def check_packed(module: QATModule, config: Config) -> None:
-    """Checks, for a weight-only backend, that the model has weights to quantize, and a row as long as a block.
+    """Checks, for a weight-only backend, that there are weights to quantize, and a row at least as long as a block.
 
     A row shorter than a block has one scale, as with per-channel scales. If all rows are shorter, blocks have
     no effect.

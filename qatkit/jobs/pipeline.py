@@ -1,14 +1,15 @@
 """The main job: its stages in the order in which they run. Each stage is in a file of this folder.
 
     float model → QATModule (fuse, stub, prepare_qat) → export once → algorithms on float activations
-    → calibrate → algorithms on ranges (or all of them compete) → mixed precision (if requested) → fine-tune
-    → convert → export
+    → calibrate → algorithms after calibration (with algorithm_choice=auto, all algorithms are tried here instead)
+    → mixed precision (if requested) → fine-tune → convert → export
     → analysis (if requested) → verify → report
 
 `STAGES` is the list (`qatkit.jobs.stages`).
 
-Every run has one folder. At the end it contains model.int8.onnx, model.float.onnx, model.json (preprocessing and
-classes), ranges.json (every quantized tensor's range), report.json, report.html, config.yaml and last.ckpt.
+Every run has one folder. With export.mode=static it finally contains model.int8.onnx, model.float.onnx,
+model.json (preprocessing and classes), ranges.json (every quantized tensor's range), report.json, report.html,
+config.yaml and last.ckpt.
 """
 
 from __future__ import annotations
@@ -100,7 +101,10 @@ STAGES_BY_MODE: Sequence[Stage] = (
 
 @with_other_ranks(False)  # Outside of trainings, the first process works for all.
 def train(config: Config, module_type: type[QATModule] = QATModule, *, notes: tuple[str, ...] = ()) -> int:
-    """Runs all stages. Returns 0, or 1 if the first or the finished file misses a bound of `config.verify`.
+    """Runs all stages.
+
+    Returns 0, or 1 if the first or the finished file misses a bound of `config.verify`, or if the bundle cannot be
+    published.
 
     Args:
         config: the configuration of the run.

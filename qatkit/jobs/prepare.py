@@ -47,7 +47,7 @@ def module_of(state: State, *, quantize: bool = True) -> QATModule:
 
 
 class Models(Always):
-    """Loads and checks the float models with which the run begins: its own and the teacher."""
+    """Loads the teacher, if it is another model, and checks that a resumed run began with the same float models."""
 
     def run(self, state: State) -> State:
         run = state.run
@@ -59,7 +59,7 @@ class Models(Always):
 
 
 class KnownPlaces(Always):
-    """Applies the placement that a file or the run's folder contains."""
+    """Applies the placement that the file of `placement` or the run's folder contains, if there is one."""
 
     def run(self, state: State) -> State:
         run = placed_before(state.run, state.captured, state.data.inputs, state.module_type)
@@ -77,7 +77,7 @@ class Prepare(Conditional):
 
 
 class Check(Always):
-    """Checks that the settings of single layers, the fixed encodings and the teacher suit the module."""
+    """Checks that the module suits the teacher and the settings that name its layers, weights or tensors."""
 
     def run(self, state: State) -> State:
         check_layers(state.prepared, state.run.config.analysis)

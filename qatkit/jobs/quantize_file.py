@@ -1,4 +1,4 @@
-"""Quantizes a user's float ONNX file by a mode, and verifies and reports the new file like that of a trained model.
+"""Does with a user's ONNX file what `mode` says; a quantized file is verified and reported like that of train.py.
 
     clean, summary, encodings                    `qatkit.jobs.clean_file`, `qatkit.jobs.summarize_file`,
                                                  `qatkit.jobs.encodings_file`
@@ -10,8 +10,9 @@
 This module checks the settings and the file before torch is imported, so that an unusable file is rejected at
 once.
 
-The reports of "the other modes" have no simulation and no control, since there is no module. Parity compares
-the file with the float file, and its results with and without ONNX Runtime's optimizations.
+The other modes (dynamic, float16, and weight_only without weights.bits) have no module. Their reports therefore
+have no simulation and no control, and parity compares the new file with the float file, and its results with
+and without ONNX Runtime's optimizations.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _OURS, _ARRAYS = "qatkit.data.", ("qatkit.data.arrays.", AUDIO, DRAWN, *TEXTS, *
 def quantize(config: Config) -> int:
     """Quantizes, cleans or describes `config.onnx`, as `config.mode` says.
 
-    Returns 0, or 1 if a quantized file misses a bound.
+    Returns 0, or 1 if a quantized file misses a bound or its bundle cannot be published.
 
     Raises:
         ConfigError: the user has made a mistake; it is raised before long work, and no quantized file is written.
@@ -106,7 +107,7 @@ def _packed_backend(config: Config) -> BackendConfig:
 def _by_graph(config: Config) -> int:
     """Runs the stages of train.py with the file as the model."""
     validate(config)
-    config = replace(config, verify=replace(config.verify))  # a fixed batch becomes the latency batch
+    config = replace(config, verify=replace(config.verify))  # a copy: a fixed batch sets latency_batch
     assert config.onnx is not None and config.mode is not None
     folder = _new_folder(config, file_name(config.mode))
     with protected(config.export.encrypt):
@@ -132,13 +133,13 @@ def _of_batch(run: Config, batch: int) -> Config:
 def by_tools(config: Config) -> int:
     """Quantizes `config.onnx` by ONNX Runtime's tools. With `mode="static"`, this is the first rung of a rescue.
 
-    Returns 0, or 1 if the file misses a bound.
+    Returns 0, or 1 if the file misses a bound or its bundle cannot be published.
 
     Raises:
         ConfigError: the user has made a mistake, as in `quantize`.
     """
     validate(config)
-    config = replace(config, verify=replace(config.verify))  # a fixed batch becomes the latency batch
+    config = replace(config, verify=replace(config.verify))  # a copy: a fixed batch sets latency_batch
     assert config.onnx is not None and config.mode is not None
     folder = _new_folder(config, file_name(config.mode))
     with _prepared(config, folder) as (file, made):
@@ -163,6 +164,8 @@ def _prepared(config: Config, folder: Path) -> Iterator[tuple[FloatFile, Path]]:
 def _new_folder(config: Config, name: str) -> Path:
     """Returns the run's folder, in which a file called `name` will be written.
 
+    The folder may contain an earlier, unfinished attempt of the same run.
+
     Raises:
         ConfigError: the folder contains such a file or another run.
     """
@@ -179,7 +182,7 @@ def _new_folder(config: Config, name: str) -> Path:
 
 
 def _begun(config: Config, folder: Path) -> bool:
-    """Returns whether an earlier attempt of this run was stopped in the folder."""
+    """Returns whether the folder belongs to an attempt of this run: its config.yaml names the same file and mode."""
     try:
         before = load_config(folder / CONFIG_FILE)
     except ConfigError:

@@ -1,9 +1,11 @@
-"""A climb: runs one rung after another, each as a complete run in its own folder, until the target is met.
+"""The rescue (`rescue.climb`), also called a climb: tries one method (rung) after another until the target is met.
+
+Each rung is a complete run in its own folder.
 
     FOLDER/rungs/float/              the float file, and its weights if they were trained here
     FOLDER/rungs/naive/ ...          a run each: configuration, checkpoint, file, report; its output in table.txt
     FOLDER/ladder.json               the results of the rungs so far
-    FOLDER/                          at the end: the bundle of the chosen rung, verified with the user's settings
+    FOLDER/                          at the end: the files of the chosen rung, verified with the user's settings
 
 Every figure is measured on a file in ONNX Runtime, on the test images. A rung with a report is not run again,
 so a killed climb continues in the rung that was interrupted.
@@ -59,7 +61,9 @@ _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 def climb(config: Config) -> int:
-    """Climbs from naive PTQ to the target. Returns 0, or 1 if the delivered file misses a bound.
+    """Climbs from naive PTQ to the target.
+
+    Returns 0, or 1 if the delivered file misses a bound or its bundle cannot be published.
 
     Raises:
         ConfigError: the user has made a mistake; this is raised before the long stages.
@@ -145,9 +149,9 @@ class _Climb:
         return self._hand_over()
 
     def _start(self) -> None:
-        """Measures the naive rung: the result of a user without qatkit.
+        """Measures the float file and the naive rung, which is what a user would get without qatkit.
 
-        Its result is labelled as that of another tool and is never delivered.
+        Neither of them is ever delivered.
         """
         config, folder = self.asked.config, self.folder / RUNG_FOLDERS / FLOAT
         source = folder / FLOAT_FILE
@@ -203,7 +207,7 @@ class _Climb:
         return replace(rung_result(name, title, place, report), seconds=seconds), report
 
     def _run(self, folder: Path, config: Config, job: Callable[[Config], int]) -> None:
-        """Runs a rung unless it is finished, from its checkpoint if there is one. Its table is written to a file."""
+        """Runs a rung unless it is finished, from its checkpoint if there is one; its output goes to table.txt."""
         if (folder / REPORT_FILE).is_file():
             return
         checkpoint = last_checkpoint(folder)

@@ -1,7 +1,7 @@
 """The rungs of a climb. Each rung changes the configuration that the climb has kept so far.
 
     naive → whole operators → per-channel scales → tournament of ranges → the backend's placement
-    → SmoothQuant → corrections compete → block reconstruction → mixed precision → QAT with distillation
+    → SmoothQuant → useful corrections → block reconstruction → mixed precision → QAT with distillation
 
 The first rung is ONNX Runtime's quantize_static with its defaults, which quantizes the elementary operators
 of a LayerNorm. The others are runs of qatkit. A new rung is a new entry of `RUNGS`.
@@ -33,7 +33,7 @@ _CORRECTIONS = {
     "equalize": f"{_PACKAGE}.Equalize",
 }
 _OWN_RUNG = ("smooth_quant", "block_reconstruction")
-# Algorithms after the ranges. Rungs that train weights or learn rounding start without them.
+# Algorithms that run after calibration. Rungs that train weights or learn rounding start without them.
 _OF_RANGES = ("bias_correction", "moment_rounding", "block_reconstruction")
 # Schedules for transformers and for CNNs, with a hundredth of their learning rates in training
 # (conf/schedule).
@@ -141,9 +141,9 @@ def _mixed(asked: RungInputs, kept: Config) -> Config:
 
 
 def _qat(asked: RungInputs, kept: Config) -> Config:
-    """Returns the configuration of QAT with the outputs of float as its target.
+    """Returns the configuration of QAT that distills the outputs of the float model.
 
-    The user's schedule applies if it trains, else one epoch at a low learning rate.
+    The user's schedule applies if it trains, else `rescue.epochs` epochs at a low learning rate.
     """
     own = asked.config.schedule
     trains = own.epochs > 0

@@ -48,7 +48,7 @@ class State:
             other.
         module: the prepared module; None until it is built, and after a stage that requires another one.
         calibrated: the results of the calibration.
-        tried: the competing algorithms with their results.
+        tried: the algorithms that algorithm_choice=auto has tried, with their results.
         precision: the result of the choice of float operators.
         control: the float control, if there is one.
         written: the exported files, once they are written.

@@ -67,7 +67,7 @@ class TrainFloat(Conditional):
 
 
 class FineTune(Always):
-    """Fine-tunes the quantized model; its checkpoint contains all choices of the run."""
+    """Fine-tunes the quantized model, and writes the checkpoint with all choices of the run, even without epochs."""
 
     def planned(self, state: State, pace: Pace) -> Sequence[Planned]:
         return _fine_tuning(state, pace, "QAT", CHECKPOINT_FILE)
@@ -81,7 +81,7 @@ class FineTune(Always):
 
 
 class Control(Conditional):
-    """Fine-tunes the float control with the same algorithms and settings."""
+    """Fine-tunes the float control: a module with the same algorithms and settings that is not quantized."""
 
     def done(self, state: State) -> bool:
         return not state.run.config.verify.control
@@ -170,7 +170,7 @@ class Length:
 
 
 def _fine_tuning(state: State, pace: Pace, name: str, checkpoint: str) -> Sequence[Planned]:
-    """Returns the rows of a fine-tuning in the plan, including the judgement of its epochs."""
+    """Returns the rows of a fine-tuning in the plan; the time includes the evaluation of its epochs."""
     config = state.run.config
     schedule = config.schedule
     if not schedule.epochs:
@@ -256,7 +256,7 @@ def fine_tune(
 def _validating(
     run: Run, module: Learner, data: DataModule, checkpoint: Path, title: str, epochs: int
 ) -> Validating | None:
-    """Returns the callback that validates each epoch if there are several, else None."""
+    """Returns the callback that validates each epoch; None for a single epoch or data without labels."""
     if epochs < 2 or not data.labelled:
         return None
     trainer = run.config.trainer
@@ -275,7 +275,10 @@ def _choosing(run: Run, module: QATModule, data: DataModule, checkpoint: Path, t
 
 
 def _own_width(module: QATModule, model: ModelConfig) -> int | None:
-    """Returns the number of outputs of the model's head: pretrained weights may have more classes than the default."""
+    """Returns the number of classes that is configured or else, with pretrained weights, that of the model's output.
+
+    It is None if neither is known.
+    """
     if model.num_classes is not None or model.weights is None:
         return model.num_classes
     with inference(module.graph):

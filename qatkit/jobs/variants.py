@@ -1,4 +1,4 @@
-"""Writes a folder of files with other placements, for `qatkit-measure` on another machine (placement=variants)."""
+"""Writes a folder of files with different placements, for `qatkit-measure` on another machine (placement=variants)."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from qatkit_verify.placement.sites import Sites
 
 
 def variants(config: Config) -> int:
-    """Writes the folder and returns 0. Weights and ranges are untrained, since they do not affect latency.
+    """Writes the folder and returns 0. Nothing is calibrated or trained, since that would not affect latency.
 
     Raises:
-        ConfigError: the folder contains other files, or the configuration is wrong, as at the start of any
-            run.
+        ConfigError: the folder contains a run, the files would be encrypted, the data are not pictures, or the
+            configuration is wrong, as at the start of any run.
     """
     if config.export.encrypt is not None:
         raise ConfigError(

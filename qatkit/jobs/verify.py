@@ -1,4 +1,4 @@
-"""The end of every run, with or without a module: checks, bounds, page, report.json, table.
+"""The verification of every run, with or without a module: checks, bounds, report.html, report.json and a table.
 
 Subject ─ each check of `verify.checks` in turn ─> Results ─ bounds ─> shortfalls, each with a suggested fix
 """
@@ -59,13 +59,13 @@ from qatkit_verify.errors import ConfigError, counted
 from qatkit_verify.runtimes.base import other_runtimes
 from qatkit_verify.session import fixed_batch, open_session, session_options
 
-SAMPLE_BATCH = 32  # images per batch of a sample
+SAMPLE_BATCH = 32  # images per batch of a subset of the test images
 
 
 def planned_verification(
     config: Config, data: DataModule, pace: Pace, files: Sequence[str], predictors: Sequence[str] = ()
 ) -> list[Planned]:
-    """Returns the rows of the plan for the checks and, if requested, for the bundle.
+    """Returns the rows of the plan for the checks and, if requested, for the bundle and its publication.
 
     Args:
         config: the configuration of the run.
@@ -110,8 +110,8 @@ def checks_of(config: Config, *, labelled: bool) -> list[Check]:
     """Returns the checks that `config.verify` lists, for images with or without labels.
 
     Raises:
-        ConfigError: a path names no check, the check of a bound is not in the list, or a bound does not apply
-            to images with labels.
+        ConfigError: a path names no check, the check of a bound is not in the list, a bound does not apply to
+            images with labels, or `verify.runtimes` does not suit the backend.
     """
     for key in UNLABELLED_BOUNDS if labelled else ():
         value, default = getattr(config.verify, key), getattr(VerifyConfig(), key)
@@ -130,7 +130,7 @@ def checks_of(config: Config, *, labelled: bool) -> list[Check]:
 
 
 def _check_runtimes(config: Config) -> None:
-    """Rejects other runtimes for a file whose form is specific to one runtime."""
+    """Rejects runtimes besides ONNX Runtime for a backend whose static files are specific to another runtime."""
     others = other_runtimes(config.verify.runtimes)
     static = (config.mode or config.export.mode) == "static"
     if others and static and backend_of(config).other_runtime:
@@ -145,7 +145,7 @@ def conclude(run: Run, subject: Subject, told: Results, files: Sequence[str]) ->
     """Checks a finished file, and writes and prints its report.
 
     Args:
-        run: the run, whose folder contains all files except the page and report.json.
+        run: the run, whose folder contains all files except report.html and report.json.
         subject: the files to check.
         told: the results known without measuring: model, skipped sites, calibration, notes, configuration.
         files: the names of files in the folder whose digests are part of the report.
@@ -184,7 +184,10 @@ def conclude(run: Run, subject: Subject, told: Results, files: Sequence[str]) ->
 
 
 def _climb(config: Config, results: Results) -> str:
-    """Returns the command of a rescue if the accuracy of the file is too low and no rescue was run, else ""."""
+    """Returns the command of a rescue if the file of a run of train.py is too far from float, else "".
+
+    After a rescue, and without a typed command line, the result is "" too.
+    """
     far = [line for line in results.shortfalls if line.startswith(("verify.max_drop", "verify.min_float_"))]
     if not far or results.ladder is not None or config.mode is not None:
         return ""
@@ -252,7 +255,7 @@ def conclude_module(state: State) -> int:
 
 
 def other_sizes(converted: fx.GraphModule) -> list[dict[str, dict[int, int]]]:
-    """Returns the sizes for which a graph was built in addition to those of its example.
+    """Returns the sizes at which the model was traced in addition to those of the example.
 
     Each entry has the sizes of all dynamic axes except the batch, by input and axis.
     """
@@ -270,16 +273,16 @@ def other_sizes(converted: fx.GraphModule) -> list[dict[str, dict[int, int]]]:
 def float_on_purpose(module: QATModule, model: nn.Module) -> list[str]:
     """Returns globs for the operators that are float on purpose.
 
-    These are the operators that the module leaves float, and the norms that an imported file has in parts.
-    For an imported file the globs include the names of its nodes, which differ from sites if torch does not
-    accept them as paths.
+    These are the operators that the module leaves float, and the norms that an imported file computes by
+    several operators. For an imported file the globs include the names of its nodes, which differ from the
+    paths in the module if torch does not accept them.
     """
     given = model.norms_in_parts if isinstance(model, ImportedModel) else []
     return list(map(glob.escape, (*names_in_file(module.graph, module.left_float), *given)))
 
 
 def _guards(config: Config, module: QATModule) -> dict[str, Any]:
-    """Returns the choice of `reduce_range` and the cost of each guarded operator as plain values."""
+    """Returns, as plain values, the choice of `reduce_range` and the cost of each operator with guarded weights."""
     return {
         "choice": config.backend.reduce_range,
         "hazard": module.backend.saturates,

@@ -32,7 +32,7 @@ def is_aimet(content: Mapping[str, Any]) -> bool:
 
 
 def from_dict(content: Mapping[str, Any]) -> Encodings:
-    """Returns the encodings from a file's content; their notes name the entries that are skipped.
+    """Returns the encodings from a file's content; a note names the skipped entries, which are not of integers.
 
     Raises:
         KeyError, TypeError, ValueError: an entry is damaged.
@@ -160,7 +160,7 @@ def _offsets(one: Encoding) -> list[float]:
 
 
 def _by_channel(one: Encoding, values: Any) -> Any:
-    """Returns the values of scales in blocks ordered by output channel, as in version 1.0.0; others unchanged."""
+    """Returns blockwise values with the output channels first, as version 1.0.0 orders them; others unchanged."""
     return values.T if one.block_size is not None and one.axis == 0 and values.ndim == 2 else values
 
 

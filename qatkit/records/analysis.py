@@ -95,7 +95,7 @@ class Isolation:
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference between a tensor and the same tensor computed in another way.
+    """The difference between the exact values of a tensor and those found when it is computed in another way.
 
     Attributes:
         mse: the mean squared difference.
@@ -172,6 +172,7 @@ class Comparison:
         suspect: the tensor whose scale causes the largest avoidable error; None if there is none.
         first: a description of the first tensor (with its operator) that ONNX Runtime computes differently
             from the simulation; None if there is no such tensor, or no file.
+        notes: notes for the report.
     """
 
     images: int

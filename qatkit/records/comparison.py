@@ -21,7 +21,7 @@ class Row(Figures):
         folder: the folder of the run, relative to the compared folder, with "/".
         state: `MET`, `SHORT`, `UNFINISHED` or `BROKEN`; `why` explains all except the first.
         recipe: the `name` of the run, which is that of its recipe unless the command line sets another.
-        backend: the name of the target's rules.
+        backend: the name of the backend.
         model: the name of the model.
         page: whether it has a report.html.
         task: the task of the figures.
@@ -59,8 +59,8 @@ class Row(Figures):
 def front(rows: Sequence[Row]) -> list[bool]:
     """Returns whether each row is on the Pareto front of accuracy, latency and size.
 
-    Only rows measured on the same data and machine are compared. A row without one of the three figures, or
-    one that misses a bound, is not on the front and excludes no other row.
+    Only rows with the same metric, test images and machine are compared. A row without one of the three
+    figures, or one that misses a bound, is not on the front and excludes no other row.
     """
     return [
         _stands(one)

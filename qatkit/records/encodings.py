@@ -107,8 +107,8 @@ class Encodings:
     Attributes:
         activations: the encodings of activations by tensor name.
         parameters: the encodings of weights and biases by tensor name.
-        formats: for each tensor that a function of the domain `qatkit` rounds to a number format, which has no
-            zero point, the name of the format.
+        formats: the names of number formats by tensor name, for tensors that a function of the domain `qatkit`
+            rounds to a number format. Such tensors have no zero point.
         notes: notes on quantized tensors of the file that are not listed.
     """
 

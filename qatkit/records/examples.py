@@ -1,8 +1,8 @@
 """A few test samples for drawings in the report: panels of pixels and shapes, as plain data.
 
-`Panel` needs neither the task nor the model: `qatkit.tasks.drawing` names the code that makes panels, and
-`qatkit.report.examples` draws them on the page. report.json has everything except the pixels, which only the
-page has.
+A panel can be drawn without the task and the model: a task's `qatkit.tasks.drawing.Drawing` makes it, and
+`qatkit.report.examples` draws it on the page. report.json contains everything except the pixels, which only the
+page contains.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The outcomes of all rungs as plain data, for the final table and for the file from which a killed climb resumes."""
+"""The results of a rescue's rungs as plain data, for the final table and to resume a rescue that was killed."""
 
 from __future__ import annotations
 

@@ -147,5 +147,5 @@ def _measured(found: Mapping[str, float | None]) -> dict[str, float]:
 
 
 def finite(name: str, value: float) -> float:
-    """Limits a figure to a finite value for a sampler, since samplers compute volumes."""
+    """Limits a figure to a finite value for a sampler, which may compute hypervolumes from it."""
     return min(value, OBJECTIVES[name].most)

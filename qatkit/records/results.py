@@ -47,7 +47,7 @@ _SCORED = ("calibration", "algorithms", "curves", "precision", "analysis", "ladd
 
 @dataclass(frozen=True)
 class Fidelity:
-    """The distance between the outputs and those of the float file on the same images (`qatkit.verify.fidelity`)."""
+    """The distance of a file's outputs from those of the float file on the same images (`qatkit.verify.fidelity`)."""
 
     agreement: float  # share of the same decisions, 0..1 (boxes: F1)
     kl: float | None  # mean KL divergence from float's distribution in nats; None without distributions
@@ -194,7 +194,7 @@ class Audit:
     int8_macs: int
     problems: tuple[str, ...]
     for_onnxruntime: bool = True  # if False, "int8" is what the file requests from another runtime
-    packed_bits: float | None = None  # for products with packed weights, including scales and zero points
+    packed_bits: float | None = None  # bits per packed weight, including scales and zero points
 
     @property
     def ok(self) -> bool:
@@ -240,7 +240,7 @@ class Results:
     skipped: Sequence[tuple[str, str]] = ()  # (site, reason)
     shortfalls: Sequence[str] = ()
     fixes: Sequence[str] = ()  # the suggested fix for each shortfall, as it is typed; "" if none is known
-    climb: str = ""  # the command that continues the climb if the file is too far from float
+    climb: str = ""  # the command of a rescue if the file is too far from float; "" if none is suggested
     analysis: Analysis | None = None
     ladder: Ladder | None = None  # the ladder of a rescue
     examples: Examples | None = None  # test samples that the page draws
@@ -249,10 +249,10 @@ class Results:
     labelled: bool = True  # if False, only fidelity can be measured, not accuracy
     label: str = "INT8"  # a short name for the exported file (the key "int8")
     calibration: Sequence[Candidate] = ()  # from a tournament of calibration methods
-    algorithms: Sequence[Tried] = ()  # from a competition of algorithms, the first without any
+    algorithms: Sequence[Tried] = ()  # with algorithm_choice=auto; the first row is without any
     curves: Sequence[Curve] = ()  # from training stages whose epochs were evaluated
     precision: Precision | None = None  # from a search for a mixed precision
-    placement: Placed | None = None  # set if operators differ from the backend's table for their speed
+    placement: Placed | None = None  # set if the placement of operators was chosen by measured speed
     notes: Sequence[str] = ()  # notes for readers, a line each
     int8_file: str = "model.int8.onnx"  # relative to the output folder
     fixed_batch: int | None = None  # batch size of the exported file; None for any

@@ -8,9 +8,9 @@
     control.ckpt
     placement.json     of a measured placement: the differences from the backend's table, and the times
     NAME.0.partial ... the partial result of an algorithm, block by block, until last.ckpt contains it
-    model.int8.onnx    the file to deploy, and the float file for comparison; model.MODE.onnx for a mode
-    model.float.onnx
-    model.dynamic.onnx of verify.dynamic: ONNX Runtime's dynamic int8 of the float file, for comparison
+    model.int8.onnx    the file to deploy; model.MODE.onnx if a mode was requested
+    model.float.onnx   the float file, for comparison
+    model.dynamic.onnx of verify.dynamic: ONNX Runtime's dynamic int8 version of the float file, for comparison
     model.json         preprocessing and classes, for deployment
     ranges.json        every quantized tensor's range
     tensorrt.table     the same in TensorRT's format, if requested
@@ -66,7 +66,7 @@ def last_checkpoint(folder: Path) -> Path | None:
 
 
 def partial_results(folder: Path) -> list[Path]:
-    """Returns the files with partial results of algorithms, in a run without a checkpoint, the newest first."""
+    """Returns the files with partial results of algorithms, the newest first; a run with last.ckpt has none."""
     return sorted(folder.glob(f"*{PARTIAL}"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
 
 

@@ -1,7 +1,7 @@
-"""The main metric of a task in records, which is `score` for every task.
+"""The key of a task's main metric in records: `score` for every task.
 
-report.json, which other programs read, and older checkpoints and ladders have the metric's own key instead.
-Both forms are read.
+report.json, which other programs read, and older checkpoints and ladders have the metric's own key instead (such
+as top1). Both forms are read.
 """
 
 from __future__ import annotations

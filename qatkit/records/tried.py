@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Candidate:
-    """A calibration method, evaluated as a whole model on held-out images.
+    """The result of a calibration method, for the whole model on held-out images.
 
     `score` is the task's main metric (None without labels). `logit_error` is the mean squared difference
-    between the outputs and the float model's, relative to their size. Both are measured on the file in ONNX
-    Runtime. They are None for a method that was excluded by its `output_error`: the relative squared error at
-    the outputs of the operators that read a tensor, averaged over all tensors.
+    between the outputs and the float model's, relative to the mean square of the float model's. Both are
+    measured on the file in ONNX Runtime. They are None for a method that was excluded by its `output_error`:
+    the relative squared error at the outputs of the operators that read a tensor, averaged over all tensors.
     """
 
     method: str
@@ -46,7 +46,7 @@ class Tried:
 
 @dataclass(frozen=True)
 class Epoch:
-    """The evaluation of the weights at one optimizer step; `seconds` is its duration."""
+    """The evaluation of the weights at one optimizer step; `seconds` is the duration of the evaluation."""
 
     epoch: float
     step: int

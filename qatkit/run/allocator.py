@@ -1,4 +1,4 @@
-"""Policy for freed memory: small buffers are kept for the next step, large ones are returned to the kernel."""
+"""The policy for freed memory: kept for the next step, or returned to the kernel if samples or the model are large."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from qatkit_verify.session import keep_memory_of_runs
 _LARGE = 2**22  # bytes of one sample: an image of 592x592 pixels
 _LARGE_WEIGHTS = 2**29  # bytes: more than the weights of BERT-base or ViT-B
 _PAGES = 2**17  # bytes, glibc's own value
-_RETURNED = 2**19  # bytes: larger buffers of large models are returned at once
+_RETURNED = 2**19  # bytes: if memory is returned, larger buffers are returned at once
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 _RETURNS = [False]  # whether `keep_freed_memory` has chosen to return memory
 
 
 def keep_freed_memory(sample: int = 0, weights: int = 0) -> None:
-    """Tells glibc to keep large freed buffers for the next step instead of returning them to the kernel.
+    """Tells glibc whether to keep large freed buffers for the next step or to return them to the kernel.
 
-    In training and calibration on the CPU, every activation is such a buffer. The kernel has to clear the
-    pages of a new buffer, which takes time. Buffers of large samples and of large models are still returned
-    at once: if they were kept, the heap would grow to several times the need of a pass (figures: decisions
-    15, 46 and 60).
+    In training and calibration on the CPU, every activation is such a buffer. They are kept, since the kernel
+    has to clear the pages of a new buffer, which takes time. With large samples or a large model they are
+    returned at once: if they were kept, the heap would grow to several times the need of a pass (figures:
+    decisions 15, 46 and 60).
 
     Args:
         sample: the size of one sample in bytes; 0 means a small one.
@@ -43,7 +43,7 @@ def keep_freed_memory(sample: int = 0, weights: int = 0) -> None:
 
 
 def return_freed_memory(*, cycles: bool = True) -> None:
-    """Returns memory that a stage has freed to the kernel, unless it is kept (`keep_freed_memory`).
+    """Gives the kernel the memory that a stage has freed, unless `keep_freed_memory` has chosen to keep it.
 
     glibc itself returns memory only from the end of its heap. One small object there that is still in use
     keeps all freed memory before it.

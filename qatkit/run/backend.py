@@ -115,7 +115,7 @@ def _check_float_biases(config: Config) -> None:
 
 
 def _check_other_runtime(config: Config, backend: Backend) -> None:
-    """Rejects zero points, and 16-bit integers if the runtime does not support them."""
+    """Rejects zero points, which other runtimes do not support, and 16-bit integers if this runtime does not either."""
     for place, one in _settings(config.backend):
         if one.activation_symmetric is False:
             allowed = f"null or true with {config.backend.target}, which does not support zero points"
@@ -153,7 +153,7 @@ _OF_INTEGERS: tuple[tuple[str, object], ...] = (
 
 
 def _check_formats(config: Config, backend: Backend) -> None:
-    """Rejects number formats on an integer backend; on others, integers and settings that need them.
+    """Rejects number formats on an integer backend; with backend=simulated, integers and settings that need them.
 
     Raises:
         ConfigError: a setting does not suit the backend; the first one is reported.
@@ -195,7 +195,7 @@ def _check_takes_formats(config: Config) -> None:
 
 
 def _check_no_scales(asked: BackendConfig) -> None:
-    """Rejects scales and ranges given for single tensors: they only apply to integers, not to number formats."""
+    """Rejects settings of overrides that only apply to integers, such as fixed scales and ranges."""
     names = [f"{of}_{what}" for of in ("weight", "activation") for what in ("scale", "zero_point", "range")]
     for pattern, override in asked.overrides.items():
         for name in (*names, "weight_axis", "activation_reduce_range", "scale_type", "bias_dtype"):
@@ -232,7 +232,7 @@ def _settings(asked: BackendConfig) -> Iterator[tuple[str, BackendConfig | Overr
 
 
 def _weight(spec: QuantSpec, asked: BackendConfig) -> QuantSpec:
-    """Returns the weights' default spec with the changes that the group makes; `Backend.reduced` guards pairs later."""
+    """Returns the spec of weights with the changes that the group makes; `Backend.reduced` sets `pairs` later."""
     spec = replace(spec, pairs=False)
     if asked.weight_dtype is not None:
         spec = replace(spec, dtype=asked.weight_dtype)

@@ -94,7 +94,8 @@ def opened_data(config: Config) -> DataModule:
 def _short(config: Config, inputs: ArrayInputs) -> dict[str, dict[int, int]]:
     """Returns the example lengths of a text input, along the axes that `export.dynamic_axes` names.
 
-    The capture ends the run if the model does not support other lengths along these axes.
+    It is empty if there are several inputs or if no axes are named (none, auto). The capture ends the run if the
+    model does not support other lengths along the named axes.
     """
     named = config.export.dynamic_axes
     if isinstance(named, str) or not inputs.lone:
@@ -104,7 +105,7 @@ def _short(config: Config, inputs: ArrayInputs) -> dict[str, dict[int, int]]:
 
 
 def held_out(config: Config) -> int | None:
-    """Returns how many training images are held out, as `DataModule` expects it."""
+    """Returns how many training images are held out, for `DataModule`; None means its default share."""
     return config.verify.held_out if config.verify.validation or chooses_epochs(config) else 0
 
 
@@ -192,7 +193,7 @@ def qat_module(
 def captured(config: Config, model: nn.Module, inputs: Inputs) -> Captured:
     """Returns the captured float model from which all modules of a run are made (`qat_module`).
 
-    The example has two samples, since the exporter might treat a batch of one as a constant.
+    The example has two samples, since the exporter might treat a batch size of one as a constant.
     """
     return Captured(model, inputs.example(2), config.export.dynamic_axes)
 

@@ -30,8 +30,8 @@ def built(config: Config, data: DataModule) -> nn.Module:
     """Returns the model after a check on one batch: memory, time, and finite outputs that suit the task.
 
     Raises:
-        ConfigError: training is requested and no parameter can be trained, the forward pass fails, or the
-            outputs do not suit the task.
+        ConfigError: training is requested and no parameter can be trained, the memory does not suffice, the
+            forward pass fails, or the outputs do not suit the task.
     """
     check_weights_fit(config, models.parameters(config.model))
     model = float_model(config, config.model, data.num_classes)
@@ -82,7 +82,7 @@ def float_model(config: Config, wanted: ModelConfig, classes: int | None = None)
 
 
 def _fits(outputs: Mapping[str, Tensor], config: Config, data: DataModule) -> bool:
-    """Returns whether the first output has a row for each sample."""
+    """Returns whether the shape of the first output suits the task, with a row for each sample."""
     count, width = data.rows(examples(config)), data.num_classes if data.labelled else None
     first = next(iter(outputs.values()), None)
     return first is not None and data.task.fits(first.shape, count, width)

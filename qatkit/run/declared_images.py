@@ -28,7 +28,7 @@ def check_channels(config: Config, image: ImageInput | None, used: Preprocessing
 
 
 def other_images(model: ModelConfig, told: Preprocessing | None, used: Preprocessing) -> tuple[str, ...]:
-    """Returns a note for the report if the images are preprocessed differently than the model's bundle says."""
+    """Returns a note for the report if the images are preprocessed differently than the model's model.json says."""
     if told in (None, used):
         return ()
     assert told is not None
@@ -43,7 +43,7 @@ def other_images(model: ModelConfig, told: Preprocessing | None, used: Preproces
 def other_recordings(
     model: ModelConfig, told: Mapping[str, object] | None, used: Mapping[str, object]
 ) -> tuple[str, ...]:
-    """Returns a note for the report if the recordings are preprocessed differently than the model's bundle says."""
+    """Returns a note for the report if the recordings are preprocessed differently than the model's model.json says."""
     if told in (None, used):
         return ()
     assert told is not None

@@ -42,8 +42,8 @@ def check_encodings(module: QATModule, config: Config) -> None:
 def _check_overrides(config: Config) -> None:
     """Rejects algorithms that rescale channels if an override fixes a scale or range, which would no longer fit.
 
-    With algorithm_choice=auto they may be listed, since only algorithms that improve held-out images are
-    kept.
+    With algorithm_choice=auto they may be listed, since only algorithms that reduce the error on held-out images
+    are kept.
     """
     fixed = [
         f"backend.overrides.{pattern}.{name}"

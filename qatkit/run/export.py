@@ -64,7 +64,8 @@ class Written:
         converted: the converted module that the file was written from.
         files: the names of the files in the run's folder.
         notes: notes for the report.
-        level: the accuracy level of the file with its measurements; empty if level 0 was requested.
+        level: the accuracy level of the file with its measurements; empty if level 0 was requested or the file has
+            no products with packed weights.
     """
 
     converted: PassResult
@@ -79,8 +80,8 @@ DEQUANTIZE = "dequantize_linear"  # a value of export.packed_weights
 def write_file(graph: nn.Module, config: Config, inputs: Inputs, path: Path) -> list[str]:
     """Writes the ONNX file of a converted or a float graph.
 
-    A converted graph of an imported ONNX model is written by editing the imported file. If that file cannot
-    express the graph, a new file is written.
+    A converted graph of an imported ONNX model is written by editing the imported file. A new file is written if
+    an option needs it, or if the edited file cannot express the graph.
 
     Returns:
         Notes for the report: whether an imported file was not edited, which axes have a fixed size, and whether
@@ -138,7 +139,9 @@ def _check_fixed_batch(config: Config, inputs: Inputs) -> None:
 
 
 def _only_edited(graph: nn.Module, config: Config) -> bool:
-    """Returns whether a graph can only be written by editing, since ONNX Runtime and not torch computes parts of it.
+    """Returns whether a graph can only be written by editing the imported file.
+
+    This is so if torch cannot compute parts of it, which ONNX Runtime computes instead.
 
     Raises:
         ConfigError: an option requires a new file for such a graph.
@@ -222,7 +225,7 @@ def check_weights(config: Config) -> None:
 
 
 def check_integer_ends(module: QATModule) -> None:
-    """Raises ConfigError if uint8 images are requested and the module's backend does not accept them."""
+    """Raises ConfigError if the module's backend does not accept uint8 images; called if they are requested."""
     if not module.backend.for_onnxruntime:
         allowed = f"float32 with backend={module.backend.name}, which does not accept uint8"
         raise ConfigError("export.io", "uint8", allowed)

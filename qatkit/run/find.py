@@ -3,11 +3,11 @@
 The files in a run's folder show its progress:
 
 1. `config.yaml`
-2. a checkpoint for each training stage, or the partial result of an algorithm before it
-3. `report.json` once the run is done
-4. the bundle, if one is requested
+2. a checkpoint for each training stage, the partial result of an algorithm before it, or the record of a rescue
+3. `report.json` after the verification
+4. the bundle, if one is requested and all bounds are met
 
-`resume=auto` searches for a folder that has (2), lacks (3) or (4), and whose (1) equals the current
+`resume=auto` searches for a folder that has (2), still lacks (3) or (4), and whose (1) equals the current
 configuration. This module does not import torch, since the command line calls it before torch is imported.
 """
 
@@ -116,7 +116,10 @@ def finished(config: Config, folder: Path) -> bool:
 
 
 def _done(config: Config, folder: Path) -> bool:
-    """Returns whether a run of `config` in `folder` is complete: it has a report, and the bundle that follows it."""
+    """Returns whether a run of `config` in `folder` is complete.
+
+    It then has a report and, if a bundle is requested and the report names no missed bound, a bundle.
+    """
     report = report_of(folder)
     if report is None:
         return False
@@ -136,8 +139,8 @@ def find_resume(config: Config) -> tuple[Path, Path] | None:
     That file is the latest checkpoint, an algorithm's partial result, or the record of a climb. The result is None
     if there is no such run.
 
-    The search covers `config.output_dir` and every outputs/NAME/*. A run is unfinished if its report or bundle is
-    missing, and if it is a rescue or has a stage's checkpoint or an algorithm's partial result. The configuration
+    The search covers `config.output_dir` and every outputs/NAME/*. A run can be continued if it is not complete
+    (`_done`) and has a stage's checkpoint, an algorithm's partial result or the record of a climb. The configuration
     that it was started with must equal `config` except for `resume` and `output_dir`. The newest such run is
     returned.
     """
@@ -156,7 +159,7 @@ def find_resume(config: Config) -> tuple[Path, Path] | None:
 
 
 def going_on(config: Config) -> Config:
-    """Returns `config` changed to resume from the last checkpoint in its own folder, if there is one."""
+    """Returns `config` changed to resume the run in its folder, if there is a checkpoint or the record of a climb."""
     folder = Path(config.output_dir or ".")
     if (folder / CLIMB_FILE).is_file():
         return replace(config, resume="auto")

@@ -1,7 +1,7 @@
 """Checks on resume, by digests of their weights, that the float models of a run are still the same.
 
     last.ckpt: a digest of each ── the run continues ── the same? ─ no ─> refused
-                                                                  └ yes ─> teacher, float file, control, drop
+                                                                  └ yes ─> teacher, float file, control, accuracy drop
 
 The trained weights are in the checkpoints. The teacher, the reference for the accuracy and the start of a
 control are read from a file again. By then, it may have been overwritten, or the configuration may name another one.

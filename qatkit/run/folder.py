@@ -40,14 +40,14 @@ _LARGEST_SIZE = 2**20  # pixels or classes: larger numbers come from a damaged f
 
 @dataclass
 class Run:
-    """A configuration, its folder, the time of each stage, and notes on the checkpoint it continues from.
+    """A run: its configuration, its folder, and what its stages have found so far.
 
     Attributes:
-        config: the configuration, with the overrides of a placement.
+        config: the configuration, with the changes that a placement or the calibration has made to it.
         folder: the folder of the run.
         seconds: the duration of each finished stage.
-        notes: notes for the report on the checkpoint that the run continues from.
-        asked: the configuration as it was given, if a placement changed it; it is written to config.yaml and
+        notes: notes for the report on the configuration and on the checkpoint that the run continues from.
+        asked: the configuration as it was given, if `config` differs from it; it is written to config.yaml and
             the report.
         placed: the placement, if there is one.
         curves: the results of the epochs, for each training stage (`qatkit.train.learner.Learner.curve`).
@@ -117,7 +117,12 @@ class Run:
 
 
 def folder_of(config: Config) -> Path:
-    """Returns the run's folder, either a new one or that of a run to resume. Nothing is written yet."""
+    """Returns the run's folder, either a new one or that of a run to resume. Nothing is written yet.
+
+    Raises:
+        ConfigError: `resume` names no checkpoint of a run, a checkpoint to resume from is damaged, or the folder
+            holds another run.
+    """
     if config.resume == "auto":
         found = find_resume(config)
         if found:

@@ -93,7 +93,10 @@ def _acquired(folder: Path) -> int | None:
 
 
 def at_work(folder: Path) -> bool | None:
-    """Returns whether a run is active in `folder`; None if it may be active on another machine, or without locks."""
+    """Returns whether a run is active in `folder`.
+
+    None means unknown: the lock file cannot be read, or names another machine or no process.
+    """
     try:
         text = (folder / LOCK_FILE).read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:

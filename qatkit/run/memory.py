@@ -50,7 +50,10 @@ class Cost:
 
 
 def available_memory() -> int | None:
-    """Returns the bytes that this process can still use within the limits of machine and control groups, or None."""
+    """Returns the bytes that this process can still use within the limits of machine and control groups.
+
+    It is None if the system does not report them.
+    """
     found = [room for room in (_of_machine(), *_of_groups()) if room is not None]
     return min(found, default=None)
 
@@ -66,7 +69,8 @@ def _of_machine() -> int | None:
 def _of_groups() -> Iterator[int | None]:
     """Yields the free bytes of this process's control group and of every group above it, for both cgroup versions.
 
-    Cached files count as available, since the kernel drops them when memory is needed.
+    Cached files count as available, since the kernel drops them when memory is needed. A group without a limit
+    yields None.
     """
     try:
         groups = OWN_GROUPS.read_text(encoding="ascii").splitlines()
@@ -120,10 +124,10 @@ def check_weights_fit(config: Config, parameters: int | None) -> None:
 
 
 def check_inputs(config: Config, data: DataModule) -> None:
-    """Checks that every batch fits into memory, considering only the size of the inputs.
+    """Checks that the inputs of every batch fit into memory, and so does the cache of decoded images.
 
     Raises:
-        ConfigError: a batch does not fit; the message names the largest one that does.
+        ConfigError: a batch or the cache does not fit; the message names the largest possible value.
     """
     image = data.inputs.bytes
     room = available_memory()
@@ -153,7 +157,9 @@ def _too_large(config: Config, data: DataModule, room: int, each: int) -> Config
 
 
 def check_model(config: Config, data: DataModule, cost: Cost) -> None:
-    """Checks that every batch fits into memory with the model's activations, and that every stage ends within a year.
+    """Checks that every batch fits into memory with the model's activations, and that no stage takes over a year.
+
+    The time is estimated for the latency measurement, a calibration on noise and training on the CPU.
 
     Raises:
         ConfigError: a setting is too large; the message names the largest possible value.

@@ -2,7 +2,7 @@
 
     a few samples ─┬─ loaded                            ─> seconds per sample, x the samples of a stage
                    ├─ float model, forward
-                   ├─ copy of the prepared graph: observed, quantized, two sizes of a training step
+                   ├─ copy of the prepared graph: calibration, simulation, training steps of two batch sizes
                    └─ first exported file, in ONNX Runtime (`of_first_file`)
 
 Each speed is measured when it is first needed, so a resumed run measures only the speeds of its remaining

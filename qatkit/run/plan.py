@@ -35,7 +35,7 @@ def stage(name: str, about: str, estimate: Callable[[], float] | str, *, done: b
 
 
 def announce(run: Run, plan: Iterable[Planned]) -> None:
-    """Keeps the plan for the report, and prints it unless the job is one of several similar ones.
+    """Keeps the plan for the report, and prints it unless the job is part of a larger one (`one_of_many`).
 
     Args:
         run: the run at its start.

@@ -16,11 +16,11 @@ from qatkit_verify.errors import ConfigError
 
 
 def quantizers_of(config: Config) -> Quantizers:
-    """Returns the arguments of `prepare_qat`.
+    """Returns the quantizer classes and the factory of observers, for `prepare_qat`.
 
     Raises:
-        ConfigError: a class is of another kind or does not support the backend's weights, or `observer_of`
-            raises it.
+        ConfigError: a class is not derived from the required one or does not support the backend's weights or scale
+            types, or `observer_of` raises it.
     """
     kinds = {"activation": FakeQuantize, "weight": WeightFakeQuantize}
     found, backend = {}, backend_of(config)
@@ -45,8 +45,8 @@ def observer_of(config: CalibrationConfig) -> Callable[[], Observer]:
     """Returns the factory of the observers, with the settings that the observer class accepts.
 
     Raises:
-        ConfigError: the class is no observer, it does not accept a setting, or it has no histogram and a
-            search needs one.
+        ConfigError: the class is no observer, it does not accept a setting or needs another one, or a search needs
+            a histogram that it lacks, or real samples.
     """
     make: Callable[..., Observer] = resolve(config.observer, "calibration.observer")
     if not (inspect.isclass(make) and issubclass(make, Observer) and make.update is not Observer.update):

@@ -1,6 +1,7 @@
 """Compares the settings of a resumed run with those that it began with; tables list the settings that may change.
 
-    config.yaml in the folder ── compared key by key ── now ──> refused, or a note of the report
+    config.yaml in the folder ─┐
+    current configuration ─────┴─ compared key by key ──> refused, or a note in the report
 
 Settings that decide ranges, weights or the order of images must not change, so that a resumed run has the
 same result as an uninterrupted one.

@@ -14,9 +14,9 @@ from qatkit.models.sound_features import FEATURES, WithFeatures
 
 
 def with_features(config: Config, model: nn.Module) -> nn.Module:
-    """Returns the model, preceded by the computation of features with `data.features_in=graph`.
+    """Returns the model; with `data.features_in=graph`, a model that first computes the features of recordings.
 
-    An ONNX file whose input is samples already includes its features.
+    An imported ONNX file stays unchanged, since it computes its features itself if its input is samples.
     """
     if not _in_front(config):
         return model

@@ -3,7 +3,7 @@ r"""Makes the standard streams of a process safe to write to, even if they are c
 closed descriptor 0, 1, 2   ──> /dev/null, or the first file that is opened would take its place
 a pipe that nobody reads    ──> /dev/null from then on: a training run does not end with `| head -1`
 ascii, Latin-1              ──> characters that they lack as \x.. or \u....
-our own warnings            ──> one line each, without the place in the code
+qatkit's own warnings       ──> one line each, without the place in the code
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _patient(stream: io.TextIOWrapper) -> io.TextIOWrapper:
 
 
 class _Descriptor(io.FileIO):
-    """A stream that switches to /dev/null once its reader is gone, for example the end of a pipe or a terminal."""
+    """A stream that switches to /dev/null once its reader (a program behind a pipe, a terminal) is gone."""
 
     def write(self, data: Any, /) -> int:
         try:

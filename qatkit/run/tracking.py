@@ -41,17 +41,19 @@ _KEY = "trainer.mlflow"
 _SCHEMES = ("http", "https", "file", "sqlite", "postgresql", "mysql", "mssql", "databricks")
 # Limits while training waits for an answer, since MLflow's own retries take minutes.
 _IMPATIENT = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
-# Seconds until a server that did not answer is tried again, and the least multiple of its response time.
+# Minimum pause before a server that did not answer is tried again: in seconds, and as a multiple of the time that
+# the failed call took.
 _PAUSE, _TIMES = 30.0, 20.0
 _AWAY = "does not answer; unsent data is sent when it does"
 _NO_KEY = re.compile(r"[^A-Za-z0-9_./: -]")  # characters that MLflow rejects in names of parameters
 
 
 def check_tracking(config: Config) -> None:
-    """Checks that the server answers.
+    """Checks, if `trainer.mlflow` is set, that the server answers.
 
     Raises:
-        ConfigError: the server does not answer or has deleted the experiment, or MLflow is not installed.
+        ConfigError: the URI is wrong or contains credentials, the server does not answer or has deleted the
+            experiment, or MLflow is not installed.
     """
     uri = config.trainer.mlflow
     if uri is None or not main_process():
@@ -124,7 +126,7 @@ class Tracker(MLFlowLogger):
         self.send(partial(super().log_metrics, named, step))
 
     def finalize(self, status: str = "success") -> None:
-        """Sends waiting calls after each stage, when Lightning calls it; the MLflow run is ended only if it failed."""
+        """Sends waiting calls when Lightning calls it after a stage; ends the MLflow run only if the stage failed."""
         if status != "success":
             self.send(partial(super().finalize, status))
         self.flush()

@@ -1,11 +1,13 @@
-"""Feature distillation: a prepared graph learns from outputs of a teacher's modules (final outputs: see the task).
+"""Feature distillation: a prepared graph learns from the outputs of modules inside a teacher.
+
+Distillation from the teacher's final outputs is part of the task (`qatkit.tasks`).
 
     loss of a feature      mean (ours - teacher's)² / mean (teacher's)²             Romero et al., "FitNets", 2015
 
-A feature is the output of a module of the float model. The prepared graph may not have this module any more, if
-it was fused or contains others. With quantization off the graph computes the same values, so the feature is its
-first value that equals the module's output. This is checked on the example before any training, and so are the
-shapes of both sides.
+A feature is the output of a module of the float model. The prepared graph may lack this module, since it was
+fused or was traced through. With quantization off the graph computes the same values as the float model, so the
+feature is the graph's first value that equals the module's output. It is searched for on the example before any
+training, where the shapes in model and teacher are compared too.
 """
 
 from __future__ import annotations

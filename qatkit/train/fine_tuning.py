@@ -1,6 +1,6 @@
 """Fine-tuning of a prepared graph: its phases, its loss, and its scales from step to step.
 
-    before a step   phase (observe, quantize, frozen statistics) ─ learned scales aligned ─ integers counted
+    before a step   phase (observe, quantize, frozen statistics) ─ learned scales aligned ─ oscillation recorded
     the loss        targets, a teacher's outputs and features, weights pulled to the middle of their steps
     at the end      ranges fixed, scales aligned, as in `convert`
 
@@ -209,7 +209,7 @@ class FineTuning(Learner):
         self._variances = {}
 
     def follow_oscillation(self, progress: float) -> None:
-        """Records the integers of a step, unless `schedule.oscillation` is ignore.
+        """Records the integers of the weights once per step, unless `schedule.oscillation` is ignore.
 
         If it is freeze, oscillating weights are frozen.
         """

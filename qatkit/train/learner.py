@@ -34,9 +34,8 @@ class Learner(lightning.LightningModule):
     Instead of images, batches may contain any other input of a model (`qatkit.graph.signature.Example`). The loss is
     computed from the outputs that `Task.trained` returns. A `ScheduleConfig` has the settings.
 
-    Checkpoints contain the state of torch's random generator, so that a run resumed in mid-epoch drops the same
-    activations as an uninterrupted run. They also contain the average of the weights and the metrics of the epochs
-    so far.
+    Checkpoints contain the state of torch's random generator, so that dropout after a resume is the same as in an
+    uninterrupted run. They also contain the average of the weights and the metrics of the epochs so far.
 
     Raises:
         ConfigError: a checkpoint is to be written, but the weights are not finite.
@@ -83,7 +82,7 @@ class Learner(lightning.LightningModule):
         self.task = task.of_model(self._original[0]) if self._original else task
 
     def heads(self, outputs: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Returns the trained part of a call's outputs, and the training-only outputs (auxiliary heads)."""
+        """Returns the outputs that the task trains, and the training-only outputs (auxiliary heads)."""
         found = output_leaves(outputs)[1]
         kept = self.kept(outputs)
         return self.task.trained(found[:kept]), () if kept is None else tuple(found[kept:])

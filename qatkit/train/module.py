@@ -66,16 +66,17 @@ class QATModule(FineTuning):
     """A Lightning module that prepares, calibrates, fine-tunes and converts a float model.
 
     Args:
-        model: the float model, which is not changed. A model captured with the same example is traced and
-            proven once for all modules made from it. A model of another type than float32 is quantized from a
-            float32 copy, and its inputs are converted too.
+        model: the float model, which is not changed. A model captured with the same example is traced and compared
+            with its graph only once for all modules made from it. A model of another type than float32 is
+            quantized from a float32 copy, and its inputs are converted too.
         example: an input of the real shapes: images [N, C, H, W], a tuple of positional arguments or a
             mapping of keyword arguments, with tensors anywhere in them (`qatkit.graph.signature`).
         schedule: settings of fine-tuning, such as the BatchNorm mode and the milestones.
         backend: the backend, which defines what is quantized and how.
         overrides: overrides by pattern (`qatkit.graph.overrides`).
         quantizers: factories of the quantizers of activations and weights, and of the observers.
-        algorithms: corrections without labels, each at its stage, in this order.
+        algorithms: post-training algorithms, which need no labels; they run in the order of their stages, then in
+            this order.
         quantize: whether to quantize; False makes the control, which has the same graph and schedule in
             float.
         task: the task, which defines the loss and the metric of epochs.
@@ -85,7 +86,7 @@ class QATModule(FineTuning):
         example: a batch of one sample with the same structure; if the model supports only some batch sizes, the
             smallest of them.
         skipped: (site, reason) of everything left float, over all hooks.
-        notes: (site, reason) of everything that the corrections left unchanged, and of dead channels.
+        notes: (site, reason) of everything that the algorithms left unchanged, and of dead channels.
         mixed_scales: "float" or "report", the response of `calibrate` to tensors that one scale cannot represent.
         mixed: the tensors of this kind that `calibrate` found.
         floats: the sites of the operators that `calibrate` left float because of these tensors.
@@ -193,7 +194,8 @@ class QATModule(FineTuning):
     def _shares_weights(self) -> bool:
         """Returns whether nothing changes the weights, so that they can be shared with the float model.
 
-        A second copy would take half of the memory for a large model.
+        A second copy would take half of the memory for a large model. The result is False for a subclass, whose
+        hooks may change weights.
         """
         writes = bool(self.schedule.epochs) or any(one.changes_weights for one in self.algorithms)
         return type(self) is QATModule and not writes
@@ -201,7 +203,7 @@ class QATModule(FineTuning):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Loads parameters and buffers; if shared weights differ, the float model keeps its own."""
+        """Loads parameters and buffers; a weight shared with the float model is copied first if its values change."""
         if self._shares_weights():
             own_unlike(self, state_dict)
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
@@ -273,10 +275,11 @@ class QATModule(FineTuning):
     def calibrate(self, batches: Iterable[Any]) -> int:
         """Finds the ranges from `batches` with the example's structure, and returns the number of images.
 
-        The first images are searched for tensors that one scale cannot represent. Unless `mixed_scales` is
-        "report", the operators that produce them are left float (`qatkit.calibration.mixed_scales`), in a new
-        `graph`. Shifts of means by rounded weights (`qatkit.algorithms.shifted_means`) are corrected in the
-        biases, unless `mean_shifts` is "report". Neither is done for number formats or without quantization.
+        The first images are searched for tensors that one scale cannot represent. The operators that produce them
+        are left float (`qatkit.calibration.mixed_scales`), in a new `graph`, unless `mixed_scales` is "report", the
+        backend needs all operators in int8, no quantized weight would remain, or the model was already traced.
+        Shifts of means by rounded weights (`qatkit.algorithms.shifted_means`) are corrected in the biases, unless
+        `mean_shifts` is "report". Neither is done for number formats or without quantization.
         """
         sample = Sample(self.graph)
         images = calibrate(self.graph, sample.of(map(self.tensors, batches)))

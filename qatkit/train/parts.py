@@ -96,8 +96,8 @@ class Parts:
         example: one input of `model`.
         backend: the backend, as for `QATModule`.
         batch_norm: the BatchNorm mode, as in the schedule of `QATModule`.
-        quantizers: factories of quantizers and observers. An observer that averages over calls would clip the
-            widest level.
+        quantizers: factories of quantizers and observers. An observer that averages ranges over calls would clip
+            the values of the call with the widest range.
         overrides: overrides by path of a part, then by pattern within the part.
 
     Attributes:

@@ -1,7 +1,7 @@
 """The configuration's schema: one dataclass per group, each setting with its default, its meaning and its limits.
 
 YAML files and command lines are checked against these dataclasses, and an error for a typo or a wrong type
-names the key. They are plain dataclasses. Hydra and OmegaConf fill them, and only `compose` and the command
+names the key. They are plain dataclasses. Hydra and OmegaConf fill them, and only `qatkit.config` and the command
 line import these two; the library receives filled dataclasses. Rules for several settings are in `rules`.
 """
 

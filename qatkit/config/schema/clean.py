@@ -10,7 +10,7 @@ from qatkit.config.fields import PLACE, Choices, Range, Words, setting
 
 @dataclass
 class CleanConfig:
-    """Changes to an ONNX file that preserve its function, which ONNX Runtime verifies.
+    """Changes to an ONNX file that preserve its function; a comparison in ONNX Runtime verifies this.
 
     Before another mode, only the changes that are set are made. The settings `approximate` and `drop_pairs`
     change the function; the size of the change is printed.

@@ -153,7 +153,7 @@ class ExportConfig:
         return self.encrypt is not None and self.publish is None if asked is None else asked
 
     def kept(self) -> ExportConfig:
-        """Returns settings for the same file without a bundle and other deliverables."""
+        """Returns settings for the same file without a bundle, its demo page and signature, and its publication."""
         return replace(
             self, bundle=False, demo=False, sign=None, publish=None, version=None, encrypt_bundle=None
         )
@@ -322,7 +322,7 @@ class VerifyConfig:
 
 @dataclass
 class AnalysisConfig:
-    """The analyses that explain the figures: errors of weights and activations, sensitive layers, diverging tensors."""
+    """The analyses that explain a loss of accuracy: errors of weights and activations, sensitive layers and so on."""
 
     isolation: bool = setting(
         False,

@@ -10,7 +10,7 @@ from qatkit.config.fields import COUNT, FRACTION, PLACE, POSITIVE, Choices, Rang
 
 @dataclass
 class TargetConfig:
-    """The targets of automatic choices: competing algorithms, mixed precision and the rescue."""
+    """The targets of automatic choices: algorithm_choice=auto, mixed precision and the rescue."""
 
     max_drop: float = setting(
         0.1,
@@ -57,7 +57,7 @@ class PrecisionConfig:
 
 @dataclass
 class RescueConfig:
-    """The rescue: a sequence of stronger methods (rungs), tried in order until the accuracy target is met."""
+    """The rescue: increasingly strong methods (rungs), tried in order until the accuracy target is met."""
 
     climb: bool = setting(
         False,

@@ -99,7 +99,7 @@ def fit(
 
 @contextmanager
 def _innermost_channels(graph: nn.Module, wanted: bool) -> Iterator[None]:
-    """Gives image kernels the channels-last layout within the context; convolution outputs follow them."""
+    """Stores the graph's 4-D tensors channels-last within the context; a convolution's output follows its weight."""
     if not wanted:
         yield
         return

@@ -57,7 +57,10 @@ _STOPPED = {128 + number for number in stopping.SIGNALS}
 
 
 def strategy_of(name: str, processes: int) -> Any:
-    """Returns Lightning's strategy of that name, with a launcher that leaves watching the processes to this module."""
+    """Returns the strategy for Lightning's Trainer: `name`, or for DDP with several processes an object.
+
+    The launcher of this object leaves watching the processes to this module.
+    """
     if processes == 1 or name not in ("auto", "ddp", "ddp_find_unused_parameters_true"):
         return name
     return _Watched(find_unused_parameters=name == "ddp_find_unused_parameters_true")
@@ -257,6 +260,7 @@ def wait_for_first(checkpoint: Path) -> None:
 
     Raises:
         ConfigError: no active process could write the checkpoint.
+        SystemExit: the process that started this one has ended.
     """
     parent, seen = _parent(), time.monotonic()
     while not main_process() and not checkpoint.is_file():

@@ -31,7 +31,7 @@ def teacher_of(config: Config, data: DataModule) -> nn.Module | None:
     if name is None and file is None:
         return None
     key, shown = (_NAME, name) if name is not None else (_FILE, file)
-    own = replace(config.model, weights=None)  # without a name it belongs to the run's own model
+    own = replace(config.model, weights=None)  # without a name, the file has weights of the run's own model
     wanted = own if name is None else ModelConfig(name, weights=_pretrained(name, file))
     try:
         if wanted.weights is not None:
