@@ -92,9 +92,10 @@ _GROUPED_OF_TRANSFORMERS = "transformers.grouped_mm_fallback"
 
 
 def _grouped(x: Tensor, weight: Tensor, offs: Tensor | None = None, **more: Any) -> Callable[..., Any] | None:
-    """Returns a function that computes the products of `F.grouped_mm` in the type of their inputs.
+    """Returns a function that computes `F.grouped_mm`.
 
-    Returns None for other arguments than rows or matrices, one weight per group, and the ends of the groups.
+    It takes one matrix per group, or rows and the ends of the groups. Returns None for other arguments, such as a
+    bias or an output type.
     """
     if any(value is not None for value in more.values()):
         return None
