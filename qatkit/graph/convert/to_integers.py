@@ -61,8 +61,8 @@ from qatkit.quant.spec import WHOLE, WIDE, QuantSpec
 def convert(graph_module: fx.GraphModule) -> PassResult:
     """Returns a converted copy of a prepared graph, on the CPU in inference mode.
 
-    `skipped` in the result lists, by site, adjusted scales and biases, and scales that float16 represents with fewer
-    bits.
+    `changed` in the result is the number of activation quantizers. `skipped` lists, by site, scales that were changed
+    (to be shared, for bounds of shifts or so that a bias fits), and scales that float16 represents with fewer bits.
 
     Raises:
         ValueError: the input of an operator with a quantized weight has no FakeQuantize.
@@ -100,7 +100,7 @@ def convert(graph_module: fx.GraphModule) -> PassResult:
 
 
 def _packed_here(graph_module: fx.GraphModule) -> dict[int, Any]:
-    """Returns the memo for a copy that shares the float weights, which are only read once to compute integers."""
+    """Returns the memo for a deepcopy that shares the float weights, which are only read to compute the integers."""
     read = [one for one in graph_module.modules() if getattr(one, "weight_fake_quant", None) is not None]
     within = {inner for one in read for inner in one.modules()}
     others = [one for one in graph_module.modules() if one not in within]
@@ -278,7 +278,10 @@ def _two_dimensional(node: fx.Node) -> None:
 
 
 def _leading_sizes(node: fx.Node, shape: Sequence[int]) -> list[Any]:
-    """Returns the leading sizes to restore: -1 for the batch axis, nodes for other free axes, else numbers."""
+    """Returns the leading sizes to restore: -1 for the batch axis, nodes for other free axes, else numbers.
+
+    If the batch size is fixed, one of the free axes gets the -1.
+    """
     sizes: list[Any] = list(shape)
     sizes[node.meta.get(BATCH_AXIS, 0)] = -1
     varying = [axis for axis in node.meta.get(VARYING_AXES, ()) if axis != node.meta.get(BATCH_AXIS)]
@@ -293,7 +296,7 @@ def _leading_sizes(node: fx.Node, shape: Sequence[int]) -> list[Any]:
 
 
 def _read_rows(reader: fx.Node) -> None:
-    """Removes changes of shape before `reader` that do not change its rows."""
+    """Bypasses reshapes before `reader` that keep all rows, and erases those that nothing else reads."""
     before = cast(fx.Node, reader.args[0])
     rows = rows_of(before)
     reader.args = (rows,)
