@@ -30,8 +30,8 @@ _POOLS = frozenset({"avg_pool", "global_pool"})
 def shared_groups(graph_module: fx.GraphModule) -> list[Group]:
     """Returns the groups of quantizers that share a scale.
 
-    The first quantizer of a group has an observer if any of them has one. A quantizer whose
-    spec differs from that of the operator's output is not part of a group. Pools share only power-of-two scales.
+    The first quantizer of a group has an observer if any of them has one. A quantizer whose spec differs from that of
+    the operator's output is left out. Pools share only power-of-two scales.
     """
     backend = cast("Backend | None", graph_module.meta.get("backend"))
     groups: list[Group] = []
