@@ -113,7 +113,10 @@ def _is_hooked(module: nn.Module) -> bool:
 
 
 def _has_state(value: Any) -> bool:
-    """Returns whether a value is a function that refers to objects with state, unlike functions and numbers."""
+    """Returns whether a value is a function that refers to objects with state.
+
+    Functions, tuples, classes, modules, strings and numbers have none.
+    """
     if not isinstance(value, (types.FunctionType, functools.partial)):
         return False
     plain = (types.FunctionType, functools.partial, tuple)

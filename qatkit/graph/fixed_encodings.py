@@ -1,7 +1,8 @@
-"""Fixes the quantizers of a prepared graph to the scales and zero points in an external file.
+"""Fixes the quantizers of a prepared graph to the scales and zero points (encodings) in an external file.
 
-`matched` assigns encodings to quantizers and rejects encodings that do not fit; `fix` sets them. Quantizers without an
-encoding get their scales from calibration or from the weight, as usual.
+`matched` assigns encodings to quantizers, and rejects them if quantizers need other settings; `fix` sets
+them. An encoding that no setting could make usable is reported as not used. Quantizers without an encoding
+get their scales from calibration or from the weight, as usual.
 """
 
 from __future__ import annotations
@@ -239,8 +240,9 @@ class _Matching:
     def _advice(self, inputs: Set[str]) -> str:
         """Returns the settings that would make the encodings fit.
 
-        They are backend keys if all quantizers of a kind need the same settings, or if a model input needs them. Else
-        there is one override for each quantizer.
+        If scales do not fit the type of scales, only this type is changed. Otherwise, a kind of quantizers
+        (activations or weights) gets backend keys if all of them need the same settings; also if only some of
+        them do, but one of these quantizes a model input. Else there is one override for each quantizer.
         """
         if any(key.endswith(_SCALES) for one in self.wanted.values() for key in one):
             return f"backend.{_SCALES}=float"

@@ -73,10 +73,10 @@ def _with_values_of(module: nn.Module, tensors: dict[str, Tensor], eps: float) -
 
 
 def _moves(module: nn.Module, norm: BatchNorm) -> bool | None:
-    """Returns whether a module uses batch statistics in training, as `norm` does, or always its own statistics.
+    """Returns True if a module uses batch statistics in training, as `norm` does, False if it never does.
 
-    Returns None if it computes something else. Both run with random parameters and statistics, since their own may
-    make them identities.
+    Returns None if it computes something else than `norm`. Both run with random parameters and statistics,
+    since their own may make them identities.
     """
     pair: list[Any] = [copy.deepcopy(module), copy.deepcopy(norm)]
     generator = torch.Generator().manual_seed(0)
