@@ -57,7 +57,8 @@ class Captured:
         """Compares a fused and opened copy with the model, unless this was done before (`qatkit.graph.proof`).
 
         Raises:
-            ConfigError: the outputs differ by more than rounding.
+            ConfigError: the model fails on other values or batch sizes, or the outputs differ by more than
+                rounding.
         """
         if not self._proven:
             prove(in_single_precision(self.model)[0], opened, self._example)

@@ -74,8 +74,8 @@ def _is_empty(cell: types.CellType) -> bool:
 def rebind(model: nn.Module, copied: nn.Module, memo: dict[int, Any]) -> None:
     """Makes the functions of a copy, which are hooks or attributes, refer to copies of their referents.
 
-    A model without hooks and replaced forwards is left unchanged, since only the code of its modules calls their
-    functions. Functions that the copy has made itself (by torch.compile) are correct already.
+    A model without hooks or replaced forwards that refer to objects with state is left unchanged. Functions
+    that the copy has made itself (by torch.compile) are correct already.
 
     Args:
         model: the original.

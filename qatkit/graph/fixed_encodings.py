@@ -85,8 +85,9 @@ def matched(
         file: the file that the encodings come from, for messages.
 
     Raises:
-        ConfigError: no name is known, an unknown name is similar to a name of the model, or an encoding has another
-            type, symmetry or granularity than its quantizer. The message says which settings would fit.
+        ConfigError: no name is known, an unknown name is similar to a name of the model, or an encoding has
+            another type, symmetry, granularity or type of scales than its quantizer (the message says which
+            settings would fit).
     """
     given = _by_known_name(names, encodings)
     _check_names(names, given, file)

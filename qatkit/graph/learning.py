@@ -123,7 +123,7 @@ def update_oscillation(graph_module: fx.GraphModule, threshold: float | None) ->
 
 
 def dampening(graph_module: fx.GraphModule) -> Tensor:
-    """Returns the loss term [] that pulls every weight towards the middle of its step, summed over the graph."""
+    """Returns the loss term [] that pulls weights towards their quantized values, summed over the graph."""
     terms = [
         fake.dampening(inference_weight(operator, fake))
         for _, operator, fake in quantized_weights(graph_module)

@@ -114,7 +114,7 @@ def qat_type(module: nn.Module) -> type[QATOperator]:
 
 
 def op_class(node: fx.Node) -> str:
-    """Returns the operator class of a node; "other" if the table does not know the operator.
+    """Returns the operator class of a node; "other" if the table does not know the operator or this form of it.
 
     For nodes that call nothing, such as inputs, this is the node's `op`.
     """

@@ -1,6 +1,6 @@
 """Placement: decides which tensors of the graph are quantized; `prepare` inserts their quantizers.
 
-Three facts are found for each node, the first and the last in graph order:
+Three facts are found for each node:
 
     int8(n)      n's output is an 8-bit tensor: a Conv's always, an Add's when all of its inputs are, a
                  reshape's when its input is

@@ -30,7 +30,7 @@ class Value:
     Attributes:
         node: the node that holds the values of `version`.
         version: the version of the tensor at which `node` holds its values.
-        parent: the tensor that this one is a view of; None if changes need not be passed on.
+        parent: the tensor that this one is a view of; None if there is none, or if the view can't be followed.
         chain: the nodes that make this tensor from its parent: a view, or a split and a getitem.
     """
 

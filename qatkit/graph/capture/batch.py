@@ -51,13 +51,13 @@ Numbers = Callable[[fx.Node, tuple[int, ...]], "fx.Node | None"]
 
 
 def merge_with(one: Recording, others: Sequence[Recording], numbers: Numbers, reason: str) -> None:
-    """Makes the graph of `one` correct for the sizes of all runs, and for sizes between them.
+    """Makes the graph of `one` correct for the sizes of all runs: nodes compute the numbers that differ.
 
     Args:
         one: the run whose graph is changed.
         others: runs of the same model with inputs of other sizes.
         numbers: a function that takes a node with an argument that differs between the runs, and the argument's
-            values; it returns the node that computes the argument, or None.
+            values; it returns the node that computes the argument, or None if none does.
         reason: the reason in the error for any other difference.
 
     Raises:

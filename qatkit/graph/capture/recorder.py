@@ -94,7 +94,7 @@ class Recorder(TorchFunctionMode):
         self.aliases.bind(tensor, (node,), ())
 
     def emit(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-        """Adds a node, with the module that is running and its line in the node's meta, and returns it."""
+        """Adds and returns a node, whose meta has the module and the line of code that are running."""
         node = self.graph.create_node(op, target, args, kwargs)
         node.meta["nn_module_stack"] = OrderedDict((path, (path, kind)) for path, kind in self.stack)
         node.meta["where"] = where()

@@ -61,7 +61,7 @@ class _Watcher(TorchFunctionMode):
 def watch(
     model: nn.Module, example: Example, only_training: set[str], drawn: set[str]
 ) -> tuple[dict[Place, list[float]], list[Place], set[str], set[str]]:
-    """Runs `model` once in training mode.
+    """Runs `model` once in training mode, with its norms in inference mode.
 
     The model's state is restored. If the model can't be run in this way, for example because it needs targets, all
     results but the third are empty.

@@ -6,11 +6,11 @@ that the ONNX file is compared with.
 
 Further requirements of ONNX Runtime (docs/onnxruntime-qdq.md) are implemented here as graph rules:
 
-- After an operator that only moves values, the same pair is repeated if an int8 operator reads the result.
-- HardSigmoid becomes Add(x, 3) → quantize(6/255) → dequantize(1/255): its division is in the two scales.
-- A Linear gets 2-D inputs (Gemm), with reshapes around it.
-- A float operator between a dequantize and a quantize, or after a dequantize where ONNX Runtime would
-  otherwise miss a fusion, is separated by a barrier (an ONNX Sum with one input).
+- After an operator that only moves values, the same pair is repeated if an int8 operator reads the result. -
+HardSigmoid becomes Add(x, 3) → quantize(6/255) → dequantize(1/255): its division is in the two scales. - A
+Linear gets 2-D inputs (Gemm), with reshapes around it. - Barriers (ONNX Sums with one input) keep ONNX
+Runtime from quantizing or fusing float operators next to quantized
+  ones, and from duplicating a dequantize or Transpose before an operator that it would fuse from several nodes.
 - Channels are padded with zeros to the multiples that kernels need (`qatkit.graph.pad_channels`).
 
 Values in number formats stay float (`format_modules`). For a backend of another runtime (`Backend.for_onnxruntime` is
@@ -176,7 +176,10 @@ def _convert_recurrent(node: fx.Node) -> None:
 
 
 def _keep_activation_apart(node: fx.Node) -> None:
-    """Separates a ReLU that stays float: ONNX Runtime would fuse it in float before it looks for 8-bit kernels."""
+    """Separates a ReLU that stays float from its Conv or Linear.
+
+    ONNX Runtime would fuse the two in float before it looks for 8-bit kernels.
+    """
     for user in [u for u in node.users if facts(u).activation]:
         with node.graph.inserting_before(user):
             user.replace_input_with(node, node.graph.call_function(torch.ops.qatkit.barrier, (node,)))
@@ -219,7 +222,10 @@ def _keep_from_shapes_and_pairs(node: fx.Node) -> None:
 
 
 def _convert_arithmetic(node: fx.Node, kind: Any) -> None:
-    """Replaces an operator whose 8-bit kernel does not compute exactly dequantize → operator → quantize."""
+    """Makes an operator compute what its 8-bit kernel computes, if its tensors have 8 bits.
+
+    For these operators this is not exactly dequantize → operator → quantize.
+    """
     if issubclass(kind, QuantizedPair):
         _convert_two_inputs(node, kind)
     elif (quantizer := quantizer_of(node.args[0])) is None or not _spec(quantizer).any_scale:
