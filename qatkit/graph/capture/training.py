@@ -38,7 +38,10 @@ class TrainingOnly(nn.Module):
 
 
 class _Watcher(TorchFunctionMode):
-    """A mode that records the rates of functional dropouts by line, and the lines that draw random numbers."""
+    """A mode that records the rates of functional dropouts and of attention's dropouts by line.
+
+    It also records the lines that draw other random numbers.
+    """
 
     def __init__(self) -> None:
         super().__init__()
