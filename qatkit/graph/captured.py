@@ -4,8 +4,9 @@
                                  ├─ copy ──> fuse, stub, prepare_qat ─────────> the float control
                                  └─ copy ──> ...                                candidates of a search
 
-The recorded graph has the model's own parameters and buffers. It needs no memory in addition to the model, and a copy
-has the weights that the model has at the time of the copy.
+If possible, the recorded graph has the model's own parameters and buffers. It then needs no memory in addition to the
+model, and a copy has the weights that the model has at the time of the copy. Otherwise the model is recorded again
+after it was trained (`Captured.trained`).
 """
 
 from __future__ import annotations

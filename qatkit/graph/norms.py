@@ -1,8 +1,10 @@
 """Replaces BatchNorms of other types by torch's own, the only ones that fusing, schedules and the exporter know.
 
-SyncBatchNorm, subclasses of _BatchNorm    replaced if their forward is torch's, which accepts any rank
+SyncBatchNorm, subclasses of _BatchNorm    replaced if their forward is torch's
 custom modules                             with BatchNorm's names of statistics and parameters (such as the frozen ones
                                            of detectors): replaced if they compute the same on random values
+
+The replacement is a BatchNorm2d that accepts inputs of any rank.
 """
 
 from __future__ import annotations

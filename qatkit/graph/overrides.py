@@ -1,8 +1,9 @@
 """Overrides of single operators and tensors: a selector (`qatkit.graph.selectors`) and the settings that it changes.
 
-An override without effect is rejected, and the message names the operator to select instead. For example, a pooling, or
-a ReLU that the quantization of a Conv absorbs, has no range of its own. An override of a tensor applies to the
-quantizer that sets its range (its point, `qatkit.graph.placement`), even if values are moved between the two.
+An override without effect is rejected, and the message names the operator to select instead, if there is one. For
+example, a pooling, or a ReLU that the quantization of a Conv absorbs, has no range of its own. An override of a tensor
+applies to the quantizer that sets its range (its point, `qatkit.graph.placement`), even if values are moved between the
+two.
 
 Selectors use a slash and no colon: Hydra's command line accepts `op/linear` as a key without quotes, and no module
 path contains a slash.

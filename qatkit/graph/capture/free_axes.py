@@ -39,7 +39,7 @@ _CLOSE = 1e-3  # relative to the largest output; a larger difference is not roun
 
 @dataclass(frozen=True)
 class FreeAxis:
-    """An axis of one or more inputs for which a graph accepts any size.
+    """An axis of one or more inputs for which a graph accepts any multiple of `step`.
 
     Attributes:
         name: the name of its size in the ONNX file.

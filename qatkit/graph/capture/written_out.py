@@ -1,8 +1,8 @@
 """Replaces functions of torch that hide products or in-place changes with the functions that they consist of.
 
-These run with the recorder on, so each of them is a node. Examples are the Linears of an
-attention that is called as a function, the product with the weight of a bilinear form, the mask of a filled diagonal,
-and the experts' Linears in a grouped matrix product.
+These run with the recorder on, so each of them is a node. Examples are the Linears of an attention that is called as a
+function, the product with the weight of a bilinear form, the mask of a filled diagonal, and the experts' Linears in a
+grouped matrix product.
 """
 
 from __future__ import annotations

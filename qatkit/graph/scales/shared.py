@@ -1,8 +1,9 @@
 """Finds tensors that share one scale: the inputs and outputs of the operator classes in `Backend.aligned`.
 
 This is for hardware that moves bytes through a Concat, or sums them in a pool, without requantizing. Tensors that meet
-directly or through other such operators are one group, with a range that covers all of them. Operators that only
-select or move values share their input's quantizer anyway (`qatkit.graph.quantizers.quantizer_of`).
+directly or through other such operators are one group, with a range that covers all of them (or, for power-of-two
+scales, the range with the least error: `choose_shared_ranges`). Operators that only select or move values share their
+input's quantizer anyway (`qatkit.graph.quantizers.quantizer_of`).
 """
 
 from __future__ import annotations
