@@ -51,10 +51,11 @@ def kept_norms(graph_module: nn.Module) -> list[nn.Module]:
 def reestimate(graph_module: fx.GraphModule, batches: Iterable[tuple[Tensor, ...]], *, quantize: bool) -> int:
     """Gives every BatchNorm the statistics of `batches`; returns the number of changed BatchNorms.
 
-    During the pass each BatchNorm normalizes by the statistics of the batch, as in training, and the quantized weights
-    stay the same. The integers of the weights stay the same afterwards, too: a learned or fixed scale of a weight that
-    is quantized together with its BatchNorm is multiplied by the change of the BatchNorm's factor (of the median
-    channel, if there is one scale for all channels).
+    During the pass each BatchNorm normalizes by the statistics of the batch, as in training, and the
+    quantized weights stay the same. Their integers stay the same afterwards, too (nearly, if all channels
+    share one scale): a learned or fixed scale of a weight that is quantized together with its BatchNorm is
+    multiplied by the change of the BatchNorm's factor, or by the median change of all channels if they share
+    the scale.
 
     Args:
         graph_module: a prepared and calibrated graph.

@@ -1,11 +1,12 @@
-"""A float model that is recorded and proven once, for any number of modules that are made from it.
+"""Records a float model and proves the graph once; any number of modules are made from copies of the graph.
 
     model ── trace ──> its graph ── copy ──> fuse, stub, prove, prepare_qat ──> a module
                                  ├─ copy ──> fuse, stub, prepare_qat ─────────> the float control
-                                 └─ copy ──> ...                                candidates of contests and mixtures
+                                 └─ copy ──> ...                                candidates of a search
 
-The recorded graph has the model's own parameters and buffers. It needs no memory in addition to the model, and a copy
-has the weights that the model has at the time of the copy.
+If possible, the recorded graph has the model's own parameters and buffers. It then needs no memory in addition to the
+model, and a copy has the weights that the model has at the time of the copy. Otherwise the model is recorded again
+after it was trained (`Captured.trained`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from qatkit.graph.trace import trace, what_copies_share
 
 
 class Captured:
-    """Copies of the graph of one float model.
+    """Makes copies of the graph of one float model.
 
     Args:
         model: the float model; it is not changed.
@@ -57,7 +58,8 @@ class Captured:
         """Compares a fused and opened copy with the model, unless this was done before (`qatkit.graph.proof`).
 
         Raises:
-            ConfigError: the outputs differ by more than rounding.
+            ConfigError: the model fails on other values or batch sizes, or the outputs differ by more than
+                rounding.
         """
         if not self._proven:
             prove(in_single_precision(self.model)[0], opened, self._example)
@@ -66,8 +68,8 @@ class Captured:
     def trained(self) -> None:
         """Records that the model was trained.
 
-        The graph stays valid unless it depends on the model's previous values or has copies of them. In that case the
-        model is traced and proven again.
+        The graph stays valid unless it depends on previous values of the model's tensors or has copies of
+        them. In that case the model is traced and proven again.
         """
         if not self._follows:
             self._graph, self._proven = None, False

@@ -50,7 +50,7 @@ class Followed:
     """The result of following the channels of one operator's output.
 
     Attributes:
-        free: whether each channel can be scaled, bool [channels].
+        free: whether each channel can be scaled, bool [channels]; False for a channel that no `readers` read.
         readers: the operators that compensate for the factors.
         added: parameters that are added before the readers, each with the channels of its values (in its shape).
         why: the first reason why a channel is not free; "" if there is none.

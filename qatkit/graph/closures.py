@@ -74,8 +74,8 @@ def _is_empty(cell: types.CellType) -> bool:
 def rebind(model: nn.Module, copied: nn.Module, memo: dict[int, Any]) -> None:
     """Makes the functions of a copy, which are hooks or attributes, refer to copies of their referents.
 
-    A model without hooks and replaced forwards is left unchanged, since only the code of its modules calls their
-    functions. Functions that the copy has made itself (by torch.compile) are correct already.
+    A model without hooks or replaced forwards that refer to objects with state is left unchanged. Functions
+    that the copy has made itself (by torch.compile) are correct already.
 
     Args:
         model: the original.
@@ -113,7 +113,10 @@ def _is_hooked(module: nn.Module) -> bool:
 
 
 def _has_state(value: Any) -> bool:
-    """Returns whether a value is a function that refers to objects with state, unlike functions and numbers."""
+    """Returns whether a value is a function that refers to objects with state.
+
+    Functions, tuples, classes, modules, strings and numbers have none.
+    """
     if not isinstance(value, (types.FunctionType, functools.partial)):
         return False
     plain = (types.FunctionType, functools.partial, tuple)

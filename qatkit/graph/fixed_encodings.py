@@ -1,7 +1,8 @@
-"""Fixes the quantizers of a prepared graph to the scales and zero points in an external file.
+"""Fixes the quantizers of a prepared graph to the scales and zero points (encodings) in an external file.
 
-`matched` assigns encodings to quantizers and rejects encodings that do not fit; `fix` sets them. Quantizers without an
-encoding get their scales from calibration or from the weight, as usual.
+`matched` assigns encodings to quantizers, and rejects them if quantizers need other settings; `fix` sets
+them. An encoding that no setting could make usable is reported as not used. Quantizers without an encoding
+get their scales from calibration or from the weight, as usual.
 """
 
 from __future__ import annotations
@@ -84,8 +85,9 @@ def matched(
         file: the file that the encodings come from, for messages.
 
     Raises:
-        ConfigError: no name is known, an unknown name is similar to a name of the model, or an encoding has another
-            type, symmetry or granularity than its quantizer. The message says which settings would fit.
+        ConfigError: no name is known, an unknown name is similar to a name of the model, or an encoding has
+            another type, symmetry, granularity or type of scales than its quantizer (the message says which
+            settings would fit).
     """
     given = _by_known_name(names, encodings)
     _check_names(names, given, file)
@@ -239,8 +241,9 @@ class _Matching:
     def _advice(self, inputs: Set[str]) -> str:
         """Returns the settings that would make the encodings fit.
 
-        They are backend keys if all quantizers of a kind need the same settings, or if a model input needs them. Else
-        there is one override for each quantizer.
+        If scales do not fit the type of scales, only this type is changed. Otherwise, a kind of quantizers
+        (activations or weights) gets backend keys if all of them need the same settings; also if only some of
+        them do, but one of these quantizes a model input. Else there is one override for each quantizer.
         """
         if any(key.endswith(_SCALES) for one in self.wanted.values() for key in one):
             return f"backend.{_SCALES}=float"

@@ -24,8 +24,8 @@ class Guard:
     """The cost of guarding one operator.
 
     Attributes:
-        raised: fraction of its scales that the guard raises.
-        factor: mean factor by which the guard raises its scales.
+        raised: fraction of the weight's scales that the guard raises.
+        factor: mean factor by which the guard raises the scales, with 1 for those that stay the same.
         lost_db: loss of the weight's SQNR in dB, with rounding to nearest.
     """
 
@@ -44,7 +44,11 @@ def guards(graph_module: fx.GraphModule) -> dict[str, Guard]:
 
 
 def unguarded(graph_module: fx.GraphModule) -> list[str]:
-    """Returns the sites of operators whose products may saturate: their weights have 8 bits and no guard."""
+    """Returns the sites of operators whose sums of two products may saturate in 16 bits.
+
+    Their inputs are uint8, their weights are int8 with the full range and without a guard, and they are not
+    depthwise.
+    """
     return [
         site(node)
         for node, _, fake in quantized_operators(graph_module)

@@ -1,7 +1,7 @@
 """Training of learned quantizers in a whole graph.
 
 Learned quantizers are initialized before the optimizer is made. A weight that several operators quantize in the same
-way has one scale. Oscillating weights are followed step by step.
+way has one scale. Oscillations of weights are counted after each step.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from qatkit.quant.weight_fake_quantize import WeightFakeQuantize
 def begin(graph_module: fx.GraphModule) -> None:
     """Initializes learned quantizers from calibration; a quantizer that already learns continues.
 
-    Scales of the model's inputs, and of values that are computed from them without parameters, stay as calibrated. Only
-    for their gradients, the first operator would have to compute the gradient of its input, which takes a tenth of a
-    CNN's step (docs/decisions/0031-learned-quantizers.md).
+    Scales of the model's inputs, and of values that are computed from them without parameters, stay as
+    calibrated. To train them, the first operator would have to compute the gradient of its input, which takes
+    a tenth of a CNN's step (docs/decisions/0031-learned-quantizers.md).
     """
     for node in _untouched(graph_module):
         quantizer = module_of(node)
@@ -123,7 +123,7 @@ def update_oscillation(graph_module: fx.GraphModule, threshold: float | None) ->
 
 
 def dampening(graph_module: fx.GraphModule) -> Tensor:
-    """Returns the loss term [] that pulls every weight towards the middle of its step, summed over the graph."""
+    """Returns the loss term [] that pulls weights towards their quantized values, summed over the graph."""
     terms = [
         fake.dampening(inference_weight(operator, fake))
         for _, operator, fake in quantized_weights(graph_module)

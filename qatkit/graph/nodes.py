@@ -47,9 +47,10 @@ def results(graph: fx.Graph) -> tuple[fx.Node, ...]:
 def outputs_in_inference(model: nn.Module, outputs: Any) -> int | None:
     """Returns how many of a model's outputs, counted from the first, are exported; None for all of them.
 
-    A model declares this by an attribute `inference_outputs`. torchvision's models are recognized by their auxiliary
-    heads, and segmentation models by an output "aux" in addition to "out". A run marks names of outputs as auxiliary by
-    an attribute `auxiliary_outputs`; they are left out if the model has an output "out" too.
+    A model declares this by an attribute `inference_outputs`. torchvision's models are recognized by their
+    auxiliary heads, and segmentation models by an output "aux" in addition to "out". An attribute
+    `auxiliary_outputs` has names of auxiliary outputs (`qatkit.run.auxiliary_outputs`); they are left out if
+    another output has the name "out".
 
     Args:
         model: the model.
@@ -80,8 +81,8 @@ def module_of(node: fx.Node) -> nn.Module:
 def is_opaque(module: nn.Module) -> bool:
     """Returns whether the type of a module declares `opaque = True`.
 
-    PyTorch does not compute such a module; its attribute `reason` says why. It stays float, and no gradient passes
-    through it.
+    Such a module is computed by something other than PyTorch (such as ONNX Runtime); its attribute `reason`
+    says why. It stays float, and no gradient passes through it.
     """
     return bool(getattr(module, "opaque", False))
 
@@ -113,7 +114,7 @@ def qat_type(module: nn.Module) -> type[QATOperator]:
 
 
 def op_class(node: fx.Node) -> str:
-    """Returns the operator class of a node; "other" if the table does not know the operator.
+    """Returns the operator class of a node; "other" if the table does not know the operator or this form of it.
 
     For nodes that call nothing, such as inputs, this is the node's `op`.
     """

@@ -1,8 +1,10 @@
 """Replaces BatchNorms of other types by torch's own, the only ones that fusing, schedules and the exporter know.
 
-SyncBatchNorm, subclasses of _BatchNorm    replaced if their forward is torch's, which accepts any rank
+SyncBatchNorm, subclasses of _BatchNorm    replaced if their forward is torch's
 custom modules                             with BatchNorm's names of statistics and parameters (such as the frozen ones
                                            of detectors): replaced if they compute the same on random values
+
+The replacement is a BatchNorm2d that accepts inputs of any rank.
 """
 
 from __future__ import annotations
@@ -73,10 +75,10 @@ def _with_values_of(module: nn.Module, tensors: dict[str, Tensor], eps: float) -
 
 
 def _moves(module: nn.Module, norm: BatchNorm) -> bool | None:
-    """Returns whether a module uses batch statistics in training, as `norm` does, or always its own statistics.
+    """Returns True if a module uses batch statistics in training, as `norm` does, False if it never does.
 
-    Returns None if it computes something else. Both run with random parameters and statistics, since their own may
-    make them identities.
+    Returns None if it computes something else than `norm`. Both run with random parameters and statistics,
+    since their own may make them identities.
     """
     pair: list[Any] = [copy.deepcopy(module), copy.deepcopy(norm)]
     generator = torch.Generator().manual_seed(0)

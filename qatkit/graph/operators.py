@@ -36,7 +36,7 @@ class Operator:
         name: the name of the class in overrides (`op/NAME`) and backends.
         modules, functions, methods: what it is in PyTorch: module types, functions, names of Tensor's methods.
             Types and functions are given by dotted name or as objects.
-        weighted: whether it has a weight, which makes it run in 8 bits.
+        weighted: whether it multiplies its input by a weight that can be quantized (Conv, Linear).
         values: how the values of its output are made: "new" (computed), "kept" (a selection of the input's values) or
             "moved" (all of them, at other positions). With "kept" and "moved", input and output have one range.
         fixed: the range of its output if it is known without observing.

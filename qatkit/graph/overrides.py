@@ -1,8 +1,9 @@
 """Overrides of single operators and tensors: a selector (`qatkit.graph.selectors`) and the settings that it changes.
 
-An override without effect is rejected, and the message names the operator to select instead. For example, a pooling, or
-a ReLU that the quantization of a Conv absorbs, has no range of its own. An override of a tensor applies to the point
-that quantizes the tensor, wherever this point is.
+An override without effect is rejected, and the message names the operator to select instead, if there is one. For
+example, a pooling, or a ReLU that the quantization of a Conv absorbs, has no range of its own. An override of a tensor
+applies to the quantizer that sets its range (its point, `qatkit.graph.placement`), even if values are moved between the
+two.
 
 Selectors use a slash and no colon: Hydra's command line accepts `op/linear` as a key without quotes, and no module
 path contains a slash.
@@ -35,7 +36,7 @@ Chosen = tuple[str, OverrideConfig]
 
 
 class Overrides:
-    """The overrides of one run, resolved to nodes.
+    """The overrides of a backend, resolved to the nodes of a graph.
 
     Later selectors have precedence over earlier ones, and selectors of tensors over selectors of operators.
 

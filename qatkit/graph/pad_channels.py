@@ -73,7 +73,7 @@ class _Widening:
 
 
 def pad_channels(converted: fx.GraphModule, multiples: Mapping[str, int]) -> int:
-    """Widens a converted graph in place.
+    """Pads the channels of tensors and convolutions of a converted graph, in place.
 
     Args:
         converted: the converted graph.
@@ -202,7 +202,10 @@ def _unpadded(node: fx.Node) -> fx.Node:
 
 
 def _alike(graph: fx.Graph, found: list[_Widening]) -> list[_Widening]:
-    """Returns the groups that change all operators with equal weights, which the file stores once, in the same way."""
+    """Drops groups that would pad operators with equal weights differently.
+
+    The file stores equal weights only once.
+    """
     tied = defaultdict[Any, list[fx.Node]](list)
     for node in filter(_is_convolution, graph.nodes):
         weight = cast(Quantized, module_of(node)).weight

@@ -4,9 +4,9 @@
     nn.Conv2d(..., padding_mode="reflect")          →  F.pad, Conv2d without padding
     F.pad(x, (l, r), "circular")                    →  cat of slices; an ONNX Pad can't wrap before opset 19
 
-Every range contains zero, and the other modes repeat existing values, so that a quantizer can move up before the
-padding. Zeros around the image belong to the convolution after them: the export writes them into its `pads`
-(`qatkit.export.pads`). Any other padding runs on bytes.
+Every range contains zero, so a padding with zeros or existing values needs no range of its own: it runs on
+bytes, and the quantizer of its output moves up before it. The export writes zeros around an image into the
+`pads` of the convolution that reads them (`qatkit.export.pads`).
 """
 
 from __future__ import annotations

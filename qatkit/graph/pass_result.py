@@ -16,7 +16,8 @@ class PassResult:
     Attributes:
         graph: the graph, changed in place.
         changed: the number of changed sites.
-        skipped: (site, reason) of every operator that the pass might have changed but left unchanged.
+        skipped: (site, reason) of every operator that the pass might have changed but left unchanged; from
+            `convert`, (site, note) on scales.
     """
 
     graph: fx.GraphModule

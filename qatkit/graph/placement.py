@@ -1,10 +1,11 @@
 """Placement: decides which tensors of the graph are quantized; `prepare` inserts their quantizers.
 
-Three facts per node, found in one walk from the inputs to the outputs:
+Three facts are found for each node:
 
     int8(n)      n's output is an 8-bit tensor: a Conv's always, an Add's when all of its inputs are, a
                  reshape's when its input is
-    demanded(n)  some Conv or Linear reads n (for some backends also: an Add after a Conv, as its shortcut)
+    demanded(n)  some 8-bit Conv, Linear or MatMul reads n (for some backends also: an Add after a Conv, as its
+                 shortcut)
     a point      where a FakeQuantize is inserted: after int8 nodes with a range of their own, and after demanded
                  nodes that are not int8 (then only the readers that demand it read the quantized tensor, and a
                  parallel residual stream stays float); it moves up through operators that only move values
@@ -45,7 +46,8 @@ class Point:
     Attributes:
         node: the node whose output is quantized.
         readers: the nodes that read the quantized tensor; other readers keep the float tensor.
-        absorbed: a ReLU or ReLU6 between `node` and the readers that `bounds` replaces.
+        absorbed: the ReLU or ReLU6 after `node` that the quantization to `bounds` replaces; None if there is
+            none.
         bounds: the lower and the upper end of the range; None for an end that is not known.
         fixed: whether `bounds` is the whole range, so that nothing has to be observed.
         axis: the axis of the tensor over which the readers sum products; blocks of a number format lie along it.
@@ -205,7 +207,10 @@ class Placer:
         return any(not self.facts[user].keeps_range or self._computes_on(user) for user in inside)
 
     def _moves_for_demand(self, node: fx.Node) -> bool:
-        """Returns whether all readers of a value-moving `node` are int8, so that moving bytes is cheaper."""
+        """Returns whether a `node` that moves values of a float tensor should move bytes instead.
+
+        It should if all of its readers demand 8 bits, unless its input has more values than its output.
+        """
         if self.facts[node].values != "moved" or self.int8[node] or self.rule(node) is _FLOAT:
             return False
         before = [n for n in node.all_input_nodes if carries_float(n)]
@@ -294,7 +299,7 @@ class Placer:
 
 
 def constants(graph: fx.Graph) -> set[fx.Node]:
-    """Returns the nodes that depend on no input: parameters, and values computed only from parameters."""
+    """Returns the nodes that depend on no input: parameters, buffers and values computed only from these."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op not in ("placeholder", "output") and all(n in found for n in node.all_input_nodes):

@@ -177,7 +177,10 @@ def _spec(point: Point, chosen: Overrides, backend: Backend) -> QuantSpec:
 
 
 def _weight_specs(placement: Placement, chosen: Overrides, backend: Backend) -> dict[fx.Node, QuantSpec]:
-    """Returns the specs of the weights; a weight with several calls is guarded for all of them or for none."""
+    """Returns the specs of the weights.
+
+    A weight with several calls is guarded against saturation (`pairs`) if this is needed for any of them.
+    """
     specs = {node: chosen.weight(node, backend).along(1) for node in placement.weighted}
     weights = {node: identity_of(module_of(node), "weight") for node in specs}
     guarded = {weights[node] for node, spec in specs.items() if spec.pairs and adds_in_16_bits(node)}
@@ -258,7 +261,8 @@ def _link_weights(graph_module: fx.GraphModule) -> None:
 def _past_activation(node: fx.Node) -> fx.Node:
     """Returns the activation that is the only reader of `node` and is computed with it, else `node`.
 
-    A ReLU is such an activation; for a target without zero points it is a node of the graph.
+    A ReLU always counts. It is still a node of the graph if activations have no zero point, since then no
+    quantizer absorbs it.
     """
     reader = next(iter(node.users)) if len(node.users) == 1 else None
     if reader is not None and facts(reader).activation:

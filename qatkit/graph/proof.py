@@ -61,7 +61,8 @@ _HINT = "rewrite that code with torch functions of tensors, or quantize the part
 def prove(model: nn.Module, graph_module: fx.GraphModule, example: Example) -> None:
     """Compares a graph with its model on a batch of four, unless samples are large, and on a batch of one.
 
-    A graph for one batch size is compared at that size.
+    A graph for one batch size is compared at that size. Nothing is compared if `model` is a traced graph
+    itself.
 
     Args:
         model: the model that was captured; it stays unchanged.
@@ -69,7 +70,8 @@ def prove(model: nn.Module, graph_module: fx.GraphModule, example: Example) -> N
         example: an example input of the model.
 
     Raises:
-        ConfigError: the outputs differ by more than rounding; the message names the first module whose output differs.
+        ConfigError: the model fails on these batches, or the outputs differ by more than rounding; the
+            message then names the first module whose output differs, if there is one.
     """
     if is_traced(model):
         return

@@ -84,7 +84,8 @@ def matched(
     """Returns the operators that a selector chooses, in graph order; with `kind`, only those of this class.
 
     Raises:
-        ConfigError: it chooses no operator; the message has similar names.
+        ConfigError: it chooses no operator (which is allowed for `backend.only`); the message has similar
+            names.
     """
     calls = operators_of(graph, kind)
     found = _chosen(graph, calls, selector, key)
@@ -198,7 +199,8 @@ def chosen_tensors(graph: fx.Graph, selector: str, key: str = "backend.overrides
     """Returns the tensors that `tensor/NAME` or `input/K/SELECTOR` chooses.
 
     Raises:
-        ConfigError: it chooses no tensor; the message has similar names, or the inputs of the operator.
+        ConfigError: it has another form, or chooses no tensor; the message has similar names, or the
+            operator's inputs.
     """
     if selector.startswith(TENSOR):
         return _by_name(graph, selector, selector.removeprefix(TENSOR), key)

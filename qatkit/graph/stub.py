@@ -237,9 +237,10 @@ def _layer_norm_module(node: fx.Node) -> str | None:
 
 
 def _keep_norm_from_transposes(node: fx.Node) -> str | None:
-    """Inserts a Reshape, which is free, around a norm between two Transposes that cancel.
+    """Inserts Reshapes, which are free, before and after a norm that follows a Transpose.
 
-    Otherwise ONNX Runtime moves the norm to another axis, where it has no kernel.
+    If another Transpose cancels the first one, ONNX Runtime would otherwise move the norm to another axis,
+    where it has no kernel.
     """
     x, shape, norm = node.args[0], shape_of(node), module_of(node)
     if shape is None or not isinstance(norm, nn.LayerNorm) or not isinstance(x, fx.Node):

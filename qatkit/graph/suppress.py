@@ -20,7 +20,7 @@ def suppress(
 ) -> Tensor:
     """Returns `scores` with `DROPPED` for each box that is not valid or overlaps a better one of its group too much.
 
-    No gradient flows through the function.
+    Boxes after the best `most` of a group are dropped too. No gradient flows through the function.
 
     Args:
         boxes: the corners of the boxes, [N, boxes, 4].

@@ -49,7 +49,8 @@ def names_of_graph(graph_module: fx.GraphModule) -> TensorNames:
 def best_first(found: Iterable[tuple[bool, int, str]]) -> list[str]:
     """Returns names of tensors with one range, best first and without duplicates.
 
-    Tensors whose values were not moved come first. Among them, those after more absorbed nodes come first.
+    Tensors whose values were not moved come before the others; in both parts, those after more absorbed nodes
+    are first.
 
     Args:
         found: for each name, whether values were moved, how many nodes were absorbed, and the name.

@@ -88,7 +88,7 @@ def copy_of(model: nn.Module) -> nn.Module:
 
 
 def what_copies_share(model: nn.Module) -> dict[int, Any]:
-    """Returns the memo for `copy.deepcopy` with the objects that a model and its copy share (`copy_of`)."""
+    """Returns the memo for `copy.deepcopy` with copies of computed tensors and the objects to share (`copy_of`)."""
     memo: dict[int, Any] = {}
     for module in model.modules():
         for value in attributes_of(module).values():

@@ -1,4 +1,4 @@
-"""Copies ranges and corrections of a prepared graph to another graph of the same model with other float operators."""
+"""Copies ranges and corrections to another prepared graph of the same model, in which other operators stay float."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from qatkit.quant.qat_layers import QATOperator
 
 @torch.no_grad()
 def transplant(source: fx.GraphModule, target: fx.GraphModule) -> list[str]:
-    """Copies state by name from one graph into another; returns the quantizers that only `target` has.
+    """Copies state by name from one graph into another; returns the names of quantizers that only `target` has.
 
     An operator that is float in `target` gets its float bias, without the correction for quantization.
     """

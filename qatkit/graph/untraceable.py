@@ -1,4 +1,4 @@
-"""Substitutes equivalent plain modules with the same parameters for modules that can't be traced.
+"""Substitutes equivalent modules with the same parameters for modules that can't be traced or hide their products.
 
     TransformerEncoderLayer   its fast path in inference branches on the input; becomes attention, norms and Linears
     TransformerEncoder        it has such a fast path too; becomes a loop over its layers
@@ -82,7 +82,7 @@ _RULES: dict[type[nn.Module], Callable[[nn.Module], nn.Module]] = {
 
 
 def with_twins(model: nn.Module) -> nn.Module:
-    """Substitutes equivalent modules for the modules of `model` that can't be traced, in place.
+    """Substitutes the equivalent modules that this file lists for modules of `model`, in place.
 
     Returns the model, or its equivalent if the model itself is such a module.
     """

@@ -2,7 +2,8 @@
 
 In the file these weights are int8 with one scale per row, and the operators compute in float:
 
-    Embedding          its table; rows of bytes are looked up
+    Embedding          its table; rows of bytes are looked up (a backend with `weights_alone` also packs tables with
+                       fewer bits or scales per block)
     LSTM, GRU, RNN     the weights of every layer and direction
 
 In training these weights have the values that they will have in the file.

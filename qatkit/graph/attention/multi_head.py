@@ -27,7 +27,10 @@ def multi_head_attention(  # noqa: PLR0913, PLR0917  the arguments of the module
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Computes the forward of `module`, which has the same arguments and results."""
+    """Computes the forward of `module`, which has the same arguments and results.
+
+    `is_causal` is ignored: it is only a hint about `attn_mask`.
+    """
     alone = query.ndim == 2
     if alone:
         query, key, value = (t.unsqueeze(0 if module.batch_first else 1) for t in (query, key, value))

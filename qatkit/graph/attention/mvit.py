@@ -19,7 +19,7 @@ Size = tuple[int, int, int]
 
 
 class RelativePositions(nn.Module):
-    """Computes `_add_rel_pos` for one clip size; its outputs agree to 1e-5.
+    """Computes `_add_rel_pos` for one clip size; its outputs agree with torchvision's to 1e-5.
 
     Args:
         queries, keys: the numbers of frames, rows and columns of patches, for the queries and for the keys.

@@ -22,9 +22,9 @@ _SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale"
 
 
 def open_attention(node: fx.Node) -> str | None:
-    """Replaces an nn.MultiheadAttention that computes self-attention with `self_attention.SelfAttention`.
+    """Replaces an nn.MultiheadAttention by the operators of `self_attention.SelfAttention`.
 
-    Other calls are replaced by separate operators when the graph is recorded (`qatkit.graph.capture`).
+    Calls other than self-attention are opened when the graph is recorded (`qatkit.graph.capture`).
     """
     module = cast(nn.MultiheadAttention, module_of(node))
     for user in list(node.users):

@@ -23,7 +23,7 @@ _ATTENTION_ARGUMENTS = (
 
 
 class SelfAttention(nn.Module):
-    """Self-attention with the parameters of an `nn.MultiheadAttention`; its outputs agree to 1e-5."""
+    """Self-attention with the parameters of an `nn.MultiheadAttention`; the outputs of both agree to 1e-5."""
 
     def __init__(self, original: nn.MultiheadAttention) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class SelfAttention(nn.Module):
 
 
 def why_not(module: nn.MultiheadAttention) -> str | None:
-    """Returns why a MultiheadAttention can't be replaced; None if it can."""
+    """Returns why `SelfAttention` can't replace a MultiheadAttention, however it is called; None if it can."""
     if module.in_proj_weight is None:
         return "its keys and values have another width than the queries"
     if module.bias_k is not None or module.add_zero_attn:
@@ -65,7 +65,7 @@ def why_not(module: nn.MultiheadAttention) -> str | None:
 
 
 def unusual_call(node: fx.Node) -> str | None:
-    """Returns why a call of a MultiheadAttention is not self-attention; None if it is."""
+    """Returns why `SelfAttention` can't replace a call of a MultiheadAttention; None if it can."""
     given = dict(zip(_ATTENTION_ARGUMENTS, node.args, strict=False)) | node.kwargs
     if sum(n.op == "call_module" and n.target == node.target for n in node.graph.nodes) > 1:
         return "it is called more than once"

@@ -1,10 +1,10 @@
-"""Follows views and in-place changes: which node holds the current values of a tensor object.
+"""Tracks, through views and in-place changes, which node holds the current values of each tensor object.
 
-A view knows its parent and the nodes that made it. An in-place change raises the version that all views of the memory
-share, and is passed on:
+For each view, its parent and the nodes that made it are stored. An in-place change raises the version that all views
+of the memory share, and is passed on:
 
-    up     The parent becomes the old parent with the changed part in its place (a Cat of the values before it, the
-           part, and the values after it; a reshape or permute back), and so on up to the memory's owner.
+    up     New nodes compute the parent with the changed part (a Cat of the values before it, the part, and the values
+           after it; a reshape or permute back), then the parent's parent, and so on up to the memory's owner.
     down   Any other view is computed again from its parent when it is next read.
 
 The graph is thus functional for `x[:, 1:] += y`, for `q, k = x.chunk(2, 1); q.mul_(s); f(x)` and for writes into
@@ -30,7 +30,7 @@ class Value:
     Attributes:
         node: the node that holds the values of `version`.
         version: the version of the tensor at which `node` holds its values.
-        parent: the tensor that this one is a view of.
+        parent: the tensor that this one is a view of; None if there is none, or if the view can't be followed.
         chain: the nodes that make this tensor from its parent: a view, or a split and a getitem.
     """
 
@@ -41,7 +41,7 @@ class Value:
 
 
 class Aliases:
-    """The nodes of all living tensors.
+    """The nodes of all tensor objects that still exist.
 
     Args:
         emit: a function that adds a node: (op, target, args, kwargs) → node.

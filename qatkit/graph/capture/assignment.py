@@ -1,4 +1,7 @@
-"""Records `x[index] = value` as nodes that compute a new tensor, for slices, integers, lists, masks and tensors."""
+"""Records `x[index] = value` as nodes that compute a new tensor.
+
+The index may contain slices, integers, lists, masks and tensors.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,10 @@ def _places(recorder: Recorder, parts: Sequence[Any]) -> list[Any]:
 
 
 def spread(recorder: Recorder, node: Any, value: Any, over: Tensor) -> Any:
-    """Returns the node of `value`, broadcast to the shape and converted to the type of `over`."""
+    """Returns the node of `value`, broadcast to the shape and converted to the type of `over`.
+
+    `node` is the node of `value`, or the number itself.
+    """
     if not isinstance(value, Tensor):
         return recorder.emit("call_function", torch.full, (tuple(over.shape), node), {"dtype": over.dtype})
     if value.dtype != over.dtype:
@@ -76,7 +82,10 @@ def spread(recorder: Recorder, node: Any, value: Any, over: Tensor) -> Any:
 
 
 def _part(recorder: Recorder, part: Any) -> Any:
-    """Returns a part of an index, with lists and arrays as tensors, and scalar tensors that are known as integers."""
+    """Returns a part of an index: lists and arrays become tensors, and scalar tensors become integers.
+
+    A scalar tensor that depends on the inputs stays a tensor.
+    """
     if isinstance(part, (list, np.ndarray)):
         part = torch.as_tensor(part)
     if isinstance(part, np.integer):

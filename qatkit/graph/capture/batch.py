@@ -1,12 +1,12 @@
 """Merges runs with different batch sizes into one graph for any size: differing numbers become functions of the size.
 
-Each run knows its sizes as plain numbers, 2·49 in one and 3·49 in the other. The graphs must have the same nodes. If
-they do not, the batch decides what is computed, which is rejected. A number that differs is written as
-`size · a + b`, and in `reshape` and `view` as -1. Runs whose other axes differ too
-(`qatkit.graph.capture.free_axes`) are merged in the same way, with another function that computes the numbers.
+The sizes in each run's graph are plain numbers, such as 2·49 in one and 3·49 in the other. The graphs must have
+the same nodes. If they do not, the batch size decides what is computed, which is rejected. A number that differs
+becomes a node that computes `size · a + b`; one in a `reshape` or `view` may become -1. Runs whose other axes differ
+too (`qatkit.graph.capture.free_axes`) are merged in the same way, with another function that computes the numbers.
 
-A model that cuts the batch into halves (`x.chunk(2)`, `x[: len(x) // 2]`) is recorded with 2·2 and 3·2 images: its
-numbers are functions of half the size, and batches are multiples of two.
+A model that cuts the batch into halves (`x.chunk(2)`, `x[: len(x) // 2]`) is recorded with 2·2 and 3·2 images. Its
+numbers are functions of half the size, and its graph accepts only multiples of two.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ Numbers = Callable[[fx.Node, tuple[int, ...]], "fx.Node | None"]
 
 
 def merge_with(one: Recording, others: Sequence[Recording], numbers: Numbers, reason: str) -> None:
-    """Makes the graph of `one` correct for the sizes of all runs, and for sizes between them.
+    """Makes the graph of `one` correct for the sizes of all runs: nodes compute the numbers that differ.
 
     Args:
         one: the run whose graph is changed.
         others: runs of the same model with inputs of other sizes.
         numbers: a function that takes a node with an argument that differs between the runs, and the argument's
-            values; it returns the node that computes the argument, or None.
+            values; it returns the node that computes the argument, or None if none does.
         reason: the reason in the error for any other difference.
 
     Raises:
@@ -97,7 +97,7 @@ class _Merge:
                 self._slice(node, *pieces)
 
     def _slice(self, node: fx.Node, axis: int, ends: Sequence[tuple[int, ...]]) -> None:
-        """Writes the pieces of the batch as slices, since torch's exporter would fix their number."""
+        """Writes the pieces of a chunk or split as slices, since torch's exporter would fix their number."""
         try:
             stops = [self._number(node, *values) for values in ends]
         except UntraceableError:
@@ -141,9 +141,9 @@ class _Merge:
                 )
 
     def _reshape(self, node: fx.Node, others: Sequence[fx.Node]) -> None:
-        """Writes one size that differs as -1; the other sizes become numbers, or nodes that compute them.
+        """Writes sizes that are the same in all runs as numbers, and the others as nodes that compute them or one -1.
 
-        A -1 for a size that is the same in all runs becomes a number. torch's exporter would infer it from the shape
+        A -1 for a size that is the same becomes a number too, since torch's exporter would infer it from the shape
         of the input, which goes wrong after a bidirectional LSTM.
         """
         shapes = [node.meta["shape"], *(other.meta["shape"] for other in others)]

@@ -86,7 +86,9 @@ def sum_of(function: Any) -> Rule:
 
 
 def _product(w: PairWriter, given: Sequence[Any], call: Callable[[list[Any]], Any]) -> Pair:
-    """Returns the result of a function that is linear in each operand: a sum over the operands' parts with i·i = -1.
+    """Returns the result of a function that is linear in each operand.
+
+    It is called for every combination of the operands' parts, and the results are added up with i·i = -1.
 
     Args:
         w: the writer of the new nodes.

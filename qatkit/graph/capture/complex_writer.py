@@ -1,4 +1,4 @@
-"""Holds the real and imaginary parts of complex nodes, and inserts new nodes before the one being rewritten."""
+"""Holds the real and imaginary parts of complex nodes, and adds the nodes that compute with them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class PairWriter:
 
     Attributes:
         graph: the graph that gets the nodes.
-        pairs: the pair of each complex node; for a node that yields several pieces, two nodes that yield their parts.
+        pairs: the pair of each complex node; for a node with several results (such as a chunk), two nodes
+            that return their real and their imaginary parts.
         place: the node that is being rewritten; new nodes get its module and line.
     """
 

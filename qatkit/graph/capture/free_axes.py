@@ -1,13 +1,13 @@
-"""Finds axes other than the batch that a model leaves free: lengths, heights and widths, numbers of streams.
+"""Finds axes other than the batch whose size a model leaves free: lengths, heights and widths, numbers of streams.
 
-    runs with other sizes, sizes traced    one axis after the other, then all together
-    → one graph                            differing numbers are computed from sizes
-    (`qatkit.graph.capture.traced_sizes`)
-    → a comparison                         between the graph and the model, at sizes that no run had
+1. The model runs with other sizes of one axis after the other, and then of all free axes together. These runs trace
+   sizes (`qatkit.graph.capture.traced_sizes`).
+2. The runs are merged into one graph, which computes numbers that differ between them from sizes.
+3. The graph is compared with the model, if possible at sizes that no run had.
 
 An axis stays fixed if its size decides what is computed, if the model fails at other sizes, or if a layer has weights
-for one size only. A note gives the reason, except for weights. If the configuration names the axis, it is an error.
-If a model needs multiples (of 8 rows, say), the axis accepts only multiples.
+for one size only. A note gives the reason unless it is the weights. If the configuration names the axis, a fixed axis
+is an error. If the model needs multiples (of 8 rows, say), so does the graph.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _CLOSE = 1e-3  # relative to the largest output; a larger difference is not roun
 
 @dataclass(frozen=True)
 class FreeAxis:
-    """An axis of one or more inputs for which a graph accepts any size.
+    """An axis of one or more inputs for which a graph accepts any multiple of `step`.
 
     Attributes:
-        name: the name of its size in the file.
+        name: the name of its size in the ONNX file.
         places: the axes (input, axis) that always have this size together.
         size: the size in the example.
         others: sizes other than the example's that the model was run with.
@@ -68,8 +68,8 @@ class FreeAxes:
         wanted: "auto", or names for axes that have to be free, by input and number of the axis.
         runs: the runs of the model.
         opened: paths of attention modules that are not recorded as leaves.
-        batches: batch sizes of the two runs; empty for a model that accepts only the example's batch size.
-        batch_axes: the batch axis of each input.
+        batches: two batch sizes to run the model with; empty if it accepts only that of the example.
+        batch_axes: the batch axis of each input, or None.
     """
 
     def __init__(
@@ -152,10 +152,10 @@ class FreeAxes:
                     raise ConfigError(f"export.dynamic_axes.{name}", axis, allowed)
 
     def _candidates(self) -> Iterator[list[tuple[Place, ...]]]:
-        """Yields, for one axis after the other, the groups of places to try.
+        """Yields, for each axis, groups of axes to resize together, in the order in which they are tried.
 
-        A group is the axis with equally long axes that may have to change with it. If names are given, it is the
-        places with the same name.
+        A group is the axis with equally long axes that may have to change with it. If the configuration names axes,
+        the only group consists of the axes with the same name.
         """
         if not isinstance(self.wanted, str):
             named: dict[str, list[Place]] = {}
@@ -207,7 +207,7 @@ class FreeAxes:
         return None
 
     def _free(self, places: tuple[Place, ...], number: int, check: Check) -> FreeAxis:
-        """Returns the axis at `places`, with a size far from the example's and one near it.
+        """Returns the axis at `places`, with a distant and a near size that the model accepts, and its step.
 
         Raises:
             UntraceableError, _NotFreeError: the model accepts no other size.
@@ -255,7 +255,7 @@ class FreeAxes:
         )
 
     def _merged(self, axes: Sequence[FreeAxis], *, compare: bool) -> Recording:
-        """Returns the graph for the sizes of all runs: the example's, all distant ones and all near ones.
+        """Returns the graph merged from runs with the example's sizes, all distant ones and, if known, all near ones.
 
         Args:
             compare: whether the graph is compared with the model at a size that no run had.
@@ -275,7 +275,10 @@ class FreeAxes:
         return one
 
     def _compare(self, one: Recording, axes: Sequence[FreeAxis], batch: int | None) -> None:
-        """Raises an error if graph and model differ at sizes that no run had, or else at those of the last run."""
+        """Raises an error if graph and model differ at the first sizes that the model accepts.
+
+        Sizes that no run had are tried first, then those of the last run.
+        """
         between = [{axis: _between(axis, i + more) for i, axis in enumerate(axes)} for more in range(3)]
         for sizes in (*between, {axis: axis.others[-1] for axis in axes}):
             tensors = self._inputs(sizes, batch)
@@ -377,11 +380,10 @@ def with_sizes(tensors: Sequence[Tensor], sizes: Mapping[Place, int]) -> tuple[T
 
 
 def _far(size: int, number: int, rank: int) -> list[int]:
-    """Returns sizes to try: first distant ones, then nearer and smaller ones, for models with a table of positions.
+    """Returns sizes to try: distant ones first, then nearer and smaller ones, as a table of positions may need.
 
-    A distant size still differs from `size` after every stride of a pyramid, where nearer sizes may become
-    equal. The amounts differ between axes. For a clip they are smaller, since a run with distant
-    sizes on three axes takes many times as long.
+    A distant size still differs from `size` after all strides of a pyramid; a near one may become equal. Each axis
+    (`number`) gets other distances, smaller ones for clips and volumes, where three long axes take much time.
     """
     each = 8 if rank > 4 else 32
     unit = each * (number + 1)
@@ -392,7 +394,7 @@ def _far(size: int, number: int, rank: int) -> list[int]:
 
 
 def _between(axis: FreeAxis, number: int) -> int:
-    """Returns a size that no run had, a different one for each axis."""
+    """Returns a size for the comparison, usually one that no run had; it differs between axes (`number`)."""
     far = max(axis.others[0], axis.size)
     steps = axis.step * (3 + 2 * number)
     return axis.size + steps if axis.size + steps <= far else max(axis.step, axis.size - steps)

@@ -1,6 +1,7 @@
 """Merges the sizes of several runs.
 
-A number that differs between the runs becomes a size of a tensor. A size that is the same in all runs becomes a number.
+A number that differs between the runs is computed as a size of a tensor, or a multiple of one. A size that is the
+same in all runs becomes a number.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Captures a model as an equivalent GraphModule, for any batch size and any values.
+"""Captures a model as an equivalent GraphModule for any input values and as many batch sizes as possible.
 
-two runs under the recorder      with batches of 2 and of 3, and other values
-→ one graph                      numbers that differ are functions of the batch size
-→ constants                      values that depend on no input and no parameter are buffers
-→ training                       functional dropout is a module, according to one run in training mode
+1. Two runs with different batch sizes and values are recorded and merged. Numbers that differ become functions of the
+   batch size.
+2. Functional dropout becomes a module if it is on in a run in training mode.
+3. Values that depend on no input, parameter or buffer become buffers.
+4. Complex numbers become pairs of real numbers.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ def capture(model: nn.Module, example: Example, dynamic_axes: Wanted = "none") -
     The meta of the graph has `inputs` and `outputs` (names), `batch_axes` (one per input; all None for a model that
     accepts only the example's batch size), `batch_multiple` (the number that the batch size must be a multiple of),
     `free_axes` (the axes of `dynamic_axes` that are free), `notes` for the report, `training_paths` (the paths of
-    blocks that are recorded as they train), and `read_values`, whether the graph depends on values that the model's
-    tensors had.
+    blocks that are recorded in training mode), and `read_values` (whether the graph depends on values that the
+    model's tensors had).
 
     Args:
         model: the model.
@@ -149,7 +150,7 @@ def _rename_reserved(model: nn.Module, graph: fx.Graph) -> None:
 
 
 def fold_constants(graph_module: fx.GraphModule) -> None:
-    """Computes, once, the values that depend on no input and no tensor of the model, such as positions and masks."""
+    """Stores values that depend on no input, parameter or buffer as buffers, such as positions and masks."""
     run, values = fx.Interpreter(graph_module), dict[fx.Node, Any]()
     for node in list(graph_module.graph.nodes):
         if not _is_constant(node, values):

@@ -61,7 +61,7 @@ def notes_of_state(graph_module: fx.GraphModule, one: Recording, kept: set[str])
 
 
 def notes_of_opaque(graph_module: fx.GraphModule) -> list[tuple[str, str]]:
-    """Returns notes on opaque modules, which PyTorch does not compute."""
+    """Returns notes on opaque modules, which something other than PyTorch computes."""
     modules = {
         str(node.target): module_of(node) for node in graph_module.graph.nodes if node.op == "call_module"
     }

@@ -58,7 +58,7 @@ class PickedValues:
         self.found = WeakTensorKeyDictionary()
 
     def concerns(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Returns whether a call picks values by a mask, or computes with picked values."""
+        """Returns whether a call picks values by a mask that depends on inputs, or computes with picked values."""
         if name == "__getitem__" and self._mask(*args) is not None:
             return True
         if name == "__setitem__" or not self.found:
@@ -106,7 +106,8 @@ class PickedValues:
         """Records a call that picks values; a call on picked tensors is recorded as a call on the whole tensors.
 
         Raises:
-            UntraceableError: the call on picked tensors is not elementwise, or reads tensors picked by other masks.
+            UntraceableError: the call on picked tensors is not elementwise, or another argument was picked by another
+                mask or may not broadcast to the whole tensor.
         """
         if func.__name__ == "__getitem__" and (mask := self._mask(*args)) is not None:
             return self._pick(args[0], mask)

@@ -17,7 +17,7 @@ _CUTS = ("chunk", "split", "tensor_split", "split_with_sizes", "hsplit", "vsplit
 def cuts(*nodes: fx.Node) -> tuple[int, list[tuple[int, ...]]] | None:
     """Returns the axis along which a call cuts a tensor, and the end of each piece in all runs.
 
-    Returns None for a call that does not cut, and if the pieces do not grow with the tensor.
+    Returns None for a call that does not cut, and if the pieces do not grow in proportion to the tensor.
 
     Args:
         nodes: the node of the call in each run; the runs may differ along other axes as well.
@@ -130,7 +130,10 @@ def _index(node: fx.Node, axis: int) -> Any:
 
 
 def _is_place(index: Any) -> bool:
-    """Returns whether an index may cut within the batch: a slice with an end other than 0, or a later image."""
+    """Returns whether an index may cut within the batch.
+
+    It may if it is a slice that starts or stops elsewhere than at 0, or an image after the first.
+    """
     if isinstance(index, slice):
         return any(isinstance(end, int) and end for end in (index.start, index.stop))
     return isinstance(index, int) and index > 0

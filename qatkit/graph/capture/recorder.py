@@ -1,9 +1,10 @@
-"""The recorder: runs a model and writes every torch call into a torch.fx graph.
+"""Records the torch calls of a running model as nodes of a torch.fx graph.
 
-A mode of torch's function dispatch sees each call with real tensors. Therefore sizes, types and devices are plain
-Python values, `isinstance(x, Tensor)` is true, and decisions that depend only on them are made as in the model. Only
-reading values out of a tensor that depends on the inputs can't be followed. Modules of torch.nn and of the operator
-table are leaves: each is one node of the graph, and runs with the mode off.
+The recorder is a TorchFunctionMode, which receives each call with real tensors. Therefore sizes (unless they are
+traced), types and devices are plain Python values, `isinstance(x, Tensor)` is true, and branches that depend only on
+them are taken as in the model. Reading values of a tensor that depends on the inputs is rejected, and so are in-place
+changes that cannot be written as nodes. A leaf module (`qatkit.graph.capture.run.is_leaf`) is one node of the graph
+and runs with the mode off.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class Recorder(TorchFunctionMode):
 
     Attributes:
         graph: the recorded graph.
-        constants: tensors by name that did not come from torch's calls (NumPy, attributes of modules).
+        constants: tensors by name that no node computes and that are no parameter or buffer: from NumPy, Python
+            numbers or attributes of modules.
         random: nodes that draw random numbers.
         read_values: whether Python code read values of a tensor.
     """
@@ -92,7 +94,7 @@ class Recorder(TorchFunctionMode):
         self.aliases.bind(tensor, (node,), ())
 
     def emit(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-        """Adds a node, with the module that is running and its line in the node's meta, and returns it."""
+        """Adds and returns a node, whose meta has the module and the line of code that are running."""
         node = self.graph.create_node(op, target, args, kwargs)
         node.meta["nn_module_stack"] = OrderedDict((path, (path, kind)) for path, kind in self.stack)
         node.meta["where"] = where()
@@ -195,6 +197,8 @@ class Recorder(TorchFunctionMode):
     def record(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a call and returns its result; if it returns or changes tensors, it becomes a node.
 
+        There is no node for a call that returns one of its inputs unchanged, and for most tensors made of numbers.
+
         Raises:
             UntraceableError: an argument or an in-place change can't be part of a graph.
         """
@@ -233,7 +237,7 @@ class Recorder(TorchFunctionMode):
             args, kwargs: the arguments of the call.
 
         Raises:
-            UntraceableError: it changes a tensor in place that it does not return.
+            UntraceableError: an argument can't be part of a graph, or is changed in place but not returned.
         """
         sources = list(tensors_in((args, kwargs)))
         nodes = self.node_of(args), self.node_of(kwargs)
@@ -255,7 +259,14 @@ class Recorder(TorchFunctionMode):
     def bind(
         self, result: Any, node: fx.Node, sources: Sequence[Tensor], chain: tuple[fx.Node, ...] = ()
     ) -> None:
-        """Binds a tensor in `result` to `node`, or each of several tensors to an element of `node`."""
+        """Binds `result` to `node`; each tensor in a list or tuple is bound to a new node for its element.
+
+        Args:
+            result: the result of a call.
+            node: the node of the call, or of an element of its result.
+            sources: tensors whose memory the result may share.
+            chain: the nodes from the call to `node`, without `node`.
+        """
         if isinstance(result, Tensor):
             node.meta |= {"shape": tuple(result.shape), "complex": result.is_complex()}
             self.aliases.bind(result, (*chain, node), sources)
@@ -289,7 +300,7 @@ class Recorder(TorchFunctionMode):
         self.aliases.changed(target, node)
 
     def _without_statistics(self, changed: Sequence[Tensor], args: tuple[Any, ...]) -> list[Tensor]:
-        """Leaves out the running statistics that a normalization updates: they are no part of its result."""
+        """Drops the running statistics that a normalization updates, since they are not part of its result."""
         kept = []
         for tensor in changed:
             if id(tensor) in self.names and not any(tensor is arg for arg in args[:1]):
@@ -299,7 +310,7 @@ class Recorder(TorchFunctionMode):
         return kept
 
     def _dropout(self, func: Any, args: Any, kwargs: Any) -> Tensor:
-        """Records functional dropout, which is off now, as a module that is on when the model is trained."""
+        """Records functional dropout without applying it; `follow_mode` makes the node a module or removes it."""
         given = dropout_arguments(func, args, kwargs)
         x: Tensor = given["input"]
         node = self.emit("call_function", func, (self.node_of(x), given["p"], False), {})
@@ -332,7 +343,7 @@ class Recorder(TorchFunctionMode):
         return result
 
     def _sized(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-        """Returns the result of a call, with traced sizes if they are wanted and the tensor depends on the inputs."""
+        """Returns the result; with `trace_sizes`, sizes of inputs and recorded tensors in it are traced."""
         if not self.trace_sizes or name not in ("shape", "size", "numel") or id(args[0]) in self.names:
             return result
         if args[0] not in self.aliases.values:
@@ -340,7 +351,7 @@ class Recorder(TorchFunctionMode):
         return traced(name, args, kwargs, self.aliases.node_of, result)
 
     def _set(self, func: Any, name: str, tensor: Tensor, value: Any) -> None:
-        """Records `x.data = y`; `x.data *= y` ends with such an assignment of the current value."""
+        """Runs `x.name = y`; records it for `data`, unless y has the memory of x (as at the end of `x.data *= z`)."""
         if name == "data":
             node = self.node_of(value)
             if not shares_memory(tensor, value):

@@ -29,15 +29,16 @@ class Recording:
 
     Attributes:
         graph: the graph of all calls, with its outputs.
-        constants: tensors by name that did not come from torch's calls.
+        constants: tensors by name that no node computes and that are no parameter or buffer: from NumPy, Python
+            numbers or attributes of modules.
         random: nodes that draw random numbers.
         outputs: names of the outputs.
         tensors: the output tensors.
         dropped: the paths of outputs other than tensors and None, each joined by "_".
-        only_training: paths of modules that returned their input.
+        only_training: paths of modules that returned their input, and may do something else in training.
         contexts: names of contexts that the model enters and the graph leaves out.
         changed: names of buffers that the run changed; they are restored.
-        drawn: paths of modules whose outputs were drawn (`qatkit.graph.capture.sizes`).
+        drawn: paths of modules whose outputs were drawn at random (`qatkit.graph.capture.sizes`).
         read_values: whether the graph depends on values that tensors of the model had.
         shares: whether numbers in the graph are, or may be, fractions of the batch size.
     """
@@ -65,7 +66,7 @@ def record(
     *,
     trace_sizes: bool = False,
 ) -> Recording:
-    """Runs `model` on `tensors`, arranged as in `example`.
+    """Records a run of `model` on `tensors`, arranged as in `example`.
 
     Args:
         model: the model.
@@ -133,7 +134,10 @@ def kept_buffers(model: nn.Module) -> Iterator[set[str]]:
 
 
 def _equal(buffer: Tensor, value: Tensor) -> bool:
-    """Returns whether a buffer still has these values; `F.batch_norm` changes statistics without a new version."""
+    """Returns whether a buffer has these values; assumes so if its layout is not strided.
+
+    Needed since `F.batch_norm` changes its statistics without raising their version.
+    """
     return buffer.layout is not torch.strided or torch.equal(buffer, value)
 
 
@@ -141,10 +145,10 @@ def _equal(buffer: Tensor, value: Tensor) -> bool:
 def plain_contexts(found: set[str]) -> Iterator[None]:
     """Disables inference_mode and autocast contexts (on the CPU) that the model enters.
 
-    `found` gets "autocast" if there is such a context.
+    `found` gets "autocast" if the model enters such a context.
 
-    Tensors made in inference mode do not track changes, and the types of autocast do not belong in a graph that is
-    quantized.
+    Tensors made in inference mode do not count in-place changes, and the types of autocast do not belong in a graph
+    that is quantized.
     """
     inference: Any = torch.inference_mode.__enter__
     autocast: Any = torch.autocast.__enter__
@@ -222,7 +226,10 @@ class _Calls:
         return leaf
 
     def module(self, original: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Records the call of a module: a leaf becomes a node, any other module is followed."""
+        """Records the call of a module: a leaf becomes a node, the calls inside any other module are recorded.
+
+        A module that only returns its input becomes a node too.
+        """
         path = self.paths.get(id(module))
         if self.within_leaf or path is None or not any(True for _ in tensors_in((args, kwargs))):
             return original(module, *args, **kwargs)
@@ -252,9 +259,9 @@ class _Calls:
         return result
 
     def _outputs(self, original: Any, module: nn.Module, path: str, *args: Any, **kwargs: Any) -> Any:
-        """Returns a leaf's output.
+        """Returns a leaf's output, drawn at random if it depends on the inputs and `drawn_output` supports the leaf.
 
-        An output that depends on values of the inputs must not be read. It may be drawn at random instead of computed.
+        The values of such an output are never read, so they need not be computed.
         """
         drawn = drawn_output(module, args, kwargs) if self.recorder.depend(args) else None
         if drawn is None:
@@ -273,7 +280,10 @@ class _Calls:
             self.within_leaf = False
 
     def _idle(self, module: nn.Module, before: int, args: tuple[Any, ...], result: Tensor) -> bool:
-        """Returns whether a module returned its input; stochastic depth and noise do so in inference."""
+        """Returns whether a module only returned its input, as stochastic depth and noise do in inference.
+
+        Containers and modules with parameters do not count.
+        """
         return (
             bool(args)
             and result is args[0]
@@ -285,12 +295,14 @@ class _Calls:
 
 
 def is_leaf(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Returns whether a module is a leaf: of torch.nn without children, of the operator table, or opaque.
+    """Returns whether a module is recorded as one node.
 
-    nn.MultiheadAttention is a leaf too. A module with hooks is not, nor one whose forward was replaced on the instance.
+    Opaque modules are leaves, and so are modules whose weight is computed by a parametrization or a hook that
+    `open_held` supports.
 
-    A module whose weight is computed by a parametrization or a hook is a leaf if `open_held` supports it.
-    Otherwise the computation is part of the graph, like that of other hooks.
+    Other modules with parametrizations or hooks are not, nor are those whose forward was replaced on the instance. Of
+    the rest, nn.MultiheadAttention, the modules of the operator table (`known_type`) and modules of torch.nn without
+    children are leaves.
     """
     if is_held(module) or is_opaque(module):
         return True

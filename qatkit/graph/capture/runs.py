@@ -1,8 +1,8 @@
-"""Runs a model under the recorder, to make a graph for any batch.
+"""Records runs of a model to make a graph for as many batch sizes as possible.
 
-batches of two and of three            numbers that differ become functions of the batch size
-else batches of multiples              for a model that cuts its batch into parts
-else the example's batch               for a model that accepts only this size
+1. Batches of two and of three are recorded. Numbers that differ become functions of the batch size.
+2. A model that cuts its batch into parts is recorded with batches of multiples.
+3. A model that accepts no other batch size is recorded with that of the example.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ForAnyBatch(NamedTuple):
         one: the recording.
         opened: paths of attention modules that are not recorded as leaves.
         sizes: batch sizes of the two runs; empty for a model that accepts only the example's batch size.
-        axes: the batch axis of each input.
+        axes: the batch axis of each input, or None.
     """
 
     one: Recording
@@ -61,14 +61,14 @@ class ForAnyBatch(NamedTuple):
 
 
 class Runs:
-    """The runs of one model.
+    """Runs one model at several sizes, with and without recording.
 
     Args:
         model: a copy of the model, which runs may change.
         example: an example input of the model.
         names: names of the inputs.
         tensors: the tensors of the example.
-        blocks: paths of modules that are recorded as they train (`qatkit.graph.capture.training_paths`).
+        blocks: paths of modules that are recorded in training mode (`qatkit.graph.capture.training_paths`).
     """
 
     def __init__(
@@ -140,10 +140,10 @@ class Runs:
         return found if isinstance(found, tuple) else (found,)
 
     def set_mode(self) -> None:
-        """Sets inference mode, except for blocks that are recorded as they train.
+        """Sets inference mode, except for `blocks`, which run in training mode.
 
-        torchvision's GoogLeNet and Inception call their auxiliary heads only in training, so they run in
-        training mode.
+        torchvision's GoogLeNet and Inception call their auxiliary heads only in training. All their modules with
+        children therefore run in training mode.
         """
         self.model.train()  # some models then drop what they had cached for inference
         self.model.eval()
@@ -173,7 +173,7 @@ class Runs:
         """Returns the recording for batches of multiples of `factor`.
 
         An axis may be as long as the batch only by chance (in a mask of positions). Therefore, combinations that
-        leave out some axes are tried too.
+        leave out some axes are tried too, unless the model declares its batch axes.
         """
         known = _declared_axes(self.model, self.names)
         guesses = [known] if known else _guesses(batch_axes(self.tensors))
@@ -286,7 +286,7 @@ def _alike(one: Recording, other: Recording) -> bool:
 
 
 def _declared_axes(model: nn.Module, names: Sequence[str]) -> Axes:
-    """Returns the batch axis of each input as the model declares them; empty if it declares none."""
+    """Returns the batch axis of each input from the model's attribute `batch_axes`; empty if it has none."""
     declared: Mapping[str, int | None] | None = getattr(model, "batch_axes", None)
     if not isinstance(declared, Mapping):
         return ()

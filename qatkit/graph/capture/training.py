@@ -1,4 +1,4 @@
-"""Finds what a model does only in training: functional dropout, custom noise and dropped paths.
+"""Finds what a model does only in training: functional dropout, custom noise and stochastic depth.
 
 The graph is recorded in inference mode, where functional dropout is off. One run in training mode shows which dropout
 calls depend on the model's mode. These become modules of the graph, which are on in training. Random numbers that a
@@ -27,7 +27,7 @@ _NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm
 
 
 class TrainingOnly(nn.Module):
-    """A module that returns its input in inference (stochastic depth, custom noise)."""
+    """Calls a module in training only (stochastic depth, custom noise); returns the input in inference."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -38,7 +38,10 @@ class TrainingOnly(nn.Module):
 
 
 class _Watcher(TorchFunctionMode):
-    """A mode that records the rates of functional dropouts by line, and the lines that draw random numbers."""
+    """A mode that records the rates of functional dropouts and of attention's dropouts by line.
+
+    It also records the lines that draw other random numbers.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +64,7 @@ class _Watcher(TorchFunctionMode):
 def watch(
     model: nn.Module, example: Example, only_training: set[str], drawn: set[str]
 ) -> tuple[dict[Place, list[float]], list[Place], set[str], set[str]]:
-    """Runs `model` once in training mode.
+    """Runs `model` once in training mode, with its norms in inference mode.
 
     The model's state is restored. If the model can't be run in this way, for example because it needs targets, all
     results but the third are empty.
@@ -74,7 +77,7 @@ def watch(
 
     Returns:
         The rates of functional dropouts by line, the lines that draw random numbers, the paths in `only_training`
-        of modules that change the shape of their input, and the names of buffers that code of the model changes.
+        of modules that change the shape of their input, and the names of buffers that change, except those of leaves.
     """
     watcher, reshaping = _Watcher(), set[str]()
     modes = [(module, module.training) for module in model.modules()]
@@ -109,7 +112,7 @@ def _leaves_apart(quiet: Mapping[int, str], reshaping: set[str], valueless: set[
     """Keeps the watcher from seeing calls inside leaves and the modules in `quiet`, since they stay modules.
 
     A module in `quiet` that changes the shape of its input is added to `reshaping`. Outputs of the modules in
-    `valueless` may be drawn.
+    `valueless` may be drawn at random instead of computed.
     """
     original = nn.Module.__call__
 
@@ -131,7 +134,7 @@ def _leaves_apart(quiet: Mapping[int, str], reshaping: set[str], valueless: set[
 
 
 def drop_reshaping(graph_module: fx.GraphModule, reshaping: set[str]) -> list[tuple[str, str]]:
-    """Removes modules that change their input's shape in training (dropped patches); returns notes on them."""
+    """Removes modules that change their input's shape in training (such as patch dropout); returns notes on them."""
     for node in list(graph_module.graph.nodes):
         if node.op == "call_module" and node.target in reshaping:
             node.replace_all_uses_with(node.args[0])
@@ -143,7 +146,8 @@ def drop_reshaping(graph_module: fx.GraphModule, reshaping: set[str]) -> list[tu
 def follow_mode(graph_module: fx.GraphModule, rates: dict[Place, list[float]]) -> list[Place]:
     """Turns functional dropouts into modules, and removes those that are off in training mode too.
 
-    The node of a scaled_dot_product_attention gets the rate of its dropout as `meta["dropout"]`.
+    A dropout that is on in inference too stays. If `rates` is empty, each dropout becomes a module with the rate of
+    its call. The node of a scaled_dot_product_attention gets the rate of its dropout as `meta["dropout"]`.
 
     Returns the lines of dropouts that are called only in training, so that the graph lacks them.
     """

@@ -1,13 +1,12 @@
 """Finds blocks that use one path in training and another in evaluation, and parameters used only in training.
 
 A re-parameterized block evaluates with a merged copy of its branches, which is often frozen (`eval_conv` of SPAN). A
-graph recorded in inference mode has the copy, and nothing would ever train the branches:
+graph recorded in inference mode has the copy, and nothing would ever train the branches. Therefore:
 
-    a run in training mode, with gradients      →  parameters that reach the outputs and are not in the graph
-    the innermost module around a parameter
-    that inference mode calls too               →  a block
-    the same outputs from both of its paths     →  it is recorded in training mode, with its BatchNorms as in inference
-    anything else (auxiliary heads)             →  a note
+1. A run in training mode finds parameters that get a gradient from the outputs and are not in the graph.
+2. A block is the innermost module around such a parameter that inference mode calls too.
+3. If both paths of a block give the same outputs, the block is recorded in training mode, and the modules inside it
+   in inference mode. Otherwise (auxiliary heads) a note names its parameters.
 
 A model whose graph has all parameters that require gradients needs no run in training mode.
 """
@@ -44,7 +43,8 @@ class TrainingPaths:
     Attributes:
         around: for each parameter that only training mode uses, the path of the innermost module around it that
             inference mode calls too.
-        differences: for each of these modules, the relative difference between the outputs of its two paths.
+        differences: for each of these modules, the relative difference between the outputs of its two paths;
+            infinite if its training path fails.
         blocks: paths of the modules whose graph is to be recorded in training mode.
     """
 
@@ -97,10 +97,7 @@ def training_paths(model: nn.Module, example: Example, missing: Mapping[str, nn.
 
 
 def follow_paths(model: nn.Module, blocks: Collection[str]) -> None:
-    """Puts the modules at `blocks` into training mode, and all modules inside them into inference mode.
-
-    Norms stay in inference mode.
-    """
+    """Puts the modules at `blocks` into training mode, but not the other modules inside them, and no norms."""
     for path in sorted(blocks, key=len):  # outer modules before the modules that they contain
         block = model.get_submodule(path).train()
         for module in block.modules():
@@ -187,7 +184,7 @@ def _blocks(model: nn.Module, example: Example, names: Iterable[str]) -> dict[st
 
 
 def _differences(model: nn.Module, example: Example, paths: Collection[str]) -> dict[str, float]:
-    """Returns the relative differences between the outputs of each module's two paths, for its first inputs."""
+    """Returns the relative difference between the outputs of each module's two paths, for its first call's inputs."""
     given: dict[str, tuple[Any, Any]] = {}
     results: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:

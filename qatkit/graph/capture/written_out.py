@@ -1,8 +1,8 @@
 """Replaces functions of torch that hide products or in-place changes with the functions that they consist of.
 
-These run with the recorder on, so each of them is a node. Examples are the Linears of an
-attention that is called as a function, the product with the weight of a bilinear form, the mask of a filled diagonal,
-and the experts' Linears in a grouped matrix product.
+These run with the recorder on, so each of them is a node. Examples are the Linears of an attention that is called as a
+function, the product with the weight of a bilinear form, the mask of a filled diagonal, and the experts' Linears in a
+grouped matrix product.
 """
 
 from __future__ import annotations
@@ -92,9 +92,10 @@ _GROUPED_OF_TRANSFORMERS = "transformers.grouped_mm_fallback"
 
 
 def _grouped(x: Tensor, weight: Tensor, offs: Tensor | None = None, **more: Any) -> Callable[..., Any] | None:
-    """Returns a function that computes the products of `F.grouped_mm` in the type of their inputs.
+    """Returns a function that computes `F.grouped_mm`.
 
-    Returns None for other arguments than rows or matrices, one weight per group, and the ends of the groups.
+    It takes one matrix per group, or rows and the ends of the groups. Returns None for other arguments, such as a
+    bias or an output type.
     """
     if any(value is not None for value in more.values()):
         return None

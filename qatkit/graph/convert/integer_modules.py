@@ -73,8 +73,8 @@ def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 class QuantizedPair(nn.Module):
     """An operator on two 8-bit tensors, rounded to the steps of the quantize/dequantize pair after it.
 
-    Sums and products are rounded at the same places as in ONNX Runtime's x86 kernels. There was no difference over all
-    pairs of bytes with 300 sets of parameters.
+    Sums and products are rounded at the same places as in ONNX Runtime's x86 kernels. Results were the
+    same as theirs for all pairs of bytes with 300 sets of parameters.
     """
 
     scales: Tensor
@@ -204,7 +204,7 @@ class Quantized(nn.Module):
         input_scale: scale [] of the FakeQuantize before it.
         output_scale: scale [] of the FakeQuantize after it; None if the output stays float.
         float_bias: whether the file has a float bias (whose values are still integer multiples of bias_scale).
-        input_steps: the largest integer of the input, counted from its zero point.
+        input_steps: the largest integer that the input's type can have, minus the smallest.
 
     Attributes:
         repaired: number of channels whose scale was raised so that the bias fits int32.
@@ -327,7 +327,7 @@ class Quantized(nn.Module):
 
 
 class QuantizedEmbedding(nn.Module):
-    """An Embedding whose table is int8: rows of bytes are looked up, and each is multiplied by its scale.
+    """An Embedding with a table of integers: rows of bytes are looked up, and each is multiplied by its scale.
 
     Buffers:
         weight: the integers in bytes, [rows, values].

@@ -6,11 +6,11 @@ that the ONNX file is compared with.
 
 Further requirements of ONNX Runtime (docs/onnxruntime-qdq.md) are implemented here as graph rules:
 
-- After an operator that only moves values, the same pair is repeated if an int8 operator reads the result.
-- HardSigmoid becomes Add(x, 3) → quantize(6/255) → dequantize(1/255): its division is in the two scales.
-- A Linear gets 2-D inputs (Gemm), with reshapes around it.
-- A float operator between a dequantize and a quantize, or after a dequantize where ONNX Runtime would
-  otherwise miss a fusion, is separated by a barrier (an ONNX Sum with one input).
+- After an operator that only moves values, the same pair is repeated if an int8 operator reads the result. -
+HardSigmoid becomes Add(x, 3) → quantize(6/255) → dequantize(1/255): its division is in the two scales. - A
+Linear gets 2-D inputs (Gemm), with reshapes around it. - Barriers (ONNX Sums with one input) keep ONNX
+Runtime from quantizing or fusing float operators next to quantized
+  ones, and from duplicating a dequantize or Transpose before an operator that it would fuse from several nodes.
 - Channels are padded with zeros to the multiples that kernels need (`qatkit.graph.pad_channels`).
 
 Values in number formats stay float (`format_modules`). For a backend of another runtime (`Backend.for_onnxruntime` is
@@ -61,8 +61,8 @@ from qatkit.quant.spec import WHOLE, WIDE, QuantSpec
 def convert(graph_module: fx.GraphModule) -> PassResult:
     """Returns a converted copy of a prepared graph, on the CPU in inference mode.
 
-    `skipped` in the result lists, by site, adjusted scales and biases, and scales that float16 represents with fewer
-    bits.
+    `changed` in the result is the number of activation quantizers. `skipped` lists, by site, scales that were changed
+    (to be shared, for bounds of shifts or so that a bias fits), and scales that float16 represents with fewer bits.
 
     Raises:
         ValueError: the input of an operator with a quantized weight has no FakeQuantize.
@@ -100,7 +100,7 @@ def convert(graph_module: fx.GraphModule) -> PassResult:
 
 
 def _packed_here(graph_module: fx.GraphModule) -> dict[int, Any]:
-    """Returns the memo for a copy that shares the float weights, which are only read once to compute integers."""
+    """Returns the memo for a deepcopy that shares the float weights, which are only read to compute the integers."""
     read = [one for one in graph_module.modules() if getattr(one, "weight_fake_quant", None) is not None]
     within = {inner for one in read for inner in one.modules()}
     others = [one for one in graph_module.modules() if one not in within]
@@ -176,7 +176,10 @@ def _convert_recurrent(node: fx.Node) -> None:
 
 
 def _keep_activation_apart(node: fx.Node) -> None:
-    """Separates a ReLU that stays float: ONNX Runtime would fuse it in float before it looks for 8-bit kernels."""
+    """Separates a ReLU that stays float from its Conv or Linear.
+
+    ONNX Runtime would fuse the two in float before it looks for 8-bit kernels.
+    """
     for user in [u for u in node.users if facts(u).activation]:
         with node.graph.inserting_before(user):
             user.replace_input_with(node, node.graph.call_function(torch.ops.qatkit.barrier, (node,)))
@@ -219,7 +222,10 @@ def _keep_from_shapes_and_pairs(node: fx.Node) -> None:
 
 
 def _convert_arithmetic(node: fx.Node, kind: Any) -> None:
-    """Replaces an operator whose 8-bit kernel does not compute exactly dequantize → operator → quantize."""
+    """Makes an operator compute what its 8-bit kernel computes, if its tensors have 8 bits.
+
+    For these operators this is not exactly dequantize → operator → quantize.
+    """
     if issubclass(kind, QuantizedPair):
         _convert_two_inputs(node, kind)
     elif (quantizer := quantizer_of(node.args[0])) is None or not _spec(quantizer).any_scale:
@@ -278,7 +284,10 @@ def _two_dimensional(node: fx.Node) -> None:
 
 
 def _leading_sizes(node: fx.Node, shape: Sequence[int]) -> list[Any]:
-    """Returns the leading sizes to restore: -1 for the batch axis, nodes for other free axes, else numbers."""
+    """Returns the leading sizes to restore: -1 for the batch axis, nodes for other free axes, else numbers.
+
+    If the batch size is fixed, one of the free axes gets the -1.
+    """
     sizes: list[Any] = list(shape)
     sizes[node.meta.get(BATCH_AXIS, 0)] = -1
     varying = [axis for axis in node.meta.get(VARYING_AXES, ()) if axis != node.meta.get(BATCH_AXIS)]
@@ -293,7 +302,7 @@ def _leading_sizes(node: fx.Node, shape: Sequence[int]) -> list[Any]:
 
 
 def _read_rows(reader: fx.Node) -> None:
-    """Removes changes of shape before `reader` that do not change its rows."""
+    """Bypasses reshapes before `reader` that keep all rows, and erases those that nothing else reads."""
     before = cast(fx.Node, reader.args[0])
     rows = rows_of(before)
     reader.args = (rows,)

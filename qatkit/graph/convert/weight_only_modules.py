@@ -105,10 +105,10 @@ class _Packed(nn.Module):
         self.register_buffer("weight_zero_point", packed(zero, self.bits) if spec.has_zero_point else None)
 
     def rows(self, weight: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
-        """Returns the weight of output channels in float32, [..., inputs].
+        """Returns some output channels of the weight in float32, [..., inputs].
 
         Args:
-            weight: rows of the buffer.
+            weight: the rows of the buffer `weight` for these channels.
             scale: the scales of these rows in float32, [..., blocks].
             zero_point: the packed zero points of these rows, or None.
         """

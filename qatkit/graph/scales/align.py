@@ -116,8 +116,8 @@ class Alignment:
 def _least_scales(graph_module: fx.GraphModule, position: dict[int, int]) -> list[float]:
     """Returns the lower bound of each quantizer's scale; 0 where there is none.
 
-    Before a HardSigmoid with power-of-two scales, the bound is two steps of the result. Sixths of smaller scales can be
-    ties, and 1/6 is rounded. Each step of the result covers three steps of its input anyway.
+    Before a HardSigmoid with power-of-two scales, the bound is two steps of the result. With smaller scales, x/6 can
+    be at a tie, where the rounding error of 1/6 decides. At the bound, a step of the result covers three of the input.
     """
     least = [0.0] * (max(position.values()) + 1)
     for node in graph_module.graph.nodes:

@@ -14,8 +14,8 @@ from qatkit.graph.quantizers import quantizer_of
 from qatkit.quant.fake_quantize import FakeQuantize
 from qatkit.quant.numerics import odd_fraction
 
-# The largest scale of a group of sums, in units of the group. The unit is so fine that a scale moves by at most 1/2047
-# of the largest scale, and so coarse that float32 resolves half a unit of a sum (1/4094 of a step).
+# The largest scale of a group of sums, in units of the group. The unit is so fine that a scale moves by less than
+# 2/2047 of the largest scale, and so coarse that float32 resolves half a unit of a sum (1/4094 of a step).
 _UNITS = 2047
 _PRIME = 1021
 _LARGEST_MOVE = 1.03
@@ -70,7 +70,8 @@ class Rule:
         inputs, after: positions of the quantizers of its inputs and of its output. For a HardSigmoid, `after` is the
             position of its input's quantizer.
         count: the number of values that an average pool averages, else 1.
-        turns: for a table, whether the scale after the operator and the scale before it may have to move.
+        turns: for the kind "table" (unary operators), whether the scale after the operator and the scale before it
+            may have to move.
     """
 
     kind: str

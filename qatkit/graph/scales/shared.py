@@ -1,8 +1,9 @@
 """Finds tensors that share one scale: the inputs and outputs of the operator classes in `Backend.aligned`.
 
 This is for hardware that moves bytes through a Concat, or sums them in a pool, without requantizing. Tensors that meet
-directly or through other such operators are one group, with a range that covers all of them. Operators that only
-select or move values share their input's quantizer anyway (`qatkit.graph.quantizers.quantizer_of`).
+directly or through other such operators are one group, with a range that covers all of them (or, for power-of-two
+scales, the range with the least error: `choose_shared_ranges`). Operators that only select or move values share their
+input's quantizer anyway (`qatkit.graph.quantizers.quantizer_of`).
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ _POOLS = frozenset({"avg_pool", "global_pool"})
 def shared_groups(graph_module: fx.GraphModule) -> list[Group]:
     """Returns the groups of quantizers that share a scale.
 
-    The first quantizer of a group has an observer if any of them has one. A quantizer whose spec an override changed is
-    not part of a group. Pools share only power-of-two scales.
+    The first quantizer of a group has an observer if any of them has one. A quantizer whose spec differs from that of
+    the operator's output is left out. Pools share only power-of-two scales.
     """
     backend = cast("Backend | None", graph_module.meta.get("backend"))
     groups: list[Group] = []

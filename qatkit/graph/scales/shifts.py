@@ -1,9 +1,9 @@
 """Moves scales so that their shifts are within hardware bounds (`qatkit.quant.backends.Shifts`), and lists the changes.
 
-With scales 2^-pos an operator requantizes by shifts, whose sizes are differences of positions. A sum first shifts the
-coarser input to the position of the finer one (read), then the result to the position of the output (write). A product
-is shifted directly to the position of the output. If a shift is out of bounds, the scale whose change costs least is
-moved. The weights of convolutions keep their own shifts within bounds
+With scales 2^-pos an operator requantizes by shifts, whose sizes are differences of positions. A sum needs a shift
+between the positions of its inputs (read), and one from the coarser input's position to that of the output (write). A
+product is shifted directly to the position of the output. If a read shift is out of bounds, the scale of the finer
+input is moved, else the scale of the output. The weights of convolutions keep their own shifts within bounds
 (`qatkit.quant.weight_fake_quantize.WeightFakeQuantize.bounded`).
 
 Bounds: the refinement passes of AMD Quark's quantizer for NPUs (adjust_shift_cut, _read, _write).

@@ -71,7 +71,7 @@ def merge_branches(graph_module: fx.GraphModule, *, fold: bool = False, merged: 
         graph_module: a traced and propagated graph.
         fold: whether BatchNorms are folded into the weights of their branches now, unless other branches or operators
             read the same parameters.
-        merged: whether the merged weights become parameters of their own, which removes the branches.
+        merged: whether the merged weights are stored as new parameters, so that the branches are no longer needed.
     """
     merging = _Merging(graph_module, fold=fold, merged=merged)
     result, apart = PassResult(graph_module), list[str]()
@@ -268,7 +268,7 @@ class _Merging:
         return new
 
     def _free(self, path: str) -> str:
-        """Returns a free path for a parameter: `path`, moved to its innermost module that exists."""
+        """Returns a free path for a parameter: its name, in the innermost existing module on `path`."""
         owner, _, name = path.rpartition(".")
         modules = dict(self.graph_module.named_modules())
         while owner not in modules:

@@ -3,8 +3,8 @@
     torch.nn.utils.parametrize, parametrizations.weight_norm, ...    a property of a class made only for this module
     torch.nn.utils.weight_norm, spectral_norm, prune                 a hook that sets the attribute before each call
 
-Both become the same operator as a weight that is computed in `forward`. The program that computes the weight is the
-parametrization or the hook.
+Both kinds of modules become operators with a program that computes the weight, as if it were computed in `forward`
+(`qatkit.graph.weights.lift`). The program is the parametrization or the hook.
 """
 
 from __future__ import annotations

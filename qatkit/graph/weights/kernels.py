@@ -25,7 +25,7 @@ CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a function of tensors, with other sources, numbers and None as arguments."""
+    """A call of a function that returns a tensor; its arguments are sources, numbers, tuples or None."""
 
     function: Any
     args: tuple[Any, ...]

@@ -1,7 +1,8 @@
 """Builds the operator for a weight: its type, its path in the model and the names of its parameters.
 
 If nothing else is called in the module that has the weight, the operator replaces this module, and the parameters
-keep their names. Otherwise the operator becomes a child, named by the function's site ("attn.linear").
+keep their names. Otherwise the operator becomes a child of the module that calls the function, at the
+function's site ("attn.linear").
 """
 
 from __future__ import annotations

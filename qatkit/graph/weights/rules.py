@@ -1,4 +1,4 @@
-"""Rules for functions of a weight: each rewrites one kind of product, or a lookup in a table.
+"""Rules that rewrite products with a weight, and lookups in a table, as calls of torch.nn modules.
 
 A rule returns None after it has rewritten its node, the reason if it can't, or "" if it does not apply.
 """
