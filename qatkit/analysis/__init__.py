@@ -1,7 +1,7 @@
 """Analysis of the effects of quantization on a prepared graph: one file per kind, each usable on its own.
 
     isolation     measures the loss from the weights, from the activations, and from both
-    sensitivity   quantizes each weight and activation on its own, and leaves each on its own float
+    sensitivity   quantizes only one weight or activation at a time, and leaves only one in float at a time
     estimate      estimates the sensitivity by a forward pass, and a backward pass for some of the images
     tensors       compares every tensor in float, in simulation and in ONNX Runtime (`runtime_tensors`)
 
