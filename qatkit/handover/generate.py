@@ -34,7 +34,7 @@ class Generator:
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
         # Products with weights from a DequantizeLinear are computed in float. A MatMulNBits has its own
-        # level.
+        # accuracy level.
         options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
         self.tokenizer: Any = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self._session = ort.InferenceSession(
