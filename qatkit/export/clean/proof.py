@@ -31,7 +31,7 @@ class Proof:
 
     Attributes:
         outputs: the signal-to-noise ratio of each output in dB, for the worst set of inputs; infinite if all values
-            are equal.
+            are equal, minus infinity if integers or strings differ.
         inputs: the shapes of each set of inputs.
         bound: the ratio in dB that every output had to reach.
         drawn: whether the inputs were random.

@@ -12,7 +12,8 @@ from qatkit.export.clean.rewrite.place import axes_of, held, is_number, put, ran
 from qatkit.export.matching import made, number, pairs
 from qatkit.verify.graph_view import constant, operand
 
-_TINY = 1e-6  # largest lower bound of a norm; the parts divide a shorter vector by it, but LpNormalization does not
+# Largest lower bound of the divisor. The joined operators divide a shorter vector by it, LpNormalization by the length.
+_TINY = 1e-6
 
 
 class Normalized(NamedTuple):
@@ -137,7 +138,7 @@ def _reciprocal(value: ir.Value | None) -> ir.Value | None:
 
 
 def _deviation(value: ir.Value | None) -> tuple[ir.Value, tuple[int, ...], float] | None:
-    """Returns x - mean, the axes and epsilon if the value is sqrt(mean((x - mean)²) + epsilon)."""
+    """Returns d, the axes of the mean and epsilon if the value is sqrt(mean(d²) + epsilon)."""
     root = made(value, "Sqrt")
     added = None if root is None else made(operand(root, 0), "Add")
     if added is None:
@@ -204,7 +205,7 @@ def _affine(
 ) -> tuple[ir.Node, NDArray[np.floating] | None, NDArray[np.floating] | None]:
     """Finds a multiplication and an addition of constants after a node; returns the last node and both constants.
 
-    A constant is None if there is no such operator.
+    A constant is None if there is no such operator, or if the constant cannot be broadcast to `shape`.
     """
     last, found = node, []
     for operator in ("Mul", "Add"):
