@@ -2,12 +2,12 @@
 
 - Too large: operators that compute or read a tensor or constant beyond 65504. For activations the limit is half of
   that, since other images may give larger values.
-- Too small: operators that compute or read a tensor whose values are all below the normal numbers of float16, or a
-  constant that float16 changes by more than 5 %.
+- Too small: operators that compute or read a tensor whose values are all below the normal numbers of float16. A
+  constant counts only if float16 also changes its largest value by more than 5 %; small biases do not count.
 - Sensitive near zero: a Log, denominator, root or power that grows without bounds near zero. Small values matter there,
   so the operators that compute them stay float32 as well, including one that adds an epsilon. The chain ends at the
   first operator whose inputs have negative values or no small ones (such as the one that computes a power spectrum).
-- Inner sums: norms and log-sum-exps, whose squares and exponentials are larger than their results.
+- Inner sums: norms and log-sum-exps whose squares or exponentials are too large, even if their results are not.
 """
 
 from __future__ import annotations
@@ -118,7 +118,10 @@ def _small_makers(value: ir.Value, ranges: Mapping[str, Range]) -> Iterator[ir.N
 
 
 def _epsilon_path(value: ir.Value, depth: int = 8) -> list[ir.Node]:
-    """Returns the operators on a path from one that reads an epsilon too small for float16 to `value`."""
+    """Returns the operators on a path to `value` that starts at one that reads an epsilon too small for float16.
+
+    The result is empty if there is no such path.
+    """
     maker = value.producer()
     if maker is None or depth == 0 or maker.op_type not in _PASSED:
         return []

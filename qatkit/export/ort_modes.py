@@ -72,7 +72,7 @@ def dynamic(source: Path, target: Path, *, reduce_range: bool | str = "auto") ->
         source: a float file of opset 13 or higher.
         target: the file to write.
         reduce_range: whether weights have a reduced range, for x86 CPUs without VNNI (`Backend.reduced`). With "auto",
-            only matrices whose products could saturate get larger scales.
+            only matrices whose sums of products could saturate get larger scales.
 
     Returns:
         The operators that stay float.
@@ -208,7 +208,7 @@ def weight_only(source: Path, target: Path) -> LeftFloat:
         target: the file to write.
 
     Returns:
-        The operators whose weights stay float.
+        The operators whose weights stay float because their int8 weights would be wrong.
 
     Raises:
         ValueError: a weight is not finite, or the checker or ONNX Runtime refuses the file.
@@ -227,7 +227,10 @@ def weight_only(source: Path, target: Path) -> LeftFloat:
 
 
 def _left_float(model: ir.Model, kinds: Mapping[str, OpRule], odd: Iterable[str]) -> list[str]:
-    """Returns the operators that are quantized only if all inputs are, but have a float input (as from `odd`)."""
+    """Returns the operators that are quantized only if all inputs are, but have a float input.
+
+    The operators in `odd` stay float, so their outputs are float.
+    """
     int8, left, excluded = set(model.graph.initializers.values()), [], set(odd)
     for node in model.graph:
         rule = kinds.get(node.op_type)

@@ -1,5 +1,6 @@
 """Translates the operator `qatkit::suppress` to operators of opset 18 that also exist in opset 13.
 
+Boxes belong to groups, such as the levels of a feature pyramid, and suppress only boxes of their group.
 NonMaxSuppression reads boxes [N, n, 4] and scores [N, groups, n]: the scores [N, n], masked for each group. It returns
 the indices of the boxes to keep. GatherND reads their scores, and ScatterND writes these scores into a tensor filled
 with `DROPPED`.
