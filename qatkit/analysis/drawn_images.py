@@ -6,9 +6,11 @@
 The loss from rounding is about the same in every image, so a few images are enough to measure it. The loss from
 clipping may occur in only one image of a hundred, which most random draws would miss.
 
-The clipped images are found by a forward pass, which takes a third of the time of a forward and a backward pass. It
-shows how far the values of each image exceed each range. The square of this excess is divided by the sum of squares
-over all images so far. Images are sorted by the largest of these shares over all ranges.
+The clipped images are found by a forward pass, which takes a third of the time of a forward and a backward pass. This
+pass shows how far the values of each image exceed each range. For each range, the square of an image's excess is
+divided by the sum of squares over all images so far. Images are ranked by their largest share over all ranges.
+
+At the beginning, and for models that accept only one batch size, all images are selected, with weight 1.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def isolation(
     progress: bool = False,
     task: TaskNames = NAMES,
 ) -> Isolation:
-    """Measures the loss of each side.
+    """Measures the loss of each side: of the weights, of the activations, and of both.
 
     Args:
         graph_module: a prepared graph whose ranges are set.

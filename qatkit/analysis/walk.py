@@ -88,7 +88,7 @@ class PreparedInterpreter(fx.Interpreter):
         return output_leaves(result)[1]
 
     def _step(self, node: fx.Node) -> Any:
-        """Computes the value of a node and drops operands that no other node reads."""
+        """Computes the value of a node and drops operands that no later node reads."""
         self.env[node] = result = self.run_node(node)
         for done in self.user_to_last_uses.get(node, ()):
             self.env.pop(done, None)
