@@ -1,7 +1,7 @@
 """Writes a bundle (format: `qatkit_verify.bundle`): the files of a finished run, golden vectors and a manifest.
 
     run's folder ── copies ──┐
-    INT8 file, test images ──┴─> .bundle.PROCESS.RANDOM.part ── manifest, signature ── renamed ──> bundle/ or
+    INT8 file, test samples ─┴─> .bundle.PROCESS.RANDOM.part ── manifest, signature ── renamed ──> bundle/ or
     bundle.zip
 
 The same checkpoint gives the same bytes: the measurements come from the run's own report and are not
