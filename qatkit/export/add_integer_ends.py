@@ -7,8 +7,8 @@ The normalization (p/255 - mean)/std becomes a depthwise 1x1 convolution with we
 bias -mean/std. It ends in the QuantizeLinear that the file already has, so the tensor after it is the same except
 for ties. The only further error is the rounding of the int32 bias, at most 1/254 of the step between two pixel values.
 
-Folding the normalization into the first Conv would be less exact. Its padding has one zero point for all channels,
-which differs from their means, and its weights would be rounded a second time.
+Folding the normalization into the first Conv would be less exact: the Conv pads all channels with one value, which
+cannot equal the mean of each channel, and its weights would be rounded a second time.
 
 The range of the output comes from the calibration images, unless the file quantizes its output already. The
 normalization of the input and the scale of the output are stored in the file's metadata.

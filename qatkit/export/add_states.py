@@ -1,4 +1,4 @@
-"""Makes the states of a file's recurrent layers inputs and outputs, so that it processes a recording in chunks.
+"""Makes the states of a file's recurrent layers inputs and outputs, so that the file can process a recording in chunks.
 
     input [N, 1, frames, bands] ── ... ── GRU ── ... ──> output        (unchanged, for the frames of one chunk)
     state_0 [N, size] ── Unsqueeze ──────> │

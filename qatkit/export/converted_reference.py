@@ -69,7 +69,7 @@ class ConvertedReference:
         return {name: values[path][i] for path in calls for i, name in names[path].items()}
 
     def file_names(self, file: Path) -> dict[str, dict[int, str]]:
-        """Returns the names of QuantizeLinear outputs in `file`, by the path of the pair and the number of the call."""
+        """Returns the names of QuantizeLinear outputs in `file`, by the path of the pair and the index of the call."""
         nodes = _file_nodes(ir.load(str(file)))
         return {
             path: _matched([(path, source) for source in sources], nodes.get(path, []))

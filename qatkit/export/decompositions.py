@@ -3,8 +3,7 @@
 torch's exporter traces every program a second time, operator by operator, to decompose operators that it cannot
 translate. This takes about 45 % of the CPU time of an export (torch 2.13; ResNet-18 3.1 of 7.4 s, Swin-T 15 of 39 s),
 but changes little except a few operators that move values, and global average pools. This module decomposes these
-operators node by node, with the same result. If a program needs others as well, the
-exporter makes those.
+operators node by node, with the same result. If a program needs others as well, the exporter makes those.
 
 There is no public interface for this. If a later version of the exporter works differently, its own step runs
 unchanged.

@@ -113,7 +113,7 @@ class _Product:
         return found
 
     def _scale(self, value: ir.Value) -> ir.Value:
-        """Returns the scales in the layout of the weight; nodes that compute them (Cast, Mul) are repeated."""
+        """Returns the scales in the layout of the weight; nodes that compute them (Cast, Mul) are copied."""
         maker = value.producer()
         if maker is None:
             held = _array(value)

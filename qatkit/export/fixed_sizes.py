@@ -1,4 +1,4 @@
-"""Specializes a graph that accepts any sizes to the sizes of the example.
+"""Specializes a graph with dynamic sizes to the sizes of the example.
 
 Sizes become numbers. Nodes that then depend only on parameters become constants, for example a table of positions that
 is resized to the image.

@@ -61,12 +61,12 @@ _TYPES = {"int8": QuantType.QInt8, "uint8": QuantType.QUInt8}
 
 
 def dynamic(source: Path, target: Path, *, reduce_range: bool | str = "auto") -> LeftFloat:
-    """Quantizes weights to int8 per channel, and activations to uint8 with ranges measured in every run.
+    """Quantizes weights to int8 per channel, and activations to uint8 with ranges measured in every inference.
 
     Conv, MatMul and Gemm become ConvInteger and MatMulInteger after a DynamicQuantizeLinear. Two kinds of operators
     stay float: a depthwise Conv, which has few weights and for which ConvInteger has only a slow general kernel, and a
     MatMul whose weight is not a matrix. LSTM, GRU and RNN compute in float, with int8 weights in the file. Rows of
-    tables are dequantized when they are read.
+    embedding tables are dequantized when they are read.
 
     Args:
         source: a float file of opset 13 or higher.
@@ -200,8 +200,8 @@ def _static_options(model: ir.Model, backend: Backend, kinds: Mapping[str, OpRul
 def weight_only(source: Path, target: Path) -> LeftFloat:
     """Quantizes weights to int8; activations stay float.
 
-    Quantization is symmetric, with a scale per output channel (`qatkit.export.int8_weights`) or per row of a table
-    (`qatkit.export.int8_tables`).
+    Quantization is symmetric, with a scale per output channel (`qatkit.export.int8_weights`) or per row of an
+    embedding table (`qatkit.export.int8_tables`).
 
     Args:
         source: the float file.

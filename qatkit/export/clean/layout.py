@@ -15,7 +15,7 @@ LAYOUTS = ("nchw", "nhwc")
 
 
 def permutation(layout: str, rank: int) -> tuple[int, ...]:
-    """Returns the axes of the old tensor in the order in which the new layout has them."""
+    """Returns the order of axes that converts a tensor in the other layout to `layout`."""
     return (0, *range(2, rank), 1) if layout == "nhwc" else (0, rank - 1, *range(1, rank - 1))
 
 

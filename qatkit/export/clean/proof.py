@@ -1,4 +1,4 @@
-"""Checks that a cleaned file computes the same as the original, by ONNX Runtime without optimizations."""
+"""Checks that a cleaned file computes the same as the original, in ONNX Runtime without optimizations."""
 
 from __future__ import annotations
 

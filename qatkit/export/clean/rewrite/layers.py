@@ -1,4 +1,4 @@
-"""Rewrites BatchNorms as convolutions, and joins GELU and ReLU from their parts."""
+"""Rewrites BatchNorms as convolutions, and writes GELU and ReLU as one operator each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Joins LayerNorm, InstanceNorm and L2 norm from the operators that exporters write for them."""
+"""Joins the operators that exporters write for LayerNorm, InstanceNorm and L2 norm into one operator each."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ class Normalized(NamedTuple):
 
 
 def layer_norm(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
-    """Joins (x - mean) / sqrt(variance + epsilon) over the last axes, with the scale and bias that follow.
+    """Writes (x - mean) / sqrt(variance + epsilon) over the last axes as LayerNormalization.
+
+    A scale and a bias that follow are included.
 
     A normalization over all axes after the channels, with a scale for each channel, is left to `instance_norm`.
     """
@@ -49,9 +51,10 @@ def layer_norm(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
 
 
 def instance_norm(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
-    """Joins (x - mean) / sqrt(variance + epsilon) over all axes after the channels, with the following scale and bias.
+    """Writes (x - mean) / sqrt(variance + epsilon) over all axes after the channels as InstanceNormalization.
 
-    The form x·a + (bias - mean·a) with a = scale / sqrt(variance + epsilon) is joined as well.
+    A scale and a bias that follow are included. x·a + (bias - mean·a) with a = scale / sqrt(variance + epsilon) is
+    written in the same way.
     """
     found, scale, bias, last = _normalized(node), None, None, node
     if found is None:
@@ -77,9 +80,10 @@ def instance_norm(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
 
 
 def l2_norm(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
-    """Joins x / sqrt(sum of squares) over one axis if the divisor has a lower bound of at most 1e-6.
+    """Writes x / sqrt(sum of squares) over one axis as LpNormalization.
 
-    The result has no lower bound: a shorter vector is divided by its length.
+    The divisor may have a lower bound of up to 1e-6. LpNormalization has none, so it divides a shorter vector by the
+    vector's length.
     """
     if node.op_type == "Div":
         sides = ((operand(node, 0), operand(node, 1)),)
