@@ -5,7 +5,7 @@
     estimate      estimates the sensitivity by a forward pass, and a backward pass for some of the images
     tensors       compares every tensor in float, in simulation and in ONNX Runtime (`runtime_tensors`)
 
-Public functions accept a prepared `fx.GraphModule` (`qatkit.graph.prepare`) whose ranges are set, and batches of
-(inputs, labels); those that compare tensors accept batches of inputs. They return the plain records of
-`qatkit.records.analysis`. They do not change the graph: its modes and phases are restored.
+In each file, the function of the same name accepts a prepared `fx.GraphModule` (`qatkit.graph.prepare`) whose ranges
+are set, and batches of (inputs, labels), or of inputs for `tensors`. It returns the plain records of
+`qatkit.records.analysis`. It does not change the graph: the graph's modes and phases are restored.
 """

@@ -36,7 +36,7 @@ def quotients_divided_term_by_term() -> Iterator[None]:
 
 @contextmanager
 def unsolved_constraints_allowed() -> Iterator[None]:
-    """Leaves constraints that sympy cannot solve unsolved within one export."""
+    """Ignores constraints that sympy cannot solve, within one export."""
     from torch.fx.experimental import symbolic_shapes
 
     constraints = getattr(symbolic_shapes, "DimConstraints", None)

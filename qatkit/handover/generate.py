@@ -45,7 +45,7 @@ class Generator:
         self._past = [one.name for one in self._session.get_inputs() if one.name.startswith("past")]
 
     def tokens(self, prompt: list[int], count: int) -> Iterator[int]:
-        """Yields up to `count` tokens that continue the prompt, and stops at the end of the text."""
+        """Yields up to `count` tokens that continue the prompt, and stops at an end-of-text token."""
         past, given, place = [self._empty] * len(self._past), prompt, 0
         for _ in range(count):
             feeds = {
