@@ -10,7 +10,8 @@ The clipped images are found by a forward pass, which takes a third of the time 
 pass shows how far the values of each image exceed each range. For each range, the square of an image's excess is
 divided by the sum of squares over all images so far. Images are ranked by their largest share over all ranges.
 
-At the beginning, and for models that accept only one batch size, all images are selected, with weight 1.
+At least 32 images are selected from the first batches. If all images of a batch are selected, as for models that accept
+only one batch size, their weight is 1.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from qatkit.graph.signature import batch_size, graph_axes
 from qatkit.quant.fake_quantize import FakeQuantize
 from qatkit.records.analysis import ACTIVATION
 
-# The fraction of a batch that is selected, the number of images at the beginning that are all selected, and the
+# The fraction of a batch that is selected, the least number of images that are selected from the first batches, and the
 # fraction of the selected images that are clipped most. Figures: docs/decisions/0020-sensitivity-analysis.md.
 SHARE, ALL_OF_THE_FIRST, CLIPPED = 1 / 6, 32, 1 / 4
 
