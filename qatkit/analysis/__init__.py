@@ -1,11 +1,11 @@
 """Analysis of the effects of quantization on a prepared graph: one file per kind, each usable on its own.
 
     isolation     measures the loss from the weights, from the activations, and from both
-    sensitivity   quantizes each weight and activation on its own, and leaves each on its own float
+    sensitivity   quantizes only one weight or activation at a time, and leaves only one in float at a time
     estimate      estimates the sensitivity by a forward pass, and a backward pass for some of the images
     tensors       compares every tensor in float, in simulation and in ONNX Runtime (`runtime_tensors`)
 
-Public functions accept a prepared `fx.GraphModule` (`qatkit.graph.prepare`) whose ranges are set, and batches of
-(inputs, labels); those that compare tensors accept batches of inputs. They return the plain records of
-`qatkit.records.analysis`. They do not change the graph: its modes and phases are restored.
+In each file, the function of the same name accepts a prepared `fx.GraphModule` (`qatkit.graph.prepare`) whose ranges
+are set, and batches of (inputs, labels), or of inputs for `tensors`. It returns the plain records of
+`qatkit.records.analysis`. It does not change the graph: the graph's modes and phases are restored.
 """

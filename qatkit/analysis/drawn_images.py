@@ -6,9 +6,12 @@
 The loss from rounding is about the same in every image, so a few images are enough to measure it. The loss from
 clipping may occur in only one image of a hundred, which most random draws would miss.
 
-The clipped images are found by a forward pass, which takes a third of the time of a forward and a backward pass. It
-shows how far the values of each image exceed each range. The square of this excess is divided by the sum of squares
-over all images so far. Images are sorted by the largest of these shares over all ranges.
+The clipped images are found by a forward pass, which takes a third of the time of a forward and a backward pass. This
+pass shows how far the values of each image exceed each range. For each range, the square of an image's excess is
+divided by the sum of squares over all images so far. Images are ranked by their largest share over all ranges.
+
+At least 32 images are selected from the first batches. If all images of a batch are selected, as for models that accept
+only one batch size, their weight is 1.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from qatkit.graph.signature import batch_size, graph_axes
 from qatkit.quant.fake_quantize import FakeQuantize
 from qatkit.records.analysis import ACTIVATION
 
-# The fraction of a batch that is selected, the number of images at the beginning that are all selected, and the
+# The fraction of a batch that is selected, the least number of images that are selected from the first batches, and the
 # fraction of the selected images that are clipped most. Figures: docs/decisions/0020-sensitivity-analysis.md.
 SHARE, ALL_OF_THE_FIRST, CLIPPED = 1 / 6, 32, 1 / 4
 

@@ -1,17 +1,17 @@
 """Estimates the sensitivity of all sites at once by a forward pass, and a backward pass for some of the images.
 
-A small error dy at one site changes the outputs z by J·dy. The Kullback-Leibler divergence between the softmax p of
-the float outputs and the softmax of the changed outputs is
+z is the first floating-point output. A small error dy at one site changes z by J·dy. The Kullback-Leibler divergence
+between the softmax p of the float output and the softmax of the changed output is
 
     KL ~ 1/2 (J·dy)^T F (J·dy),    F = diag(p) - p·p^T        Fisher's information of the softmax
 
-Let e be standard normal and v = sqrt(p)·e - p (sqrt(p)·e). Then E[v·v^T] = F. If g is the gradient of v·z at the
-site,
+Let e be standard normal and v = sqrt(p)*e - p sum(sqrt(p)*e), with * element by element. Then E[v·v^T] = F. If g is
+the gradient of v·z at the site,
 
     KL ~ 1/2 E[(g·dy)^2]
 
 where g·dy is summed over the site's values for each image, and the mean is over images. If v itself is standard
-normal, E[(g·dy)^2] is the squared error of the outputs. dy is the error from the quantization of the site itself.
+normal, E[(g·dy)^2] is the squared error of z. dy is the error from the quantization of the site itself.
 For a weight, it is the change of the operator's output by the rounding errors of weight and bias. An image that
 represents others (`qatkit.analysis.drawn_images`) has a weight, and its v is multiplied by the square root of this
 weight.
@@ -56,8 +56,8 @@ def estimate(
         graph_module: a prepared graph whose ranges are set.
         batches: batches of (inputs, labels); the labels are not read.
         at: the sites (`switches`); all by default.
-        of_outputs: whether the loss is the squared error of the outputs, summed over classes, instead of the
-            divergence in nats.
+        of_outputs: whether the loss is the squared error of the first output, summed over classes, instead of
+            the divergence in nats.
         seed: the seed of the random vectors.
         progress: whether to show a progress bar.
 
@@ -125,7 +125,7 @@ class _Gradients(PreparedInterpreter):
                 (v * rows).sum().backward()
 
     def loss(self, switch: Switch) -> float:
-        """Returns the estimated loss of a site per row, in nats or as a squared error of the outputs."""
+        """Returns the estimated loss of a site, in nats or as a squared error, per row (`qatkit.analysis.outputs`)."""
         return self.totals[switch.key] / (self.rows if self._of_outputs else 2 * self.rows)
 
     def run_node(self, n: fx.Node) -> Any:

@@ -53,7 +53,7 @@ def isolation(
     progress: bool = False,
     task: TaskNames = NAMES,
 ) -> Isolation:
-    """Measures the loss of each side.
+    """Measures the loss of each side: of the weights, of the activations, and of both.
 
     Args:
         graph_module: a prepared graph whose ranges are set.
@@ -113,7 +113,7 @@ class _Classes:
         _count(self._right.setdefault(side, {}), truth[truth == decided])
 
     def rows(self, side: str, names: Sequence[str]) -> list[ClassRow]:
-        """Returns the classes that have images, sorted by loss of accuracy, largest first."""
+        """Returns the accuracy in float and on one side for each class with images, largest loss of accuracy first."""
         exact, found = self._right.get("float", {}), self._right.get(side, {})
         rows = [
             ClassRow(
@@ -135,7 +135,7 @@ def _count(into: dict[int, int], labels: Tensor) -> None:
 
 
 def advice(outcomes: Mapping[str, Outcome], task: TaskNames = NAMES) -> str:
-    """Returns one line with the loss of each side, and the side that causes most of the loss (or that both do)."""
+    """Returns one line with the loss of each side, and the cause: mainly one side, both sides, or no loss at all."""
     weights, activations = outcomes["weights"], outcomes["activations"]
     told = "; ".join(
         f"only {name} quantized: {_lost(outcomes['float'], outcomes[name], task)}"

@@ -1,8 +1,8 @@
 """Measures how far outputs deviate from those of the float graph, by sums that can be stored and continued.
 
-    row          the values from which one decision is made, one per class. Outputs [N, classes] have a row per
-                 image, [N, classes, H, W] per pixel, and [N, T, classes] per position. A single value ([N] or
-                 [N, 1, ...]) becomes two classes, with the values 0 and itself.
+    row          the values, one per class, from which one decision is made. Outputs [N, classes] have a row per
+                 image, [N, classes, H, W] per pixel, and [N, T, classes] per position. A single class (such as [N]
+                 or [N, 1, H, W]) becomes two, with the value 0 and its own value.
     loss         Kullback-Leibler divergence KL(softmax(float) || softmax(found)) in nats per row
     SQNR         10 log10(sum float^2 / sum (float - found)^2) in dB for each output; the lowest one counts
 
@@ -83,7 +83,8 @@ class Exact:
 
     Args:
         outputs: the outputs of the float graph.
-        labels: the labels of the images [N] or of all pixels [N, H, W]; None if there are none.
+        labels: one label per row, such as [N] or [N, H, W]; None if there are none. Labels that are not integers, or
+            whose number differs from that of the rows, are ignored.
 
     Attributes:
         outputs: the floating-point outputs; if there are none, the first output as float64.
@@ -97,7 +98,11 @@ class Exact:
         self._labels = _labels(labels, rows)
 
     def add(self, sums: Sums, outputs: Outputs) -> Tensor:
-        """Adds the same batch's outputs of a quantized graph or file to `sums`; returns their decisions, [rows]."""
+        """Compares outputs of a quantized graph or file for the same batch with float, and adds the result to `sums`.
+
+        Returns:
+            The decisions of the quantized graph or file, [rows].
+        """
         found = _floats(outputs)
         rows = rows_of(found[0])
         log, best = rows.log_softmax(1), rows.argmax(1)
@@ -135,7 +140,7 @@ def rows_of(output: Tensor) -> Tensor:
 
 
 def _labels(labels: Any, rows: Tensor) -> Tensor | None:
-    """Returns the labels [rows], with -1 for rows without a label; None if there are no labels that fit the rows."""
+    """Returns the labels [rows], negative for rows without a label; None if there are no labels that fit the rows."""
     if labels is None:
         return None
     known = torch.as_tensor(labels, device=rows.device)

@@ -39,7 +39,7 @@ class Kept:
     key: str
 
     def read(self) -> tuple[int, dict[str, Sums]]:
-        """Returns the number of finished batches, and the sums by name; 0 and {} if no file has this key."""
+        """Returns the number of finished batches, and the sums by name; 0 and {} if no readable file has this key."""
         try:
             stored = json.loads(self.path.read_text(encoding="utf-8"))
             if stored["key"] != self.key:

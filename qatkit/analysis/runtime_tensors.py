@@ -1,10 +1,8 @@
 """Computes every tensor with the exported file in ONNX Runtime, for comparison with float and the simulation.
 
-    converted module ── its integers ──> the first tensor of the file that differs, and its operator
-    file ── QuantizeLinear and DequantizeLinear as outputs ──> the values of each tensor
-
-The first comparison finds errors in the file (a wrong axis, scale or zero_point). The second one measures how far each
-tensor is from float.
+Two comparisons use the file. The integers of the file and of the converted module are compared up to the first tensor
+that differs. This finds errors in the file (a wrong axis, scale or zero_point). The dequantized tensors of the file are
+compared with float. This shows how far each tensor is from float.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ class RuntimeTensors:
     """A file and the converted module that it was made from.
 
     Attributes:
-        file: the INT8 file, whose batch size is free or equal to that of the images.
+        file: the INT8 file, whose batch size is dynamic or equal to that of the images.
         reference: the converted module.
         options: the session config entries of the backend.
         threads: the number of intra-op threads.
@@ -46,13 +44,16 @@ class RuntimeTensors:
     threads: int = 2
 
     def images(self, batches: Iterable[Any]) -> list[Tensor]:
-        """Returns the images as the file reads them; a file that reads uint8 pixels gets the nearest integer pixels."""
+        """Returns the normalized images of each batch; for a file with uint8 input, pixels are rounded to integers."""
         session = open_session(self.file, threads=self.threads, optimize=False, options=self.options)
         ends = integer_io(session)
         return [torch.as_tensor(np.asarray(whole_pixels(one, ends), np.float32)) for one in batches]
 
     def values(self, batches: Iterable[Any]) -> Iterator[dict[str, Tensor]]:
-        """Yields the dequantized tensors of each batch, by the path of their quantizer (its first call)."""
+        """Yields the dequantized tensors of each batch by the path of their quantizer.
+
+        If a quantizer is called several times, only its first call is included.
+        """
         first = {path: calls[0] for path, calls in self.reference.file_names(self.file).items() if 0 in calls}
         for images in batches:
             found = dequantized(

@@ -5,7 +5,7 @@
 
 The values before a site are the same for all later sites. Therefore each batch runs through the graph once in float
 and once quantized, and at each site a branch runs the rest of the graph (`qatkit.analysis.walk`). If the sites are
-evenly distributed, each costs half a run. Nothing is exported, and each weight is quantized only once.
+evenly distributed, each costs half a run of the graph. Nothing is exported, and each weight is quantized only once.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def sensitivity(
 
 
 class _Measured:
-    """Measures batch by batch; `sums` has the sums of each row by its direction, kind and site."""
+    """Measures batch by batch; `sums` has the sums of each result under "DIRECTION KIND SITE"."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ _WORST: dict[
 def ranked(rows: Iterable[SensitivityRow], by: str = "loss", direction: str = ONLY) -> list[SensitivityRow]:
     """Returns the rows of a direction, sorted by sensitivity, most sensitive first; the loss decides ties.
 
-    A site is sensitive if the loss is large when only this site is quantized, and small when only it is float.
+    With "only", a larger loss means a more sensitive site; with "all but", a smaller loss does.
 
     Args:
         rows: rows from `sensitivity` or `estimate`.

@@ -1,8 +1,8 @@
 """Switches between quantized and float: one for the weight and bias of an operator, one for each activation.
 
-kind         site                          if it is on
-weight       site of the operator          weight and bias are quantized (in a recurrent layer: all weights)
-activation   site of the tensor's producer the FakeQuantize on the edge quantizes
+kind         site                            if it is on
+weight       site of the operator            weight and bias are quantized (in a recurrent layer: all weights)
+activation   site of the tensor's producer   the FakeQuantize on the edge quantizes
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class Switch:
     """A switch that turns the quantization of one weight or activation on and off.
 
     Attributes:
-        site, kind: the two parts of its name.
+        site: the path of the operator, or of the producer of the activation.
+        kind: "weight" or "activation".
         node: the node that computes the quantized value: the operator, or the FakeQuantize.
         quantizers: the quantizers that it turns on and off.
     """
@@ -43,7 +44,7 @@ class Switch:
 
     @property
     def operator(self) -> QATOperator | None:
-        """The operator whose weight is switched; None for activations, tables and recurrent layers."""
+        """The operator whose weight is switched; None for activations, embeddings and recurrent layers."""
         module = module_of(self.node)
         return module if isinstance(module, QATOperator) else None
 
@@ -88,7 +89,7 @@ def _all(graph_module: fx.GraphModule) -> Iterator[Switch]:
 
 
 def _on_edge(quantizer: Quantizer) -> bool:
-    """Returns whether a quantizer is on an edge; recurrent layers contain the quantizers of their results."""
+    """Returns whether a quantizer belongs to an activation; recurrent layers contain those of their results."""
     return isinstance(quantizer, FakeQuantize)
 
 

@@ -8,7 +8,8 @@ avoidable   10 log10(error of q / error with the range from the smallest to the 
             another scale
 
 The energy of rounding noise grows with the square of the step. In any tensor, a scale that is four times too large
-therefore gives 12 dB, and one that is four times too small gives far more. A good range gives about 0 dB or less.
+therefore has an avoidable error of 12 dB, and one that is four times too small of far more. A good range has about
+0 dB or less.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class _Site:
             x: the float values.
             y: the quantized values.
             clipped: a mask of the values that are clipped.
-            integers: the quantized integers, counted from 0.
+            integers: the quantized integers minus the smallest integer of the type.
             best: the values quantized with the range from the smallest to the largest value.
             levels: the number of integers of the type.
         """
@@ -147,7 +148,7 @@ def avoidable(own: float, best: float) -> float:
 
 
 class Tensors:
-    """The comparison of a graph's tensors, batch by batch.
+    """Compares a graph's tensors in float with those in the simulation and in ONNX Runtime, batch by batch.
 
     Args:
         graph_module: a prepared graph whose ranges are set.
@@ -213,10 +214,11 @@ class Tensors:
         return list(left_out)
 
     def result(self, first: str | None = None, notes: Sequence[str] = ()) -> Comparison:
-        """Returns the comparison, with rows in graph order.
+        """Returns the comparison, with a row for each tensor that was measured, in graph order.
 
         Args:
-            first: a description of the first tensor at which ONNX Runtime deviates from the simulation.
+            first: a description of the first tensor at which ONNX Runtime deviates from the simulation; None if there
+                is none, or if this was not examined.
             notes: notes for the report.
         """
         images = 0
@@ -298,7 +300,7 @@ def _seen_range(one: _Site) -> tuple[float, float]:
 def _add_weight(one: _Site, walker: PreparedInterpreter) -> None:
     operator = one.switch.operator
     if operator is None or operator.weight_fake_quant is None:
-        return  # tables and recurrent layers may have several weights; only their sensitivity is measured
+        return  # embeddings and recurrent layers, of which only the sensitivity is measured
     quantizer = operator.weight_fake_quant
     (weight, _), (near, _) = walker.weights(operator, False), walker.weights(operator, True)
     spec = quantizer.spec

@@ -3,8 +3,9 @@
     walk      x ── a ── b ── c ── d ── outputs          one run of the whole graph
     branch              └ b' ─ c ── d ── outputs        computes b differently, and repeats only what follows
 
-Quantized weights are computed once for all runs. Memory contains the values that the rest of the walk needs and those
-of one branch, for one batch. It therefore depends on the size of a batch, but not on the number of images or sites.
+Quantized weights are computed once for all runs. For one batch, the values that the rest of the walk needs and
+those of one branch are in memory. Memory therefore depends on the size of a batch, but not on the number of images or
+sites.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class PreparedInterpreter(fx.Interpreter):
         super().__init__(graph_module)
         self._graph = graph_module
         every = graph_module.graph.nodes
-        self._inputs = [node for node in every if node.op == "placeholder"]  # they may follow quantizers
+        # A placeholder may come after a quantizer.
+        self._inputs = [node for node in every if node.op == "placeholder"]
         self._nodes = [node for node in every if node.op != "placeholder"]
         self._made: dict[tuple[int, bool], Weights] = {}
         first = next(graph_module.parameters(), None)
@@ -60,7 +62,7 @@ class PreparedInterpreter(fx.Interpreter):
             branch_on: whether the branches turn their switch on (True) or off (False).
 
         Returns:
-            The outputs of the walk.
+            The outputs without a branch.
         """
         self.env = dict(zip(self._inputs, on(self._device, inputs_of(self._graph, batch)), strict=True))
         by_node = {switch.node: switch for switch in at}
@@ -86,7 +88,7 @@ class PreparedInterpreter(fx.Interpreter):
         return output_leaves(result)[1]
 
     def _step(self, node: fx.Node) -> Any:
-        """Computes the value of a node and drops operands that no other node reads."""
+        """Computes the value of a node and drops operands that no later node reads."""
         self.env[node] = result = self.run_node(node)
         for done in self.user_to_last_uses.get(node, ()):
             self.env.pop(done, None)

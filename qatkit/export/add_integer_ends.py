@@ -1,17 +1,17 @@
-"""Writes a file that accepts uint8 pixels and returns 8-bit outputs, for devices that have only integers.
+"""Writes a file that accepts uint8 pixels and returns 8-bit outputs, for devices that compute only with integers.
 
     input float → Q → …                     pixels uint8 → DQ(1/255) → depthwise Conv 1x1 → Q → …
     … → output float                        … → Q → output, uint8 or int8 like the file's other tensors
 
 The normalization (p/255 - mean)/std becomes a depthwise 1x1 convolution with weights ±127, scale 1/(127·std) and
 bias -mean/std. It ends in the QuantizeLinear that the file already has, so the tensor after it is the same except
-for ties. The only further error is the rounding of the int32 bias (1/254 of a pixel).
+for ties. The only further error is the rounding of the int32 bias, at most 1/254 of the step between two pixel values.
 
-Folding the normalization into the first Conv would be less exact. Its padding has one zero point for all channels,
-which differs from their means, and its weights would be rounded a second time.
+Folding the normalization into the first Conv would be less exact: the Conv pads all channels with one value, which
+cannot equal the mean of each channel, and its weights would be rounded a second time.
 
-The range of the output comes from the calibration images. The normalization of the input and the scale of the output
-are stored in the file's metadata.
+The range of the output comes from the calibration images, unless the file quantizes its output already. The
+normalization of the input and the scale of the output are stored in the file's metadata.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def to_integer_io(
         source: a QDQ file with one input, normalized float images [N, C, H, W], and one output.
         target: the file to write, which may be `source`.
         mean, std: the normalization of pixels in 0..1, with one number per channel.
-        ends_of_output: the lowest and the highest output that the file can represent; others are clipped.
+        ends_of_output: the lowest and the highest output that the file can represent, extended to include 0; others are
+            clipped. Not used if the file quantizes its output already.
 
     Returns:
         The description of the integer input and output, as stored in the file's metadata.

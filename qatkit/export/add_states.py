@@ -1,4 +1,4 @@
-"""Makes the states of a file's recurrent layers inputs and outputs, so that it processes a recording in chunks.
+"""Makes the states of a file's recurrent layers inputs and outputs, so that the file can process a recording in chunks.
 
     input [N, 1, frames, bands] ── ... ── GRU ── ... ──> output        (unchanged, for the frames of one chunk)
     state_0 [N, size] ── Unsqueeze ──────> │
@@ -35,7 +35,7 @@ def add_states(source: Path, target: Path) -> Stream:
 
     Raises:
         ConfigError: the file has no such layer, a layer reads backwards, the file has several inputs, or it does not
-            have exactly one free axis besides the batch.
+            have exactly one dynamic axis besides the batch.
     """
     model = ir.load(source)
     graph = model.graph
@@ -69,7 +69,7 @@ def add_states(source: Path, target: Path) -> Stream:
 
 
 def _cut_axis(graph: ir.Graph) -> int:
-    """Returns the only free axis other than the batch."""
+    """Returns the only dynamic axis other than the batch."""
     if len(graph.inputs) != 1:
         names = ", ".join(str(one.name) for one in graph.inputs)
         raise ConfigError(KEY, True, f"false, because the file has several inputs ({names})")

@@ -32,7 +32,7 @@ _Call = tuple[str, str]  # the path of a pair, and the path of the operator that
 
 
 class ConvertedReference:
-    """A converted graph (`qatkit.graph.convert.to_integers`) as `qatkit.verify.checks.base.Reference`."""
+    """Implements `qatkit.verify.checks.base.Reference` by a converted graph (`qatkit.graph.convert.to_integers`)."""
 
     def __init__(self, converted: fx.GraphModule) -> None:
         self._converted, self._predict = converted, predictor(converted)
@@ -69,7 +69,7 @@ class ConvertedReference:
         return {name: values[path][i] for path in calls for i, name in names[path].items()}
 
     def file_names(self, file: Path) -> dict[str, dict[int, str]]:
-        """Returns the names of QuantizeLinear outputs in `file`, by the path of the pair and the number of the call."""
+        """Returns the names of QuantizeLinear outputs in `file`, by the path of the pair and the index of the call."""
         nodes = _file_nodes(ir.load(str(file)))
         return {
             path: _matched([(path, source) for source in sources], nodes.get(path, []))
@@ -77,7 +77,7 @@ class ConvertedReference:
         }
 
     def _calls(self) -> dict[str, list[str]]:
-        """Returns, for each call of each pair, the path of the module that it reads; "" if it reads another node."""
+        """Returns, by the path of each pair, the paths of the modules that its calls read; "" for any other node."""
         found: dict[str, list[str]] = defaultdict(list)
         for node in self._named.graph.nodes:
             if node.op == "call_module" and isinstance(module_of(node), _PAIRS):
@@ -112,7 +112,10 @@ def _path(node: ir.Node) -> str:
 
 
 def _matched(calls: list[_Call], nodes: list[tuple[_Call, str]]) -> dict[int, str]:
-    """Matches calls and nodes by the operator that they read, else by order; returns output names by index of call."""
+    """Matches calls with nodes that read the same operator; returns output names by index of call.
+
+    The remaining ones are matched by order if their numbers are equal, and are omitted otherwise.
+    """
     found: dict[int, str] = {}
     for i, call in enumerate(calls):
         same = [name for other, name in nodes if other == call and name not in found.values()]

@@ -3,7 +3,7 @@
 torch's exporter traces every program a second time, operator by operator, to decompose operators that it cannot
 translate. This takes about 45 % of the CPU time of an export (torch 2.13; ResNet-18 3.1 of 7.4 s, Swin-T 15 of 39 s),
 but changes little except a few operators that move values, and global average pools. This module decomposes these
-operators node by node, with the same result. It leaves programs with other operators to the exporter.
+operators node by node, with the same result. If a program needs others as well, the exporter makes those.
 
 There is no public interface for this. If a later version of the exporter works differently, its own step runs
 unchanged.
@@ -59,7 +59,7 @@ def decomposed_where_needed(way_out: str = "") -> Iterator[None]:
 
 @contextmanager
 def _no_size_fixed(way_out: str) -> Iterator[None]:
-    """Raises ValueError within the context if a free size is used as a number.
+    """Raises ValueError within the context if a dynamic size is used as a number.
 
     The exporter would write the example's size into the file, which would be wrong for other sizes.
     """
@@ -77,7 +77,7 @@ def _no_size_fixed(way_out: str) -> Iterator[None]:
 
 
 def _written_out(program: fx.GraphModule, translated: Container[Any]) -> bool:
-    """Applies the rules, and returns whether the exporter can translate every remaining operator.
+    """Applies the rules, and returns whether the exporter can translate the program without decomposing it.
 
     Args:
         program: the graph of the program, changed in place.
@@ -93,7 +93,7 @@ def _written_out(program: fx.GraphModule, translated: Container[Any]) -> bool:
         return False
     values = [node.meta.get("val") for node in program.graph.nodes]
     if len({x.dtype for x in values if isinstance(x, torch.Tensor) and not _is_integer(x)}) > 1:
-        return False  # its type promotions rely on the values of a second trace
+        return False  # the exporter's type promotions rely on the values of its second trace
     for node in list(program.graph.nodes):
         rule = _RULES.get(node.target) if node.op == "call_function" else None
         if rule is not None:
@@ -121,7 +121,7 @@ def _stays(target: Any, translated: Container[Any]) -> bool:
 
 
 def _as_view(node: fx.Node) -> None:
-    """Replaces a change of shape by `reshape`, if at most one size is neither known nor a size of the argument."""
+    """Replaces a change of shape by `reshape` if this has to infer at most one size; removes it if nothing changes."""
     x, shape = cast(fx.Node, node.args[0]), node.meta["val"].shape
     if x.meta["val"].shape == shape:
         _leave_out(node)

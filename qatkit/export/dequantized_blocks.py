@@ -1,15 +1,15 @@
 """Writes products with packed weights as blockwise DequantizeLinear and MatMul, which other runtimes can read too.
 
-    x ── MatMulNBits(packed weight [out, inputs]) ── y
-    x ── MatMul ── Add of a bias ── y        DequantizeLinear(integers [inputs, out], axis 0) ── the other operand
+    before   x ── MatMulNBits(packed weight [out, inputs]) ── y
+    after    x ── MatMul(DequantizeLinear(integers [inputs, out], axis 0)) ── Add of a bias, if any ── y
 
 Integers of 4 bits need opset 21 and integers of 2 bits opset 25; the opset of the file is raised if necessary. Without
 zero points, the integers are signed. A weight that is also the table of an Embedding is stored twice, since
 DequantizeLinear would dequantize the whole table instead of the rows that are looked up. Weights of convolutions stay
-unchanged. Standard operators unpack them from constants, and ONNX Runtime does this only once. It would compute a
-DequantizeLinear in every run.
+unchanged: ONNX Runtime runs the standard operators that unpack them only once, but would run a DequantizeLinear again
+in every inference.
 
-When ONNX Runtime loads the file, it turns such a MatMul back into a MatMulNBits. The accuracy level is 4, unless the
+When ONNX Runtime loads the file, it turns such a MatMul back into a MatMulNBits. Its accuracy level is 4, unless the
 session sets another one (session.qdq_matmulnbits_accuracy_level).
 
 Source: ONNX, docs/Operators.md, DequantizeLinear-21 (`block_size`) and -25 (2 bits).
@@ -113,7 +113,7 @@ class _Product:
         return found
 
     def _scale(self, value: ir.Value) -> ir.Value:
-        """Returns the scales in the layout of the weight; nodes that compute them (Cast, Mul) are repeated."""
+        """Returns the scales in the layout of the weight; nodes that compute them (Cast, Mul) are copied."""
         maker = value.producer()
         if maker is None:
             held = _array(value)

@@ -1,4 +1,4 @@
-"""Specializes a graph that accepts any sizes to the sizes of the example.
+"""Specializes a graph with dynamic sizes to the sizes of the example.
 
 Sizes become numbers. Nodes that then depend only on parameters become constants, for example a table of positions that
 is resized to the image.
@@ -24,12 +24,13 @@ _OF_SIZES = ("getitem", "pad", "constant_pad_nd", "narrow", "reshape", "view", "
 def at_fixed_sizes(
     graph_module: fx.GraphModule, tensors: Sequence[Tensor], axes: Sequence[int | None]
 ) -> fx.GraphModule:
-    """Returns a copy of a graph that accepts only inputs of the sizes of `tensors`.
+    """Returns a copy of a graph that accepts only inputs of the sizes of `tensors`, apart from the batch size.
 
     Args:
         graph_module: the graph.
         tensors: example inputs of the graph.
-        axes: the batch axis of each input, whose size stays free; None for an input without a batch axis.
+        axes: the batch axis of each input, whose size stays dynamic; None if this size is fixed too, or for an input
+            without a batch axis.
     """
     found = copy.deepcopy(graph_module, large_tensors(graph_module))
     before, runs = constants(found.graph), [_values(found, tensors)]

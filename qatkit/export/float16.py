@@ -4,8 +4,8 @@ Operators whose values float16 cannot hold (`keep_float32`) and the final probab
 float32.
 
 The converter puts Casts around each operator that stays float32, even between two such operators. A value that float16
-cannot hold would be lost there, so these pairs of Casts are removed. If operators of both types read a constant, it is
-copied first, since the converter would clip it for all of them.
+cannot hold would be lost there, so the Casts between two such operators are removed. If operators of both types
+read a constant, it is copied first, since the converter would clip it for all of them.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ def float_graph(path: Path, model: ir.Model, opset: int) -> ir.Model:
         opset: the opset to which a model of a lower opset is upgraded.
 
     Raises:
-        ConfigError: the model has no weights to quantize, has some in branches or loops, cannot be upgraded, or has
-            branches and cannot be loaded by ONNX Runtime.
+        ConfigError: the model has no weights to quantize, has some in branches or loops even after constant folding,
+            cannot be upgraded, or has such branches and cannot be loaded by ONNX Runtime.
     """
     folded = _folded(path, model) if _branched(model.graph) else None
     if folded is not None and (hidden := _branched(folded.graph)):

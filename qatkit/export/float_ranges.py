@@ -1,6 +1,6 @@
 """Measures the range of every tensor of a float model by running it with all tensors as outputs.
 
-Without images, the inputs are random. Tensors in branches and loop bodies are not measured.
+Without batches of inputs, the inputs are random. Tensors in branches and loop bodies are not measured.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _runs(session: Any, feed: dict[str, NDArray[Any]]) -> bool:
 
 
 def _drawn(one: Any, side: int) -> NDArray[Any]:
-    """Returns random values for an input from a normal distribution; zeros for an integer input."""
+    """Returns values from a normal distribution for a float32 input, and zeros for any other input."""
     rank = len(one.shape)
     open_sizes = (*_UNKNOWN[:2], side, side)[:rank] + (side,) * max(0, rank - 4)
     shape = [

@@ -97,7 +97,10 @@ def weights(model: ir.Model) -> dict[ir.Value, int]:
 
 
 def recurrent_weights(model: ir.Model) -> list[ir.Value]:
-    """Returns the float weights of LSTM, GRU and RNN: W [directions, gates · size, inputs], R with `size` inputs."""
+    """Returns the float weights of LSTM, GRU and RNN.
+
+    These are W [directions, gates · size, inputs] and R [directions, gates · size, size].
+    """
     nodes = (node for node in model.graph if node.op_type in RECURRENT and not node.domain)
     found = (value for node in nodes for value in (operand(node, 1), operand(node, 2)))
     held = {value: stored(value) for value in found if value is not None}

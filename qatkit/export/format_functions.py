@@ -54,7 +54,7 @@ def add_format_functions(model: ir.Model, opset: int) -> None:
 
 
 def _as_pair(node: ir.Node, builder: tape.Tape) -> ir.Value:
-    """Replaces a call by QuantizeLinear and DequantizeLinear with float8 between them, and a barrier on either side.
+    """Replaces a call by a QuantizeLinear and a DequantizeLinear to float8, between two barriers (Sums of one operand).
 
     Without barriers, ONNX Runtime would turn a Conv between two such pairs into a QLinearConv, and move a
     QuantizeLinear up through a Reshape. Neither has a kernel for float8, so it would refuse the file.
@@ -104,7 +104,10 @@ def _of_tensor(form: Format) -> list[str]:
 
 
 def _of_blocks(form: Format, opset: int) -> list[str]:
-    """Returns the lines that reshape x [..., axis, ...] to [outer, blocks, block, inner], zero-padded, and back."""
+    """Returns the function's lines for one scale per block.
+
+    They reshape x [..., axis, ...] to zero-padded blocks [outer, blocks, block, inner], round it, and reshape it back.
+    """
     assert form.block is not None
     return [
         *_constants(),

@@ -1,4 +1,4 @@
-"""Quantizes weights with ONNX Runtime's tools so that products cannot saturate on CPUs without VNNI.
+"""Quantizes weights with ONNX Runtime's tools so that no sum of two products saturates on x86 CPUs without VNNI.
 
 The limits are those of `qatkit.quant.pairs`.
 
@@ -51,7 +51,7 @@ def range_overrides(
 
 
 def guard_matrices(quantized: ir.Model, model: ir.Model) -> None:
-    """Replaces the integers and scales of matrices [inputs, outputs] whose products could saturate, in place.
+    """Replaces the integers and scales of matrices [inputs, outputs] whose sums of products could saturate, in place.
 
     Args:
         quantized: the output of the dynamic tool, with one scale per output channel.
@@ -68,7 +68,7 @@ def guard_matrices(quantized: ir.Model, model: ir.Model) -> None:
             (quantized.graph, f"{name}_scale"), (model.graph, name)))  # fmt: skip
         weight, scale = constant(original), constant(scales)
         if weight is None or scale is None:
-            continue  # the integers in the file decide whether it can saturate
+            continue  # no larger scale can be computed, so the integers stay
         weight = _turned(weight, integers, scale)
         larger = np.maximum(scale, _rows_least(weight.T))
         whole = np.clip(np.rint(weight / larger), -_INT8_MAX, _INT8_MAX).astype(np.int8)

@@ -54,7 +54,7 @@ def hide_ends(model: ir.Model) -> dict[str, str]:
 
 
 def restore_ends(model: ir.Model, hidden: dict[str, str]) -> None:
-    """Gives inputs and outputs their original names again; a tensor of the tool with one of them is renamed."""
+    """Gives inputs and outputs their original names again; a tensor of the tool with such a name is renamed."""
     graph = model.graph
     ends = {str(value.name): value for value in (*graph.inputs, *graph.outputs)}
     inner = [*graph.initializers.values(), *(value for node in graph for value in node.outputs)]

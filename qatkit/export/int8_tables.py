@@ -33,7 +33,7 @@ def tables(model: ir.Model) -> list[ir.Value]:
 
 
 def quantize_tables(model: ir.Model, without: Collection[str] = ()) -> None:
-    """Replaces the tables of a model by int8 tables, in place.
+    """Replaces the tables of a model by int8 tables, in place; a table that a branch or loop reads stays float.
 
     Args:
         model: the model, changed in place.

@@ -34,7 +34,7 @@ class Scales:
     """The layout of a weight's scales.
 
     Attributes:
-        shape: the shape in which the weight is quantized; it is reshaped afterwards.
+        shape: the shape of the int8 tensor; the dequantized weight is reshaped to its own shape.
         axes: the axes of `shape` along which the scale varies.
     """
 
@@ -44,6 +44,8 @@ class Scales:
 
 def quantize_weights(model: ir.Model, without: Collection[str] = ()) -> None:
     """Replaces the weights of Conv, ConvTranspose, Gemm, MatMul and recurrent operators by int8 weights, in place.
+
+    A weight that would not become smaller with its scales stays float.
 
     Args:
         model: the model, changed in place.

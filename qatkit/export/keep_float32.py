@@ -2,12 +2,13 @@
 
 - Too large: operators that compute or read a tensor or constant beyond 65504. For activations the limit is half of
   that, since other images may give larger values.
-- Too small: operators that compute or read a tensor whose values are all below the normal numbers of float16, or a
-  constant that float16 changes by more than 5 %.
-- Sensitive near zero: a Log, denominator, root or power that grows without bounds near zero. Small values matter there,
-  so the operators that compute them stay float32 as well, including one that adds an epsilon. The chain ends at the
-  first operator whose inputs have negative values or no small ones (such as the one that computes a power spectrum).
-- Inner sums: norms and log-sum-exps, whose squares and exponentials are larger than their results.
+- Too small: operators that compute or read a tensor whose values are all below the normal numbers of float16. A
+  constant counts only if float16 also changes its largest value by more than 5 %; small biases do not count.
+- Sensitive near zero: a Log, a denominator, or a Pow with an exponent below 1, whose value or slope has no bound near
+  zero. Small values matter there, so the operators that compute them stay float32 as well, including one that adds an
+  epsilon. The chain ends at the first operator whose inputs have negative values or no small ones (such as the one that
+  computes a power spectrum).
+- Inner sums: norms and log-sum-exps whose squares or exponentials are too large, even if their results are not.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ FLOAT16_MAX = 65504.0
 _ACTIVATIONS_MAX = FLOAT16_MAX / 2
 _NORMAL = 2.0**-14  # the smallest normal number of float16
 _KEPT = 0.05  # the largest accepted relative change of a constant
-# Operators that grow without bounds as an input approaches zero, and the index of this input.
+# Operators whose value or slope has no bound as an input approaches zero, and the index of this input.
 _SENSITIVE = {"Log": 0, "Div": 1, "Reciprocal": 0, "Pow": 0}
 # Operators that may be between an epsilon and a sensitive operator.
 _PASSED = frozenset(["Abs", "Add", "Sub", "Max", "Min", "Clip", "Sqrt", "Identity", "Cast", "Slice", "Reshape",
@@ -118,7 +119,10 @@ def _small_makers(value: ir.Value, ranges: Mapping[str, Range]) -> Iterator[ir.N
 
 
 def _epsilon_path(value: ir.Value, depth: int = 8) -> list[ir.Node]:
-    """Returns the operators on a path from one that reads an epsilon too small for float16 to `value`."""
+    """Returns the operators on a path to `value` that starts at one that reads an epsilon too small for float16.
+
+    The result is empty if there is no such path.
+    """
     maker = value.producer()
     if maker is None or depth == 0 or maker.op_type not in _PASSED:
         return []

@@ -12,7 +12,7 @@ _WORTH_TELLING = 1000  # smallest difference in bytes that is explained
 
 
 def why_larger(given: Path, written: Path) -> str | None:
-    """Returns a sentence on why the quantized file is larger than the float file; None if it is not larger by 1 kB.
+    """Returns a sentence on why the quantized file is larger than the float file; None if it is less than 1 kB larger.
 
     Args:
         given: the float file.

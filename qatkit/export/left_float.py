@@ -1,4 +1,4 @@
-"""Lists the operators that a mode leaves in float, with notes for the report."""
+"""Lists the operators that a conversion mode (`ort_modes`) leaves in float, with notes for the report."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Makes ONNX Runtime's dynamic quantization, which has one scale for all filters of a Conv, work per channel.
 
-`levelled` divides each filter by its range before quantization. `scaled_back` multiplies the scale in the file by this
-range afterwards. The file needs no additional node (figures: decision 15). A Conv that the tool leaves float gets its
-original weight back.
+`levelled` divides each filter by its range (its largest magnitude) before quantization. `scaled_back` multiplies the
+scale in the file by this range afterwards. The file needs no additional node (figures: decision 15). A Conv that the
+tool leaves float gets its original weight back.
 """
 
 from __future__ import annotations

@@ -29,12 +29,13 @@ _RULES: dict[str, list[tuple[int, Rule]]] = {**FORMS, **OPERATORS}
 
 
 def lower(model: ir.Model, opset: int) -> None:
-    """Rewrites `model` in place from opset 18, or `opset` if this is higher, to `opset`.
+    """Rewrites a model in place so that it needs only `opset`.
 
-    From 18 on, only operators whose forms are newer than `opset` change (16-bit quantizers before 21).
+    The model has opset 18, or `opset` if this is higher. In the second case, only operators in forms newer than `opset`
+    change (16-bit quantizers before 21).
 
     Raises:
-        ConfigError: a node has no form in `opset`; the message names the node and the lowest opset that has one.
+        ConfigError: a node needs a higher opset; the message names the node and the lowest opset that has it.
     """
     rules = {
         kind: [_applied(rule, since, opset) for since, rule in forms if opset < since]

@@ -42,7 +42,10 @@ class _Call(nn.Module):
 
 
 def name_functions(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Returns a copy of a graph in which every function is a module at the path of its site.
+    """Returns a copy of a graph in which every function that returns tensors is a module at the path of its site.
+
+    The site (`qatkit.graph.nodes.site`) is the path of the enclosing module, followed by the operator. Functions with
+    nodes among their keyword arguments stay functions.
 
     If a module without tensors is called several times (one ReLU for a whole block), each further call gets a copy.
     """

@@ -18,7 +18,7 @@ class Newer(Exception):  # noqa: N818  it carries a message
 
 
 def _axes_to_attribute(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Rewrites Reduce*(x, axes) as Reduce*(x) with the attribute axes; ReduceSum has the input since opset 13."""
+    """Rewrites Reduce*(x, axes) as Reduce*(x) with the attribute axes (not ReduceSum, which has the input since 13)."""
     axes = [] if given(node, 1) is None else ints(node.inputs[1])
     if axes is None:
         raise Newer("reduces over axes that are not constant")
@@ -110,7 +110,10 @@ def _batch_norm(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _resize(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Removes default attributes of Resize, and extends scales or sizes to all axes; antialias has no older form."""
+    """Removes the newer attributes of Resize, and extends scales or sizes to all axes.
+
+    There is no older form with antialias, or one that keeps the aspect ratio.
+    """
     if node.attributes.get_int("antialias", 0):
         raise Newer("resizes with antialias")
     if node.attributes.get_string("keep_aspect_ratio_policy", "stretch") != "stretch":

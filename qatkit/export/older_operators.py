@@ -1,4 +1,4 @@
-"""Rewrites operators and types that an opset does not have yet by older ones.
+"""Replaces operators and types that an opset does not have yet by older ones.
 
 Each rule is stored with the opset that introduced the operator (`lower_opset`). Where possible, ONNX Runtime fuses the
 replacement again, or folds it when it loads the file.
@@ -45,7 +45,7 @@ def _layer_norm(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _group_norm(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Rewrites GroupNormalization as InstanceNormalization of [N, groups, rest], followed by scale and bias."""
+    """Rewrites GroupNormalization as InstanceNormalization of [N, groups, rest], with scale and bias per group."""
     x, groups = node.inputs[0], node.attributes.get_int("num_groups", 1)
     epsilon = {"epsilon": node.attributes.get_float("epsilon", 1e-5)}
     grouped = builder.op("Reshape", [x, new_int64(builder, node, "groups", 0, groups, -1)])
@@ -130,7 +130,7 @@ def _overlap_add(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 def _by_pixel(places: list[NDArray[np.int64]], image: list[int]) -> NDArray[np.int64]:
     """Returns the indices of the cells that belong to each pixel, [most cells of a pixel, pixels].
 
-    Pixels with fewer cells are padded with the number of all cells.
+    Pixels with fewer cells are padded with the number of all cells, which is the index of a zero.
 
     Args:
         places: the coordinates of all cells, one array per axis of the image.

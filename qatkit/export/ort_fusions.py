@@ -1,8 +1,8 @@
 """Rewrites a graph into the forms that ONNX Runtime's kernels and fusions recognize, at any opset.
 
-ONNX Runtime's fusions recognize only one order of a GELU's factors. For a global mean, it has an int8 kernel for only
-one operator, and its int8 kernels for pools do not round sizes up. A SiLU becomes one node between its pairs only if it
-is written as one node. Source: experiments with ONNX Runtime's optimizer, node by node.
+ONNX Runtime fuses a GELU only if its factors are in one order. It has an int8 kernel for only one of the operators that
+compute a global mean, and its int8 kernels for pools do not round sizes up. After a DequantizeLinear, it runs a SiLU as
+one operator only if the file has one node for it. Source: experiments with ONNX Runtime's optimizer, node by node.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ def for_onnxruntime(model: ir.Model, opset: int, *, bytes_too: bool = True) -> N
     Args:
         model: a graph from torch's exporter, changed in place.
         opset: the opset of the file, for the body of the function that a SiLU becomes.
-        bytes_too: whether a Pad between pairs pads bytes instead of float values; other runtimes may not support this.
+        bytes_too: whether a Pad between a DequantizeLinear and a QuantizeLinear pads bytes instead of float values.
+            Runtimes other than ONNX Runtime may not support this.
     """
     rewrite(model.graph, _RULES)
     if bytes_too:

@@ -61,18 +61,18 @@ _TYPES = {"int8": QuantType.QInt8, "uint8": QuantType.QUInt8}
 
 
 def dynamic(source: Path, target: Path, *, reduce_range: bool | str = "auto") -> LeftFloat:
-    """Quantizes weights to int8 per channel, and activations to uint8 with ranges measured in every run.
+    """Quantizes weights to int8 per channel, and activations to uint8 with ranges measured in every inference.
 
     Conv, MatMul and Gemm become ConvInteger and MatMulInteger after a DynamicQuantizeLinear. Two kinds of operators
     stay float: a depthwise Conv, which has few weights and for which ConvInteger has only a slow general kernel, and a
     MatMul whose weight is not a matrix. LSTM, GRU and RNN compute in float, with int8 weights in the file. Rows of
-    tables are dequantized when they are read.
+    embedding tables are dequantized when they are read.
 
     Args:
         source: a float file of opset 13 or higher.
         target: the file to write.
         reduce_range: whether weights have a reduced range, for x86 CPUs without VNNI (`Backend.reduced`). With "auto",
-            only matrices whose products could saturate get larger scales.
+            only matrices whose sums of products could saturate get larger scales.
 
     Returns:
         The operators that stay float.
@@ -200,15 +200,15 @@ def _static_options(model: ir.Model, backend: Backend, kinds: Mapping[str, OpRul
 def weight_only(source: Path, target: Path) -> LeftFloat:
     """Quantizes weights to int8; activations stay float.
 
-    Quantization is symmetric, with a scale per output channel (`qatkit.export.int8_weights`) or per row of a table
-    (`qatkit.export.int8_tables`).
+    Quantization is symmetric, with a scale per output channel (`qatkit.export.int8_weights`) or per row of an
+    embedding table (`qatkit.export.int8_tables`).
 
     Args:
         source: the float file.
         target: the file to write.
 
     Returns:
-        The operators whose weights stay float.
+        The operators whose weights stay float because their int8 weights would be wrong.
 
     Raises:
         ValueError: a weight is not finite, or the checker or ONNX Runtime refuses the file.
@@ -227,7 +227,10 @@ def weight_only(source: Path, target: Path) -> LeftFloat:
 
 
 def _left_float(model: ir.Model, kinds: Mapping[str, OpRule], odd: Iterable[str]) -> list[str]:
-    """Returns the operators that are quantized only if all inputs are, but have a float input (as from `odd`)."""
+    """Returns the operators that are quantized only if all inputs are, but have a float input.
+
+    The operators in `odd` stay float, so their outputs are float.
+    """
     int8, left, excluded = set(model.graph.initializers.values()), [], set(odd)
     for node in model.graph:
         rule = kinds.get(node.op_type)

@@ -18,7 +18,7 @@ from qatkit.quant.spec import FEW_BITS
 def pack(model: ir.Model, module: nn.Module) -> None:
     """Packs the weights of `module` that fit into 4 bits, and their zero points, in place.
 
-    Weights that are not read only by DequantizeLinears stay in bytes.
+    Weights that any operator other than DequantizeLinear reads stay in bytes.
 
     Args:
         model: the exported `module`, of opset 21 or higher; its initializers have the names of the module's buffers.

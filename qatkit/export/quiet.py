@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silences the prints, logs (also of the root logger) and warnings of exporters and tools; errors still raise."""
+    """Silences the prints, logs (also of the root logger) and warnings of exporters and tools, but not exceptions."""
     loggers = [logging.getLogger(name) for name in ("", "torch.onnx", "onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):

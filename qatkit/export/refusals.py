@@ -26,7 +26,7 @@ _UNKNOWN = re.compile(r"No ONNX function found for <OpOverload\(op='([\w.]+)', o
 
 
 def refuse_modules(module: nn.Module) -> None:
-    """Refuses modules that torch's exporter would write wrongly, or for which ONNX Runtime has no kernels.
+    """Refuses modules that torch's exporter cannot write, or would write wrongly.
 
     Raises:
         ConfigError: `module` contains such a module; the message names it.

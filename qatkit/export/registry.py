@@ -68,7 +68,7 @@ class _NoTraceback:
 
 @contextmanager
 def _translations_made_once() -> Iterator[None]:
-    """Gives each export within the context a copy of the table from the first export, which it may extend."""
+    """Gives each export within the context its own copy of the first export's table, since exports extend the table."""
     try:
         from torch.onnx._internal.exporter._registration import ONNXRegistry
 

@@ -2,12 +2,13 @@
 
 Failures: the sum of a pooled and a strided branch requires equal sizes, such as h / 4 and (h / 2) // 2. They are equal
 for every image that the model accepts. The exporter (torch 2.13) solves such equations to suggest other constraints,
-and fails if sympy cannot solve them. No solution is needed: if a model fixes the size of a free axis (`Dim.DYNAMIC`),
-the exporter reports this earlier.
+and fails if sympy cannot solve them. No solution is needed: if a model fixes the size of a dynamic axis
+(`Dim.DYNAMIC`), the exporter reports this earlier.
 
-Simplification: the exporter calls `sympy.simplify` for a quotient of two sizes with a common factor, which expands all
-sizes in it again. After a few windows and strides, this takes more than 15 minutes (timm's davit_tiny). In nearly all
-cases, it is enough to divide each term of a sum by the factor; otherwise numerator and denominator are cancelled.
+Simplification: the exporter calls `sympy.simplify` for a quotient of two sizes with a common factor, and this call
+expands all sizes in the quotient again. After a few windows and strides, this takes more than 15 minutes (timm's
+davit_tiny). In nearly all cases, it is enough to divide each term of a sum by the factor; otherwise numerator and
+denominator are cancelled.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def quotients_divided_term_by_term() -> Iterator[None]:
 
 @contextmanager
 def unsolved_constraints_allowed() -> Iterator[None]:
-    """Leaves constraints that sympy cannot solve unsolved within one export."""
+    """Ignores constraints that sympy cannot solve, within one export."""
     from torch.fx.experimental import symbolic_shapes
 
     constraints = getattr(symbolic_shapes, "DimConstraints", None)

@@ -1,5 +1,6 @@
 """Translates the operator `qatkit::suppress` to operators of opset 18 that also exist in opset 13.
 
+Boxes belong to groups, such as the levels of a feature pyramid, and suppress only boxes of their group.
 NonMaxSuppression reads boxes [N, n, 4] and scores [N, groups, n]: the scores [N, n], masked for each group. It returns
 the indices of the boxes to keep. GatherND reads their scores, and ScatterND writes these scores into a tensor filled
 with `DROPPED`.
@@ -19,7 +20,7 @@ op: Any = onnxscript.opset18
 
 
 def suppress(boxes, scores, valid, groups, overlap: float, most: int):  # type: ignore[no-untyped-def]
-    """Translates the operator: each group becomes a class, in which all other and invalid boxes score `DROPPED`."""
+    """Translates the operator: each group becomes a class, in which only its valid boxes keep their scores."""
     group_of_box = np.repeat(np.arange(len(groups)), groups)
     members = group_of_box[None] == np.arange(len(groups))[:, None]
     dropped = op.CastLike(_constant(DROPPED, np.float32), scores)

@@ -37,6 +37,8 @@ def tensorrt_table(
 ) -> tuple[str, list[str]]:
     """Returns the table's text, and the sites for which no tensor of the file was found.
 
+    The output of an operator that keeps the range, such as a Reshape, gets the scale of its input if it has no range.
+
     Args:
         float_file: the float ONNX file, whose tensor names the table uses.
         ranges: the range of each site, as in ranges.json.

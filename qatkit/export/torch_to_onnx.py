@@ -98,8 +98,8 @@ def export_onnx(  # noqa: PLR0913  independent settings of a file, by name
         dequantize: whether to store weights in number formats as `export.packed_weights=dequantize_linear` does.
 
     Returns:
-        The reason why axes that are free in the graph have the example's size in the file; "" if they are free there.
-        Axes that were requested by name are never fixed; an error is raised instead.
+        The reason why axes that are dynamic in the graph have the example's size in the file; "" if there are none.
+        If one of these axes was requested by name, an error is raised instead.
 
     Raises:
         ConfigError: the opset is out of range, an operator cannot be expressed in this opset or in ONNX (the message
@@ -149,7 +149,7 @@ def _ends(module: nn.Module, inputs: int) -> _Ends:
 def _free_or_fixed(
     module: nn.Module, named: nn.Module, tensors: tuple[Tensor, ...], ends: _Ends, wanted: _Wanted
 ) -> tuple[ir.Model, str]:
-    """Exports with free axes or, if this fails, with axes of the example's size.
+    """Exports with dynamic axes or, if this fails and none was requested by name, with axes of the example's size.
 
     Args:
         module: the module to export.
@@ -159,7 +159,7 @@ def _free_or_fixed(
         wanted: the settings of the export.
 
     Returns:
-        The model, and the reason why axes that are free in the module have the example's size, or "".
+        The model, and the reason why axes that are dynamic in the module have the example's size, or "".
 
     Raises:
         ConfigError: the module cannot be exported.
@@ -170,7 +170,7 @@ def _free_or_fixed(
     except ConfigError as error:
         if not free or any(axis.asked for axis in free):
             raise
-        assert isinstance(module, fx.GraphModule)  # only a captured graph has free axes
+        assert isinstance(module, fx.GraphModule)  # only a captured graph has dynamic axes
         fixed = name_functions(at_fixed_sizes(module, tensors, wanted.axes))
         names = ", ".join(f"{axis.name} ({axis.size})" for axis in free)
         subject = "this axis is" if len(free) == 1 else "these axes are"
@@ -189,7 +189,7 @@ def refill(template: Path, module: nn.Module, path: Path, first: Mapping[str, Te
 
     Raises:
         ValueError: a tensor has another shape or type than in the template, or it has other values although the
-            exporter wrote it in another form (the slope of a PReLU, γ of a GroupNorm, the bounds of a Clip).
+            template has no initializer of its name (the slope of a PReLU, γ of a GroupNorm, the bounds of a Clip).
     """
     model = ir.load(template)
     values, named = tensors_of(module), model.graph.initializers
@@ -214,7 +214,7 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def may_be_literals(module: nn.Module) -> dict[str, Tensor]:
-    """Returns the tensors that the exporter may write in another form, by name.
+    """Returns the tensors, by name, that the exporter may write as something other than an initializer of this name.
 
     These are the tensors of modules from outside qatkit, and the bounds to which a `QuantizeDequantize` clips. In the
     file, the other tensors of qatkit's modules keep their name, or have the name of the quantizer that follows them.

@@ -1,8 +1,8 @@
 """Translates to opset 18 the operators that torch's exporter does not know or translates wrongly.
 
 These are our own operators, pools whose windows differ in size, average pools with `divisor_override` (which the
-exporter ignores), and some functions of torch that a few ONNX operators can express. The sizes of
-the batch and of dynamic axes are unknown.
+exporter ignores), and some functions of torch that a few ONNX operators can express. The sizes of the batch and of
+dynamic axes are unknown.
 """
 
 from __future__ import annotations

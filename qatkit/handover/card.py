@@ -32,10 +32,10 @@ def card(
     Args:
         report: the content of report.json.
         labels: the names of the classes, in the order of the outputs; empty without labels.
-        snippets: the code that loads the file, as Markdown.
+        snippets: the code that loads the file, as Markdown; "" to omit it.
         arrays: the content of model.json for a model of arrays, or of preprocess.json for a model of
-            recordings.
-        stream: the section on the file that takes chunks, as Markdown.
+            recordings; None for a model of images.
+        stream: the section on the file that reads recordings in chunks, as Markdown; "" to omit it.
     """
     sections = (
         _head(report, labels, arrays),

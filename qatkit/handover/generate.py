@@ -34,7 +34,7 @@ class Generator:
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
         # Products with weights from a DequantizeLinear are computed in float. A MatMulNBits has its own
-        # level.
+        # accuracy level.
         options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
         self.tokenizer: Any = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self._session = ort.InferenceSession(
@@ -45,7 +45,7 @@ class Generator:
         self._past = [one.name for one in self._session.get_inputs() if one.name.startswith("past")]
 
     def tokens(self, prompt: list[int], count: int) -> Iterator[int]:
-        """Yields up to `count` tokens that continue the prompt, and stops at the end of the text."""
+        """Yields up to `count` tokens that continue the prompt, and stops at an end-of-text token."""
         past, given, place = [self._empty] * len(self._past), prompt, 0
         for _ in range(count):
             feeds = {

@@ -1,7 +1,7 @@
 """The golden vectors of a bundle: a few test samples, and the outputs of the exported file for them.
 
-images   decoded and as inputs of the file, all in one batch; the same for recordings
-arrays   the feeds of each `InferenceSession.run`, since sizes may differ between samples
+images, recordings   stored decoded, and also as inputs of the file, all in one batch
+arrays               stored as the feeds of each `InferenceSession.run`, since sizes may differ between samples
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from qatkit_verify.errors import ConfigError
 from qatkit_verify.feeds import Array, feeds
 from qatkit_verify.session import fixed_batch, in_its_batches, integer_io, open_session
 
-_EXACT = 0.5  # for integer or boolean outputs, so that a difference of one exceeds the smallest tolerance
+# The step of boolean outputs and of integers wider than a byte, for arrays. A difference of one then exceeds the
+# smallest tolerance.
+_EXACT = 0.5
 
 
 def golden_of(
@@ -33,7 +35,8 @@ def golden_of(
         int8: the quantized file.
         data: the data whose test samples are used.
         count: the number of samples.
-        step: the size of a quantization step of the first float output; None means 1/255 of its range.
+        step: the size of a quantization step of the first output, if it is float; None means 1/255 of its range, as
+            for all other float outputs.
         threads, options: the settings of ONNX Runtime.
 
     Raises:
@@ -86,7 +89,7 @@ def _of_arrays(sessions: Mapping[str, Any], data: DataModule, count: int, step: 
 
 
 def ports_of(session: Any, data: DataModule) -> tuple[list[Port], list[Port]]:
-    """Returns the inputs and outputs of a file of arrays; the batch axes of outputs are not known."""
+    """Returns the inputs and outputs of a file whose inputs are arrays; the batch axes of outputs are not known."""
     axes = list(data.array_axes().items())
     named, declared = dict(axes), session.get_inputs()
     inputs = [
@@ -111,7 +114,10 @@ def _batches(data: DataModule, count: int, together: int) -> list[Any]:
 
 
 def _step(values: Sequence[Array], known: float | None, whole: float = 1.0) -> float:
-    """Returns the quantization step of an output: 1 for bytes, `whole` for wider integers and booleans."""
+    """Returns the quantization step of an output.
+
+    It is 1 for bytes, `whole` for wider integers and booleans, and for float `known` or else 1/255 of the range.
+    """
     if values[0].dtype.kind != "f":
         return 1.0 if values[0].dtype.kind != "b" and values[0].dtype.itemsize == 1 else whole
     low = min(float(one.min(initial=np.inf)) for one in values)

@@ -2,7 +2,7 @@
 
 A bundle is published completely or not at all, and an existing version is never overwritten.
 
-    check(place, name, version)              before a run: is it writable, is the version free
+    check(place, name, version)              before a run: is the place writable, is the version free
     publish(bundle, place, name, version)    after it
 
 In a folder, a bundle is copied under a hidden name and then renamed. An object store cannot rename many files
@@ -67,7 +67,7 @@ def check(place: str, name: str, version: str | None) -> None:
         version: the version of the bundle; None if it is known only after the bundle is written.
 
     Raises:
-        ConfigError: the name or version is no folder name, the place is not writable, its library is not
+        ConfigError: the name or version is not a valid folder name, the place is not writable, its library is not
             installed, or the version exists already.
     """
     _check_names(name, version)
@@ -94,8 +94,9 @@ def publish(bundle: Path, place: str, name: str, version: str | None = None) -> 
     """Publishes a bundle (a folder or a zip, encrypted or not) and returns its path or URL.
 
     Raises:
-        ConfigError: `check` raises it, another bundle of that version exists or is being published, or the
-            key is wrong.
+        ConfigError: the name or version is not a valid folder name, the store cannot be used, another bundle of
+            that version exists or is being published, or the key of an encrypted zip is wrong.
+        OSError: files in the folder cannot be written.
         ValueError: the bundle has no manifest.
     """
     _check_names(name, version)
@@ -121,7 +122,7 @@ def _check_names(name: str, version: str | None) -> None:
 
 
 def _files(bundle: Path, folder: Path) -> dict[str, Path]:
-    """Returns the files to publish by their names below the version; `folder` is used for unpacking."""
+    """Returns the files to publish by their paths in the version's folder; a zip's manifest is unpacked to `folder`."""
     if bundle.is_file():
         try:
             with readable(bundle) as plain, zipfile.ZipFile(plain) as archive:
@@ -150,7 +151,7 @@ def _taken(version: str, where: str) -> ConfigError:
 
 
 def _into_folder(files: Mapping[str, Path], folder: Path, version: str, manifest: bytes) -> str:
-    """Copies the files under a hidden name, then renames them, which fails if the target exists."""
+    """Copies the files to a hidden folder, then renames it; an existing target must contain the same bundle."""
     target = folder / version
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -325,7 +326,10 @@ def _told(claim: bytes) -> dict[str, Any]:
 
 
 def _gone(told: Mapping[str, Any]) -> bool:
-    """Returns whether the publisher of a claim has ended or, on another machine, whether its lease has expired."""
+    """Returns whether the publisher of a claim has ended or, on another machine, whether its lease has expired.
+
+    A claim that cannot be read counts as ended.
+    """
     process, since = told.get("process"), told.get("time")
     if not isinstance(process, int) or not isinstance(since, int | float):
         return True
@@ -341,7 +345,10 @@ def _gone(told: Mapping[str, Any]) -> bool:
 
 
 def main(typed: Sequence[str] | None = None) -> int:
-    """Runs `python -m qatkit.handover.publish BUNDLE PLACE --name NAME`, for a run that could not reach its store."""
+    """Runs `python -m qatkit.handover.publish BUNDLE PLACE --name NAME`, and returns the exit status.
+
+    It publishes the bundle of a finished run that could not reach its store.
+    """
     parser = argparse.ArgumentParser(
         "python -m qatkit.handover.publish", description=__doc__.partition("\n")[0]
     )

@@ -24,7 +24,7 @@ for chunk in np.split(features, features.shape[{axis}], axis={axis}):
 
 
 def stream_section(bundle: Path, told: Mapping[str, Any]) -> str:
-    """Returns Markdown on the file with states of a bundle; "" if there is none.
+    """Returns Markdown on the file of a bundle that reads recordings in chunks; "" if there is none.
 
     Args:
         bundle: the folder of the bundle with the ONNX files.
@@ -79,7 +79,7 @@ def _example(
 
 
 def _time(told: Mapping[str, Any]) -> str:
-    """Returns the duration of a step of a recording as text, if the preprocessing defines it."""
+    """Returns the duration of a step of a recording as text; "" if the preprocessing does not define it."""
     if "hop" not in told:
         return ""
     step = 1000 * told["hop"] / told["rate"]

@@ -1,7 +1,7 @@
-"""Writes a bundle (format: `qatkit_verify.bundle`): the files of a finished run, golden vectors, manifest.
+"""Writes a bundle (format: `qatkit_verify.bundle`): the files of a finished run, golden vectors and a manifest.
 
     run's folder ── copies ──┐
-    INT8 file, test images ──┴─> .bundle.PROCESS.RANDOM.part ── manifest, signature ── renamed ──> bundle/ or
+    INT8 file, test samples ─┴─> .bundle.PROCESS.RANDOM.part ── manifest, signature ── renamed ──> bundle/ or
     bundle.zip
 
 The same checkpoint gives the same bytes: the measurements come from the run's own report and are not
@@ -90,7 +90,7 @@ class BundleSource:
         name: the name of the run.
         int8: the quantized file to deliver.
         run: the folder of a finished run, with report.json.
-        data: the data whose test images become golden vectors.
+        data: the data whose test samples become golden vectors.
         export: the settings of the bundle.
         threads, options: the settings of ONNX Runtime, with all config entries with which the figures were
             measured.
@@ -139,10 +139,11 @@ def _digest(path: Path) -> str:
 
 
 def write_bundle(source: BundleSource, folder: Path) -> Path:
-    """Writes `folder`/bundle or bundle.zip in an atomic step; an existing one is replaced.
+    """Writes `folder`/bundle or bundle.zip under a temporary name, then renames it; an existing one is replaced.
 
     Raises:
-        ConfigError: `check_source`, `golden_of` or `find_runtime` raises it, or a key cannot sign.
+        ConfigError: for the reasons of `check_source`, `golden_of` and `find_runtime`, or if `export.sign` names no
+            usable key.
     """
     check_source(source.run, source.int8)
     clear_parts(folder)
@@ -213,7 +214,7 @@ def _fill(source: BundleSource, new: Path) -> None:
 
 
 def _copy_larger_files(source: BundleSource, new: Path) -> None:
-    """Copies the additional files of some tasks: a decoder, a file with non-maximum suppression, or one with states."""
+    """Copies the additional files of some tasks: a decoder, a file with non-maximum suppression, a file for chunks."""
     for beside in (nms_file, stream_file):
         if beside(source.int8).is_file():
             _copied(beside(source.int8), new / beside(Path(INT8_FILE)).name)
@@ -222,7 +223,10 @@ def _copy_larger_files(source: BundleSource, new: Path) -> None:
 
 
 def _fill_for_programs(source: BundleSource, new: Path, report: Mapping[str, Any]) -> None:
-    """Writes the files that show how to run the model: the card, the page, modules for JavaScript, the demo."""
+    """Writes the files that show how to run the model.
+
+    These are the card, JavaScript modules (for images and recordings), and the page and the demo (for images).
+    """
     if source.data.of_arrays:
         _write_card(source, new, report, arrays_program(new, source.options), read_json(new / ARRAYS_FILE))
         return
@@ -252,7 +256,7 @@ def _write_card(
 
 
 def _copied(path: Path, target: Path) -> None:
-    """Copies a decrypted file: single files of a bundle are not encrypted, even if those of the run are."""
+    """Copies a file, decrypted if necessary: a bundle's files are not encrypted one by one, as a run's are."""
     with readable(path) as plain:
         shutil.copyfile(plain, target)
 
@@ -294,7 +298,7 @@ def ends_json(int8: Path, sample: Iterable[int], threads: int) -> dict[str, Any]
 
 
 def arrays_json(int8: Path, data: DataModule, threads: int) -> dict[str, Any]:
-    """Returns model.json of a model of arrays: the inputs and outputs of the file."""
+    """Returns the content of model.json, for a file whose inputs are arrays: its inputs and outputs."""
     taken, given = ports_of(open_session(int8, threads=threads), data)
     return {
         "format": 1,

@@ -1,9 +1,12 @@
-"""Changes to a given ONNX file that keep its function, in the order in which they run.
+"""Changes to a given ONNX file, in the order in which they run.
+
+All of them keep the function of the file, except for `approximate` and `drop_pairs` in rewrite/.
 
     float32.py     converts float16 tensors to float32
     opset.py       converts to another opset
     fix_shapes.py  fixes the sizes of dynamic axes
-    fold.py        folds constants, removes no-ops, merges duplicates; join.py: folds operators into convolutions
+    fold.py        folds constants, removes no-ops, merges duplicates
+    join.py        folds operators into convolutions, as a part of fold.py
     rewrite/       replaces operators by others
     layout.py      puts channels first or last in inputs and outputs
     unshare.py     copies an initializer for each reader

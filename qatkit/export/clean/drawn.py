@@ -23,7 +23,7 @@ _HIGHEST = (3, 1)  # upper bounds of random integers, exclusive; with 1 all are 
 
 
 class Port(NamedTuple):
-    """The name, type and axes of an input; each axis is a number, a name or None."""
+    """The name, type and axes of an input; an axis is a number, the name of a dynamic size, or None without a name."""
 
     name: str
     dtype: np.dtype[Any]
@@ -48,7 +48,9 @@ def ports(model: ir.Model, path: Path) -> list[Port]:
 
 
 def drawn(session: ort.InferenceSession, wanted: Sequence[Port]) -> list[Feeds]:
-    """Returns two sets of random inputs that a model accepts; the second has two samples if the first axis is dynamic.
+    """Returns two sets of random inputs that a model accepts.
+
+    If the first axis is dynamic, the second set has a batch size of 2, provided that the model accepts this.
 
     Raises:
         ConfigError: the model accepts none of the sizes that are tried.

@@ -1,4 +1,4 @@
-"""Fixes sizes of dynamic axes in a file's inputs, which are chosen by the name of a size or the number of an axis."""
+"""Fixes the sizes of dynamic axes, which a user chooses by the name of a size, or by an input and an axis number."""
 
 from __future__ import annotations
 

@@ -44,7 +44,9 @@ _QUANTIZED = ("QuantizeLinear", "DequantizeLinear")
 
 
 def fold(model: ir.Model, folder: Path, *, exact: bool, threads: int) -> tuple[ir.Model, list[str]]:
-    """Returns the folded model, whose large weights may be stored in `folder`, and lines about what was removed.
+    """Returns the folded model, whose large weights may be stored in `folder`, and lines about changes.
+
+    If folding would insert ONNX Runtime's own operators, only unused nodes and duplicates are removed.
 
     Args:
         model: a model of any opset.

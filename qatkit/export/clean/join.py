@@ -1,4 +1,4 @@
-"""Folds constant factors and sums into adjacent convolutions where ONNX Runtime's optimizer does not.
+"""Folds multiplied and added constants into adjacent convolutions where ONNX Runtime's optimizer does not.
 
 It also removes Split and Concat nodes with a single part.
 """
@@ -22,7 +22,7 @@ def join(model: ir.Model, *, exact: bool) -> None:
 
     Args:
         model: the model, changed in place.
-        exact: whether to fold only factors that are powers of two, and no sums.
+        exact: whether to fold only factors that are powers of two, and no added vectors.
     """
     for graph in graphs(model.graph):
         for node in list(graph):
@@ -52,7 +52,7 @@ def _drop(graph: ir.Graph, node: ir.Node) -> None:
 
 
 def _constant_beside(node: ir.Node) -> tuple[ir.Value | None, NDArray[np.floating] | None]:
-    """Returns the computed and the constant operand of a binary node; (None, None) if it does not have one of each."""
+    """Returns the computed and the constant float operand of a binary node; (None, None) if it lacks either."""
     for index in (0, 1):
         held = constant(operand(node, index))
         other = operand(node, 1 - index)

@@ -15,7 +15,7 @@ LAYOUTS = ("nchw", "nhwc")
 
 
 def permutation(layout: str, rank: int) -> tuple[int, ...]:
-    """Returns the axes of the old tensor in the order in which the new layout has them."""
+    """Returns the order of axes that converts a tensor in the other layout to `layout`."""
     return (0, *range(2, rank), 1) if layout == "nhwc" else (0, rank - 1, *range(1, rank - 1))
 
 
@@ -133,7 +133,7 @@ def _transposed(
 
 
 def _drop_identity(graph: ir.Graph, node: ir.Node) -> None:
-    """Removes a Transpose that changes nothing, unless it connects an input of the file directly to an output."""
+    """Removes a Transpose that changes nothing, unless an output would become an input, constant or other output."""
     source, made = node.inputs[0], node.outputs[0]
     if source is None or not _is_identity(node.attributes["perm"].as_ints()):
         return

@@ -33,7 +33,7 @@ def to_opset(path: Path, model: ir.Model, opset: int) -> tuple[ir.Model, list[st
         opset: the requested opset.
 
     Raises:
-        ConfigError: an operator does not exist in the opset, or the weights are too large for the converter.
+        ConfigError: an operator does not exist in the opset, the converter fails, or the weights are too large for it.
     """
     before = model.opset_imports.get("", model.opset_imports.get("ai.onnx", 0))
     if before == opset:

@@ -1,4 +1,4 @@
-"""Checks that a cleaned file computes the same as the original, by ONNX Runtime without optimizations."""
+"""Checks that a cleaned file computes the same as the original, in ONNX Runtime without optimizations."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Proof:
 
     Attributes:
         outputs: the signal-to-noise ratio of each output in dB, for the worst set of inputs; infinite if all values
-            are equal.
+            are equal, minus infinity if integers or strings differ.
         inputs: the shapes of each set of inputs.
         bound: the ratio in dB that every output had to reach.
         drawn: whether the inputs were random.

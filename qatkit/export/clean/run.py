@@ -1,4 +1,4 @@
-"""Runs the requested services on a file, checks the result and stores it in a folder."""
+"""Runs the requested services (see `qatkit.export.clean`) on a file, checks the result and stores it in a folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Row = tuple[str, str]  # a service and a line about what it changed
 
 
 class Asked(NamedTuple):
-    """The requested services: the settings of `clean`, with `fold` resolved."""
+    """The requested services: the settings of `clean`, with a default in place of an empty `fold`."""
 
     fix_shapes: Mapping[str, Any]
     fold: str
@@ -44,7 +44,7 @@ class Asked(NamedTuple):
 
     @property
     def bound(self) -> float:
-        """The signal-to-noise ratio in dB that outputs must reach."""
+        """The signal-to-noise ratio in dB that outputs must reach; infinite if no value may change."""
         if self.float32:
             return OF_HALVES
         rounds = self.fold == "all" or self.opset is not None or not EXACT.issuperset(self.rewrite)
@@ -58,8 +58,8 @@ class Cleaned:
     Attributes:
         files: the files in a temporary folder, the model first.
         rows: the changes, each with its service.
-        proof: the comparison with the original, before operators were replaced by approximations.
-        error: the comparison with the approximations; None if none were requested.
+        proof: the comparison with the original, before `approximate` and `drop_pairs`.
+        error: the comparison with the original afterwards; None if neither was requested.
         nodes: the numbers of nodes before and after cleaning.
         bytes: the sizes in bytes before and after cleaning.
     """

@@ -14,7 +14,8 @@ from qatkit_verify.session import open_session
 LARGE = (
     1 << 30
 )  # bytes from which weights are stored next to the file; a protobuf message has less than 2^31 bytes
-# Packed weights are a copy, and kernels with packed weights sum in another order than kernels with computed weights.
+# Prepacking copies weights. It also changes the order of sums, but only for constant weights, so folding a computed
+# weight into a constant would change outputs.
 UNPACKED = {"session.disable_prepacking": "1"}
 OLDEST_IR = 4  # in older versions, initializers are inputs as well
 

@@ -1,4 +1,4 @@
-"""The npm package onnxruntime-web on this machine, which a demo page includes."""
+"""Finds the npm package onnxruntime-web, which a demo page includes, on this machine."""
 
 from __future__ import annotations
 
@@ -34,9 +34,12 @@ class WebRuntime:
 
 
 def find_runtime(typed: str | None) -> WebRuntime:
-    """Returns the package that `export.demo_runtime` names, else that of the nearest node_modules.
+    """Returns the package in the folder `typed`, or without it the package of the nearest node_modules.
 
-    The search begins in the working directory and continues in its parents.
+    The search for node_modules begins in the working directory and continues in its parents.
+
+    Args:
+        typed: `export.demo_runtime`: the folder of the package, or its dist folder; None to search.
 
     Raises:
         ConfigError: the package is missing or incomplete; the message says how to install it.

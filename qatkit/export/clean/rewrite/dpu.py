@@ -62,7 +62,7 @@ def hard_sigmoid(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
 
 
 def average_pool(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
-    """Multiplies the mean of a square pool by the hardware's approximation of 1 / (side · side)."""
+    """Multiplies the mean of a square pool by s · side², where s is the hardware's approximation of 1 / side²."""
     x = operand(node, 0)
     if node.op_type == "GlobalAveragePool" and rank(x) == 4:
         sides = [size(x, 2), size(x, 3)]
@@ -78,7 +78,7 @@ def average_pool(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
 
 
 def reduce_mean(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
-    """Multiplies a mean by the hardware's approximation of 1 / number of values."""
+    """Multiplies a mean of n values by s · n, where s is the hardware's approximation of 1 / n."""
     axes = axes_of(node) if node.op_type == "ReduceMean" else None
     sizes = [size(operand(node, 0), axis) for axis in axes or ()]
     if not sizes or any(one is None for one in sizes):
@@ -139,7 +139,7 @@ def softmax(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
 
 
 def best_fraction(count: int) -> tuple[int, int]:
-    """Returns k and n of the fraction k / 2^n that is nearest to 1 / count, with n below 7 + log2(count)."""
+    """Returns k and n of the fraction k / 2^n that is nearest to 1 / count, with n at most 6 + ⌈log2(count)⌉."""
     shifts = range(7 + math.ceil(math.log2(count)))
     shift = min(shifts, key=lambda one: abs(round(2**one / count) / 2**one - 1 / count))
     return round(2**shift / count), shift

@@ -1,4 +1,4 @@
-"""Rewrites BatchNorms as convolutions, and joins GELU and ReLU from their parts."""
+"""Rewrites BatchNorms as convolutions, and writes GELU and ReLU as one operator each."""
 
 from __future__ import annotations
 
@@ -89,7 +89,10 @@ def _zero(value: ir.Value | None) -> bool:
 
 
 def _affine(node: ir.Node) -> tuple[NDArray[np.float32], NDArray[np.float32]] | None:
-    """Returns the factor and shift of each channel of a BatchNormalization in inference mode; None for others."""
+    """Returns the factor and shift of each channel of a BatchNormalization in inference mode.
+
+    Returns None for other nodes, and if a parameter is not a float32 constant.
+    """
     if node.op_type != "BatchNormalization" or node.attributes.get_int("training_mode", 0) > 0:
         return None
     held_values = [constant(operand(node, index)) for index in range(1, 5)]
@@ -110,7 +113,7 @@ def _lone(value: ir.Value | None, graph: ir.Graph) -> bool:
 
 
 def _multiply(model: ir.Model, conv: ir.Node, factor: NDArray[np.float32], shift: NDArray[np.float32]) -> int:
-    """Folds factors and shifts of the output channels into a convolution; returns the number of channels."""
+    """Folds the first factors and shifts into a convolution, one per output channel; returns their number."""
     weight, bias = constant(operand(conv, 1)), constant(operand(conv, 2))
     assert weight is not None
     groups = conv.attributes.get_int("group", 1)

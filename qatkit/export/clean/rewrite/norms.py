@@ -1,4 +1,4 @@
-"""Joins LayerNorm, InstanceNorm and L2 norm from the operators that exporters write for them."""
+"""Joins the operators that exporters write for LayerNorm, InstanceNorm and L2 norm into one operator each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from qatkit.export.clean.rewrite.place import axes_of, held, is_number, put, ran
 from qatkit.export.matching import made, number, pairs
 from qatkit.verify.graph_view import constant, operand
 
-_TINY = 1e-6  # largest lower bound of a norm; the parts divide a shorter vector by it, but LpNormalization does not
+# Largest lower bound of the divisor. The joined operators divide a shorter vector by it, LpNormalization by the length.
+_TINY = 1e-6
 
 
 class Normalized(NamedTuple):
@@ -24,7 +25,9 @@ class Normalized(NamedTuple):
 
 
 def layer_norm(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
-    """Joins (x - mean) / sqrt(variance + epsilon) over the last axes, with the scale and bias that follow.
+    """Writes (x - mean) / sqrt(variance + epsilon) over the last axes as LayerNormalization.
+
+    A scale and a bias that follow are included.
 
     A normalization over all axes after the channels, with a scale for each channel, is left to `instance_norm`.
     """
@@ -48,9 +51,10 @@ def layer_norm(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
 
 
 def instance_norm(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
-    """Joins (x - mean) / sqrt(variance + epsilon) over all axes after the channels, with the following scale and bias.
+    """Writes (x - mean) / sqrt(variance + epsilon) over all axes after the channels as InstanceNormalization.
 
-    The form x·a + (bias - mean·a) with a = scale / sqrt(variance + epsilon) is joined as well.
+    A scale and a bias that follow are included. x·a + (bias - mean·a) with a = scale / sqrt(variance + epsilon) is
+    written in the same way.
     """
     found, scale, bias, last = _normalized(node), None, None, node
     if found is None:
@@ -76,9 +80,10 @@ def instance_norm(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
 
 
 def l2_norm(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
-    """Joins x / sqrt(sum of squares) over one axis if the divisor has a lower bound of at most 1e-6.
+    """Writes x / sqrt(sum of squares) over one axis as LpNormalization.
 
-    The result has no lower bound: a shorter vector is divided by its length.
+    The divisor may have a lower bound of up to 1e-6. LpNormalization has none, so it divides a shorter vector by the
+    vector's length.
     """
     if node.op_type == "Div":
         sides = ((operand(node, 0), operand(node, 1)),)
@@ -137,7 +142,7 @@ def _reciprocal(value: ir.Value | None) -> ir.Value | None:
 
 
 def _deviation(value: ir.Value | None) -> tuple[ir.Value, tuple[int, ...], float] | None:
-    """Returns x - mean, the axes and epsilon if the value is sqrt(mean((x - mean)²) + epsilon)."""
+    """Returns d, the axes of the mean and epsilon if the value is sqrt(mean(d²) + epsilon)."""
     root = made(value, "Sqrt")
     added = None if root is None else made(operand(root, 0), "Add")
     if added is None:
@@ -204,7 +209,7 @@ def _affine(
 ) -> tuple[ir.Node, NDArray[np.floating] | None, NDArray[np.floating] | None]:
     """Finds a multiplication and an addition of constants after a node; returns the last node and both constants.
 
-    A constant is None if there is no such operator.
+    A constant is None if there is no such operator, or if the constant cannot be broadcast to `shape`.
     """
     last, found = node, []
     for operator in ("Mul", "Add"):

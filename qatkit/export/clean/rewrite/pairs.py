@@ -22,7 +22,7 @@ _BFLOAT16 = (("min", -(2.0**128 - 2.0**120)), ("max", 2.0**128 - 2.0**120))
 
 
 def dedicated_pairs(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
-    """Gives each reader of a DequantizeLinear its own copy of the pair."""
+    """Gives each reader of a DequantizeLinear its own copy of it, and of a QuantizeLinear before it."""
     if node.op_type != "DequantizeLinear":
         return False
     result = node.outputs[0]
@@ -79,7 +79,7 @@ def fold_relu(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
 
 
 def bfloat16_clip(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
-    """Clips the input of a Cast to bfloat16 to bfloat16's largest number; larger values would become infinite."""
+    """Clips the input of a Cast to bfloat16 to the finite range of bfloat16; other values would become infinite."""
     x = operand(node, 0)
     if node.op_type != "Cast" or node.attributes["to"].as_int() != ir.DataType.BFLOAT16.value:
         return False

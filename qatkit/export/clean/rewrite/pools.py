@@ -28,7 +28,10 @@ def mean_to_pool(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
 
 
 def split_pool(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
-    """Inserts an AveragePool before a GlobalAveragePool of more than 512 values, so that each averages at most 512."""
+    """Inserts an AveragePool before a GlobalAveragePool of more than 512 values, so that each averages at most 512.
+
+    Nothing changes if the height and width have no suitable divisors.
+    """
     x = operand(node, 0)
     if node.op_type != "GlobalAveragePool" or rank(x) != 4:
         return False
