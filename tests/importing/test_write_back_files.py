@@ -192,22 +192,6 @@ def test_embedding_looks_bytes_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["float16", "float64"])
-def test_integers_are_cast_before_they_are_quantized(kind: str, tmp_path: Path) -> None:
-    net, to = Net(), helper.np_dtype_to_tensor_dtype(np.dtype(kind))
-    total = net.add("Add", net.add("Cast", "a", to=to), net.add("Cast", "b", to=to))
-    y = net.conv(net.add("Cast", total, to=FLOAT), 8, 3)
-    shape = ["n", 3, 8, 8]
-    source = save(
-        tmp_path / "float.onnx", net.nodes, {"a": (INT64, shape), "b": (INT64, shape)}, [y], net.constants
-    )
-    feeds = {name: torch.randint(0, 20, (2, 3, 8, 8)) for name in "ab"}
-    written = write(source, feeds)
-    same(written, feeds)
-    assert not {"a", "b"} & {node.input[0] for node in onnx.load(str(written.path)).graph.node
-                             if node.op_type == "QuantizeLinear"}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", ["float16", "float64"])
 def test_a_weight_that_a_cast_makes_keeps_its_type(kind: str, tmp_path: Path) -> None:
     net, to = Net(), helper.np_dtype_to_tensor_dtype(np.dtype(kind))
     weight = net.add("Cast", net.constant(floats(16, 4)), to=to)
