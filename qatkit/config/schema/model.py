@@ -91,8 +91,8 @@ class DataConfig:
     )
     std: list[float] | None = setting(
         None,
-        "standard deviation per channel of the model's input, in the range of pixels (default 1 with "
-        "pixels=0..255)",
+        "standard deviation per channel of the model's input, in the units of data.pixels (default 1 "
+        "with data.pixels=0..255)",
     )
     fit: str | None = setting(
         None,
