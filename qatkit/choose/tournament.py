@@ -8,7 +8,7 @@
 
 With labels, a method must not be worse than min-max in the task's main metric, and must be within a standard
 error of the best. Of these, the one with the smallest error of the outputs wins. Errors within 1 % are equal:
-then min-max is preferred, before the mix and the others. The outputs decide, since a difference of one or two
+then min-max is preferred, before the other methods and the mix. The outputs decide, since a difference of one or two
 images in a hundred is chance. The file is exported once, and its constants are replaced for each method.
 """
 
@@ -74,7 +74,7 @@ def tournament(
     ranked = sorted((t for t in offered if t not in ("min-max", MIXED)), key=total.__getitem__)
     finalists = [
         Entrant(title, partial(_with, graph_module, offered[title]))
-        for title in ("min-max", MIXED, *ranked[:FINALISTS])
+        for title in ("min-max", *ranked[:FINALISTS], MIXED)
     ]
     with tempfile.TemporaryDirectory() as own:
         where, shared = folder or Path(own), folder is not None
