@@ -24,8 +24,8 @@ This page is written by `uv run scripts/accuracy_table.py` from recipes/results/
 
 ## Recipes
 
-- Each row is the result of one command, which is the first line of recipes/NAME.yaml. The header of that file says
-  which data the command needs, and whether the recorded run used other settings.
+- Each row is the result of one command, which is the first line of the header of recipes/NAME.yaml. The header also
+  says which data the command needs, and whether the recorded run used other settings.
 - Accuracy is measured on the ONNX files in ONNX Runtime, on all test samples. "change" is INT8 minus float. If they
   are known, two standard errors of the paired difference follow.
 - "speed" is the median latency of the float file divided by that of the INT8 file, at batch size 1, in interleaved
@@ -52,7 +52,8 @@ _MODES_HEAD = """
 
 """
 _COMMANDS = """
-The command, CPU and number of threads of each cell. The header of the recipe gives its data and checkpoint.
+These are the command, the CPU and the number of threads of each cell. The header of the recipe gives its data and
+checkpoint.
 
 """
 _MODES = {"dynamic int8": "dynamic", "float16": "float16", "weight-only int4": "int4"}
