@@ -20,36 +20,40 @@ _TITLES = {
 }  # fmt: skip
 _HEAD = """# Accuracy, speed and size
 
-Written by `uv run scripts/accuracy_table.py` from recipes/results/; do not edit.
+This page is written by `uv run scripts/accuracy_table.py` from recipes/results/; do not edit it.
 
 ## Recipes
 
-- Each row is one command, the first line of recipes/NAME.yaml. The header of that file says which data the command
-  needs, and which settings of the recorded run were different, if any.
-- Accuracy is that of the ONNX files in ONNX Runtime on all test samples. "change" is INT8 minus float, with two
-  standard errors over the same samples where they are known.
-- "speed" is float's median latency over INT8's, batch 1, in interleaved rounds, with the 10th and 90th percentile over
-  rounds. It is uncertain on a shared machine, and different on another CPU.
+- Each row is the result of one command, which is the first line of the header of recipes/NAME.yaml. The header also
+  says which data the command needs, and whether the recorded run used other settings.
+- Accuracy is measured on the ONNX files in ONNX Runtime, on all test samples. "change" is INT8 minus float. If they
+  are known, two standard errors of the paired difference follow.
+- "speed" is the median latency of the float file divided by that of the INT8 file, at batch size 1, in interleaved
+  rounds. The 10th and 90th percentiles over the rounds are in brackets. The figure is uncertain on a shared machine,
+  and different on another CPU.
+- "size" is the size of the INT8 file divided by that of the float file.
 
 """
 _COLUMNS = (
     "recipe", "model", "metric", "float", "INT8", "dynamic int8", "change", "speed", "size",
-    "int8 share of the work", "test samples", "CPU, threads",
+    "int8 share of MACs", "test samples", "CPU, threads",
 )  # fmt: skip
 
 _MODES_HEAD = """
 ## Models in each mode
 
-- A cell has the accuracy, in brackets its change against float in the same run, then "speed" and "size" as above:
-  float's latency over this file's, and this file's size over float's. `-` means that it was not measured.
-- PTQ and QAT are the INT8 files of the recipes above. The other columns are the PTQ recipe in another mode: "dynamic
-  int8" `export.mode=dynamic`, "float16" `export.mode=float16`, "weight-only int4" `backend=weight_only algorithm=gptq`.
-- Compare speeds along a row only where the machine below the table is the same. The machines are shared, which makes
-  speeds uncertain.
+- A cell contains the accuracy, in brackets the change from float in the same run, and then "speed" and "size" as
+  above. `-` means that it was not measured.
+- PTQ and QAT are the INT8 files of the recipes above. The other columns are the PTQ recipe in other modes:
+  "dynamic int8" is `export.mode=dynamic`, "float16" is `export.mode=float16`, and "weight-only int4" is
+  `backend=weight_only algorithm=gptq`.
+- Compare the speeds in a row only if they were measured on the same machine, which is listed below the table. The
+  machines are shared, which makes speeds uncertain.
 
 """
 _COMMANDS = """
-The command of each cell (the recipe's header has its data and checkpoint), and CPU and threads:
+These are the command, the CPU and the number of threads of each cell. The header of the recipe gives its data and
+checkpoint.
 
 """
 _MODES = {"dynamic int8": "dynamic", "float16": "float16", "weight-only int4": "int4"}
