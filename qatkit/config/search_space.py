@@ -205,12 +205,11 @@ def _numbers(key: str, name: str, entry: Mapping[str, Any]) -> Numbers:
         raise ConfigError(f"{name}.high", high, f"a number above low={low}")
     if log and low <= 0:
         raise ConfigError(f"{name}.low", low, "a number above 0 with log: true")
-    if step is not None and (log or not 0 < step <= high - low):
-        raise ConfigError(
-            f"{name}.step",
-            step,
-            f"a number above 0 and at most high - low = {high - low:g}, without log: true",
-        )
+    if step is not None and log:
+        raise ConfigError(f"{name}.step", step, "null with log: true, which has no steps")
+    if step is not None and not 0 < step <= high - low:
+        allowed = f"a number above 0 and at most high - low = {high - low:g}"
+        raise ConfigError(f"{name}.step", step, allowed)
     if step is not None and abs(round((high - low) / step) * step - (high - low)) > 1e-6 * step:
         count = int((high - low) / step)
         ends = f"{low + count * step:g} or {low + (count + 1) * step:g}"

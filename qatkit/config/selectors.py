@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from qatkit.config.schema import BackendConfig, OverrideConfig
-from qatkit_verify.errors import ConfigError, did_you_mean
+from qatkit_verify.errors import ConfigError, as_typed, did_you_mean
 
 EXPRESSION, CLASS, SUBGRAPH = "re/", "op/", "subgraph/"
 TENSOR, INPUT, ONLY = "tensor/", "input/", "only/"
@@ -111,8 +111,9 @@ def _written_out(key: str, given: object, backend: BackendConfig) -> str:
     name = given.removeprefix(SUBGRAPH)
     if name not in backend.subgraphs:
         known = [f"{SUBGRAPH}{one}" for one in backend.subgraphs]
-        near = did_you_mean(given, known) or ", such as '+backend.subgraphs={head:{from:[conv1],to:[relu9]}}'"
-        raise ConfigError(key, given, reason=f"backend.subgraphs has no {name}{near}")
+        added = f"; add it with '+backend.subgraphs={{{name}:{{from:[SELECTOR],to:[SELECTOR]}}}}'"
+        reason = f"backend.subgraphs has no {name}{did_you_mean(given, known) or added}"
+        raise ConfigError(key, given, reason=reason)
     return SUBGRAPH + _ends(f"backend.subgraphs.{name}", backend.subgraphs[name], {"name": name})
 
 
@@ -165,4 +166,4 @@ def refuse_selectors(backend: BackendConfig, beside: str) -> None:
     ):
         if given:
             empty = "{}" if name == "overrides" else "[]"
-            raise ConfigError(f"backend.{name}", ", ".join(map(str, given)), f"{empty} with {beside}")
+            raise ConfigError(f"backend.{name}", ", ".join(map(as_typed, given)), f"{empty} with {beside}")

@@ -75,7 +75,7 @@ class Outer:
         (Range(0, above=True), "above 0", "a number above 0", [1e-9], [0, -1]),
         (
             Range(50, 100, above=True),
-            "above 50 to 100",
+            "above 50, up to 100",
             "a number above 50, up to 100",
             [50.1, 100],
             [50, 100.1],
@@ -99,7 +99,7 @@ def test_a_limit_holds_what_it_says(
     for value in outside:
         with pytest.raises(
             ConfigError,
-            match=rf"^key={re.escape(str(value))}: expected {re.escape(expected)}(, up to | \(|$)",
+            match=rf"^key={re.escape(str(value))}: expected {re.escape(expected)}(; the maximum is | \(|$)",
         ):
             limit.check("key", value)
 
