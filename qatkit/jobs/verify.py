@@ -163,7 +163,7 @@ def conclude(run: Run, subject: Subject, told: Results, files: Sequence[str]) ->
             run.seconds[f"verify, {check.name}"] = round(time.monotonic() - start, 2)
             if not isinstance(results, Results):
                 allowed = (
-                    f"a check whose `measure` returns Results; this one returned {type(results).__name__}"
+                    f"a check whose `measure` returns Results; the check returned {type(results).__name__}"
                 )
                 raise ConfigError("verify.checks", check.name, allowed)
     files = [*files, *(path.name for name, path in subject.files.items() if name == DYNAMIC)]
