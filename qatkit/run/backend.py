@@ -99,11 +99,10 @@ def _check_weights_alone(config: Config) -> None:
             wanted = "null" if needed[0] is None else str(needed[0]).lower()
             raise ConfigError(key, value, f"{wanted} with this backend, {why}")
     for pattern, override in config.backend.overrides.items():
-        if any(value is not None for name, value in vars(override).items() if name.startswith("activation_")):
-            key = f"backend.overrides.{pattern}"
-            raise ConfigError(
-                key, "activation_*", "weight_* settings with this backend, whose activations are float"
-            )
+        for name, value in vars(override).items():
+            if name.startswith("activation_") and value is not None:
+                key = f"backend.overrides.{pattern}.{name}"
+                raise ConfigError(key, value, "null with this backend, whose activations are float")
 
 
 def _check_float_biases(config: Config) -> None:

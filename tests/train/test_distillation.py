@@ -252,11 +252,12 @@ def _config(**schedule: object) -> Config:
     [
         (
             {"distill_teacher": "resnet50"},
-            "schedule.distill_teacher=resnet50: expected a teacher with the 10 classes of the data; this one has 1000",
+            "schedule.distill_teacher=resnet50: expected a teacher with the 10 classes of the data; "
+            "the given one has 1000",
         ),
         (
             {"distill_teacher": f"{__name__}.five_classes"},
-            "a teacher with the 10 classes of the data; this one has 5",
+            "a teacher with the 10 classes of the data; the given one has 5",
         ),
         (
             {"distill_teacher": f"{__name__}.of_another_size"},
