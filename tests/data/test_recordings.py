@@ -52,7 +52,7 @@ def test_other_rates_are_resampled_with_a_note(tmp_path: Path) -> None:
     spoken(tmp_path, 6)
     wav(tmp_path / "hum_ann_5.wav", word("hum", 1, 6000), 16000)
     data = _data(DIGITS_SPOKEN, tmp_path, features_in="graph")
-    assert "1 of 36 audio files were resampled to 8000 Hz from 16000 Hz" in data.notes
+    assert "audio files resampled to 8000 Hz: 1 of 36, from 16000 Hz" in data.notes
     train: Any = data.splits.train
     place = next(i for i, file in enumerate(train.files) if file.path.endswith("hum_ann_5.wav"))
     wanted = resample_poly(word("hum", 1, 6000) / 2.0**15, 1, 2)
