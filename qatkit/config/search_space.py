@@ -24,7 +24,7 @@ from typing import Any
 from qatkit.config.field_types import hint_of, type_name
 from qatkit.config.quoting import quoted
 from qatkit.config.schema import Config
-from qatkit_verify.errors import ConfigError
+from qatkit_verify.errors import ConfigError, as_typed
 
 Value = float | int | bool | str | None
 _NUMBER = {"low", "high", "step", "log"}
@@ -245,9 +245,8 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
     """Returns the differences between two mappings as text; "" if there are none."""
     # Compared as they are written: 0 begins an interval of integers, 0.0 one of reals.
     keys = [key for key in {**there, **here} if _written(there.get(key)) != _written(here.get(key))]
-    return "; ".join(
-        f"{key} there {there.get(key, 'absent')}, here {here.get(key, 'absent')}" for key in keys
-    )
+    told = ([as_typed(one.get(key, "absent")) for one in (there, here)] for key in keys)
+    return "; ".join(f"{key} is {old} there, {new} here" for key, (old, new) in zip(keys, told, strict=True))
 
 
 def _written(entry: Any) -> str:

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from qatkit.config.schema import BackendConfig, OverrideConfig
-from qatkit_verify.errors import ConfigError, as_typed, did_you_mean
+from qatkit_verify.errors import ConfigError, did_you_mean
 
 EXPRESSION, CLASS, SUBGRAPH = "re/", "op/", "subgraph/"
 TENSOR, INPUT, ONLY = "tensor/", "input/", "only/"
@@ -165,5 +165,6 @@ def refuse_selectors(backend: BackendConfig, beside: str) -> None:
         ("only", backend.only),
     ):
         if given:
+            typed: object = dict.fromkeys(given, "{...}") if name == "overrides" else given
             empty = "{}" if name == "overrides" else "[]"
-            raise ConfigError(f"backend.{name}", ", ".join(map(as_typed, given)), f"{empty} with {beside}")
+            raise ConfigError(f"backend.{name}", typed, f"{empty} with {beside}")

@@ -177,9 +177,9 @@ def recordings_of(config: DataConfig) -> Recordings:
     if config.coefficients is not None and kind != MFCC:
         raise ConfigError("data.coefficients", coefficients, f"null with data.features={kind}")
     if kind == MFCC and coefficients > mels:
-        raise ConfigError(
-            "data.coefficients", coefficients, f"at most {mels}, the number of mel bands (data.mels)"
-        )
+        usual = "" if config.coefficients is not None else f"; the default is {coefficients}"
+        allowed = f"at most {mels}, the number of mel bands (data.mels){usual}"
+        raise ConfigError("data.coefficients", config.coefficients, allowed)
     mean, std = _USUAL[kind] if config.mean is None or config.std is None else (config.mean[0], config.std[0])
     hop, offset = config.hop or max(1, window // 2), config.log_offset or SoundPreprocess.log_offset
     sound = SoundPreprocess(

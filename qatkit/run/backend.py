@@ -11,7 +11,7 @@ from qatkit.quant.backends import Backend
 from qatkit.quant.granularity import granularity_of
 from qatkit.quant.spec import FEW_BITS, FORMAT_NAMES, WHOLE, WIDE, QuantSpec
 from qatkit_verify.dotted import resolve
-from qatkit_verify.errors import ConfigError
+from qatkit_verify.errors import ConfigError, as_typed
 
 
 def backend_of(config: Config) -> Backend:
@@ -173,7 +173,7 @@ def _check_formats(config: Config, backend: Backend) -> None:
         group, _, name = key.partition(".")
         value = getattr(getattr(config, group), name) if name else getattr(config, group)
         if value != needed:
-            allowed = "null" if needed is None else str(needed).lower()
+            allowed = as_typed(needed) + (" (quantizer=fake_quantize)" if group == "quantizer" else "")
             raise ConfigError(
                 key, value, f"{allowed} with backend=simulated, whose number formats are not integers"
             )

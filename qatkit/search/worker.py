@@ -132,7 +132,7 @@ def _check_measured(config: Config) -> None:
     for name in _asked(config.search):
         if (needed := OBJECTIVES[name].check) not in there:
             allowed = f"a list with the check '{needed}', which measures {name}"
-            raise ConfigError("verify.checks", ", ".join(config.verify.checks), allowed)
+            raise ConfigError("verify.checks", config.verify.checks, allowed)
 
 
 def _check_labelled(config: Config, data: DataModule) -> None:

@@ -87,7 +87,7 @@ _TRAINING = [
          "expected modules whose outputs have the same shape; fc returns"),
         ("schedule.distill_features=[fc]", "algorithm=smooth_quant", "schedule.distill_features=fc: "
          "expected [] with an"),
-        ("schedule.distill_features=[fc]", "algorithm=auto", "schedule.distill_features=fc: "
+        ("schedule.distill_features=[fc]", "algorithm=auto", "schedule.distill_features=[fc]: "
          "expected [] with algorithm_choice"),
         ("schedule.distill=0.5", "schedule.distill_teacher=resnet50",
          "schedule.distill_teacher=resnet50: expected a teacher with the 10 classes of the data; "
@@ -177,7 +177,7 @@ _KEYS = [
     ),
     bad("schedule.scale_lr=0", "schedule.scale_lr=0.0: expected a number above 0"),
     bad("schedule.scale_lr=1", "schedule.scale_lr=1.0: expected a number above 0"),
-    bad("verify.checks=[]", "verify.checks=: "),
+    bad("verify.checks=[]", "verify.checks=[]: "),
     bad("verify.checks=3", "verify.checks=3: "),
     bad("verify.checks=[nothing]", "verify.checks=nothing: "),
     bad("verify.checks=[os.path]", "verify.checks=os.path: "),

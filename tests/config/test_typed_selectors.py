@@ -134,5 +134,7 @@ def test_a_backend_without_such_scales_refuses_them(typed: list[str], said: str)
 
 def test_export_modes_without_a_graph_take_no_selectors() -> None:
     typed = ("schedule=calibrate_only", "export.mode=float16", "backend.exclude=[conv1]")
-    with pytest.raises(ConfigError, match=r"backend.exclude=conv1: expected \[\] with export.mode=float16"):
+    with pytest.raises(
+        ConfigError, match=r"backend.exclude=\[conv1\]: expected \[\] with export.mode=float16"
+    ):
         composed(*typed)

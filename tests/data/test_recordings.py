@@ -203,7 +203,10 @@ def test_a_name_without_a_number_is_refused(tmp_path: Path) -> None:
         ),
         ({"frame": 9000}, "data.frame=9000: expected a number of samples from 2 to 8192"),
         ({"coefficients": 12}, "data.coefficients=12: expected null with data.features=log_mel"),
-        ({"features": "mfcc", "mels": 8}, r"data.coefficients=10: expected at most data.mels \(8\)"),
+        (
+            {"features": "mfcc", "mels": 8},
+            "data.coefficients=null: expected at most 8, the number of mel bands",
+        ),
         ({"mean": [0.0, 0.0, 0.0], "std": [1.0, 1.0, 1.0]}, "data.mean=.*: expected one number"),
         ({"image_size": 32}, "data.image_size=32: expected null with data.source=qatkit.data.tones.tones"),
         ({"augment": "flip"}, "data.augment=flip: expected one of none, shift"),

@@ -98,10 +98,10 @@ class Config:
     )
     placement: str = setting(
         "fixed",
-        "which operators are int8. fixed: those in the backend's table; measured: the fastest of "
-        "several placements on this machine, which are measured first; variants: only write the "
-        "files of these placements, for qatkit-measure on another machine; or the placement.json of "
-        "such a measurement",
+        "which operators are int8. fixed: those that the backend lists; measured: the fastest of "
+        "several placements on this machine, which are measured first; variants: only write the files "
+        "of these placements, for qatkit-measure on another machine; or the placement.json of such a "
+        "measurement",
         PLACE,
     )
     model: ModelConfig = field(default_factory=ModelConfig)
