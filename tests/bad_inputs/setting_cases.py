@@ -309,7 +309,7 @@ _SEARCH = [
             ([_SPACE, "trainer.devices=2"], "trainer.devices=2: expected 1 with search.trials=30"),
             (
                 [_SPACE, "verify.checks=[qatkit.verify.checks.latency.LatencyCheck]"],
-                "verify.checks=qatkit.verify.checks.latency.LatencyCheck: "
+                "verify.checks=[qatkit.verify.checks.latency.LatencyCheck]: "
                 "expected a list with the check 'validation', which",
             ),
             (
