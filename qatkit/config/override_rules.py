@@ -37,8 +37,9 @@ def check_override(key: str, selector: str, override: OverrideConfig) -> None:
         allowed = "false for a tensor, which has no such setting; select the operator that produces it"
         raise ConfigError(f"{key}.{chosen[0]}", True, allowed)
     if override.reduce_range is True and override.weight_dtype not in (None, *WHOLE):
-        kinds = " and ".join(WHOLE)
-        allowed = f"null with weight_dtype={override.weight_dtype}, since only {kinds} have a reduced range"
+        allowed = (
+            f"null with weight_dtype={override.weight_dtype}, since only int8 weights have a reduced range"
+        )
         raise ConfigError(f"{key}.reduce_range", True, allowed)
     for of in ("weight", "activation"):
         _check_fixed(key, of, specs)
