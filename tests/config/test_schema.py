@@ -246,7 +246,10 @@ def test_the_ends_of_a_range_are_allowed() -> None:
     ("override", "message"),
     [
         (OverrideConfig(), "backend.overrides.conv1={}"),
-        (OverrideConfig(float=True, weight_dtype="int8"), "backend.overrides.conv1={float: true, weight_dtype: int8}"),
+        (
+            OverrideConfig(float=True, weight_dtype="int8"),
+            "backend.overrides.conv1={float: true, weight_dtype: int8}",
+        ),
         (
             OverrideConfig(weight_dtype="int4", reduce_range=True),
             "backend.overrides.conv1.reduce_range=true: expected null with weight_dtype=int4",
