@@ -148,11 +148,11 @@ def _changed(key: str, value: Tensor) -> dict[str, Tensor]:
             _changed("1.running_var", -torch.ones(4)),
             "1.running_var contains the variance -1, which is below 0",
         ),
-        ({"model": {}}, "this one contains model"),
-        ({"model": "resnet"}, "this one contains model"),
-        (torch.zeros(3), "this one contains Tensor"),
-        ([1, 2], "this one contains list"),
-        ({}, "this one contains dict"),
+        ({"model": {}}, "the file contains model"),
+        ({"model": "resnet"}, "the file contains model"),
+        (torch.zeros(3), "the file contains Tensor"),
+        ([1, 2], "the file contains list"),
+        ({}, "the file contains dict"),
     ],
     ids=range(11),
 )
@@ -169,7 +169,7 @@ def test_keys_that_do_not_fit_are_named_with_the_nearest(tmp_path: Path) -> None
     torch.save({("head.weight" if k == "3.weight" else k): v for k, v in state.items()}, tmp_path / "x.pt")
     with pytest.raises(
         ConfigError,
-        match=r"lacks 3.weight \(did you mean head.weight\?\); this one has the unexpected head.weight$",
+        match=r"lacks 3.weight \(did you mean head.weight\?\); the file has the unexpected head.weight$",
     ):
         taken(tmp_path / "x.pt")
 
@@ -189,5 +189,5 @@ def test_a_damaged_file_is_one_line(suffix: str, tmp_path: Path) -> None:
         whole[:50] + rng.bytes(200),
     ):
         path.write_bytes(damaged)
-        with pytest.raises(ConfigError, match=r"damaged|contains pickled code|this one contains"):
+        with pytest.raises(ConfigError, match=r"damaged|contains pickled code|the file contains"):
             taken(path)

@@ -122,7 +122,7 @@ LATE: dict[str, tuple[str, list[str], str]] = {
     "a check that gives nothing": (
         f"{CHECK}    def measure(self, subject, results): ...",
         [CHECKS, *BOUNDS],
-        "verify.checks=mine: expected a check whose `measure` returns Results; this one returned NoneType",
+        "verify.checks=mine: expected a check whose `measure` returns Results; the check returned NoneType",
     ),
 }
 

@@ -340,8 +340,8 @@ def test_a_checkpoint_of_another_architecture_names_first_keys(tmp_path: Path) -
     path = str(tmp_path / "x.pt")
     torch.save(torchvision.models.resnet18(num_classes=3).state_dict(), path)
     text = refused(ModelConfig(name=f"{__name__}.tiny", checkpoint=path), 3)
-    assert "tiny; this one lacks 1.weight and 1 more (did you mean " in text
-    assert text.endswith("); this one has the unexpected conv1.weight and 121 more")
+    assert "tiny; the file lacks 1.weight and 1 more (did you mean " in text
+    assert text.endswith("); the file has the unexpected conv1.weight and 121 more")
     text = refused(ModelConfig(checkpoint=path), 10)
     assert text.endswith(
         "a checkpoint of resnet18; fc.weight and 1 more have another shape ((3, 512) instead of (10, 512))"

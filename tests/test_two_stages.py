@@ -177,7 +177,11 @@ def test_models_have_the_parameters_of_torchvision(name: str) -> None:
             "model.name=maskrcnn_resnet50_fpn: expected a detector that only predicts boxes",
         ),
         ("keypointrcnn_resnet50_fpn", {}, "a detector that only predicts boxes"),
-        ("fasterrcnn_resnet50_fpn", {"anchor_ratios": [0.1, 0.6]}, "anchor_ratios only for an SSD"),
+        (
+            "fasterrcnn_resnet50_fpn",
+            {"anchor_ratios": [0.1, 0.6]},
+            "null, since only an SSD has this argument",
+        ),
     ],
 )
 def test_what_finds_more_than_boxes_is_refused(name: str, kwargs: dict[str, Any], reason: str) -> None:

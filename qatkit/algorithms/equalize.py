@@ -45,7 +45,7 @@ class Equalize(Algorithm):
         "the ReLU6 becomes a ReLU, which changes the function where its input exceeds 6",
         Choices(("keep", "relu")),
     )
-    rounds: int = setting(200, "largest number of rounds over all pairs", COUNT)
+    rounds: int = setting(200, "largest number of rounds over all pairs of neighbouring operators", COUNT)
     tolerance: float = setting(
         1e-4, "rounds end when every factor of a channel differs from 1 by less than this", Range(0)
     )

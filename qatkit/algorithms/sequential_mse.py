@@ -35,7 +35,9 @@ class SequentialMSE(BlockAlgorithm):
 
     stays: ClassVar[str] = "range not searched"
     images: int = setting(
-        64, "number of calibration images whose activations between two operators are stored", COUNT
+        64,
+        "number of calibration images; their activations are stored between one operator and the next",
+        COUNT,
     )
     batch_size: int = setting(8, "number of images per batch", COUNT)
     candidates: int = setting(20, "number of ranges to try", Range(2))

@@ -47,8 +47,8 @@ class SmoothQuant(Algorithm):
     )
     steps: int = setting(
         10,
-        "number of intervals between the strengths that are tried: 0, 1/steps, ..., 1; no smoothing "
-        "is tried as well",
+        "with strength=null: number of intervals between the strengths that are tried: 0, 1/steps, "
+        "..., 1; no smoothing is tried as well",
         COUNT,
     )
     images: int = setting(128, "number of calibration images for the largest value of each channel", COUNT)

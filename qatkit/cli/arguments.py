@@ -59,7 +59,9 @@ def _check_flags(arguments: argparse.Namespace) -> None:
     if arguments.shell_completion and not any(
         re.match(r"(install|uninstall|query)=", one) for one in arguments.overrides
     ):
-        raise ConfigError("argument", "--shell-completion", "install=SHELL after it, such as install=bash")
+        raise ConfigError(
+            "argument", "--shell-completion", "install=SHELL after --shell-completion, such as install=bash"
+        )
     if arguments.config_dir is not None:
         _check_config_dir(arguments.config_dir)
 
@@ -73,9 +75,8 @@ def _check_config_dir(folder: str) -> None:
         try:
             read_yaml(path)
         except (OSError, ValueError) as error:
-            raise ConfigError(
-                "--config-dir", folder, f"a folder of valid YAML files; {path}: {first_line(error)}"
-            ) from error
+            reason = f"{path} cannot be read ({first_line(error)})"
+            raise ConfigError("--config-dir", folder, reason=reason) from error
 
 
 def jobs_of(conf: Path, overrides: Sequence[str]) -> list[list[str]]:

@@ -209,8 +209,7 @@ def _saved_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
     if of_data and saved.export.io != "uint8":
         key, value = next(iter(of_data.items()))
         reason = (
-            "the key needs export.io=uint8, the only export of a checkpoint that reads "
-            "images (for the range of the outputs)"
+            "the key can only be set with export.io=uint8, where images determine the range of the outputs"
         )
         raise ConfigError(key, value, reason=reason)
     assert isinstance(saved, DictConfig)

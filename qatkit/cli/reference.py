@@ -85,7 +85,7 @@ def _entries(path: Path) -> Any:
     try:
         return yaml.safe_load(read_yaml(path))
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-        raise ConfigError("--config-dir", path, f"valid YAML ({error})") from error
+        raise ConfigError("--config-dir", path, reason=f"the file cannot be read ({error})") from error
 
 
 def _group(key: str, owner: type) -> Group:

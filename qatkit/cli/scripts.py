@@ -96,7 +96,9 @@ def _train(config: Config) -> int:
 
     if config.placement == VARIANTS:
         raise ConfigError(
-            "placement", VARIANTS, "fixed, measured or a file; export.py (qatkit-export) writes variants"
+            "placement",
+            VARIANTS,
+            "fixed, measured or a placement.json; export.py (qatkit-export) writes variants",
         )
     # They import torch, so only after the configuration has been checked.
     from qatkit.jobs import pipeline, rescue

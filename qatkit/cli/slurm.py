@@ -280,7 +280,7 @@ def submitted(count: int, job: Any, folder: Path) -> None:
     array = job.job_id.split("_")[0]
     say(f"{counted(count, 'run')} submitted to Slurm, job {array}, logs in {folder}")
     say(
-        "they continue if this command ends, and the same command finds them again; "
+        "submitted runs continue if this command ends, and the same command finds them again; "
         f"scancel {array} ends them"
     )
 

@@ -176,7 +176,9 @@ def check_texts(overrides: Sequence[str]) -> None:
             continue
         if isinstance(read, int | float) and str(read) != value:
             raise ConfigError(
-                key, value, f"quotes around it, {key}=\"'{value}'\"; without them it is the number {read}"
+                key,
+                value,
+                f"quotes around the text, {key}=\"'{value}'\"; without quotes, the value is {read}",
             )
 
 

@@ -63,5 +63,5 @@ def data_folder(source: str, root: str | None) -> Path:
     """
     if root is None or not Path(root).is_dir():
         found = "" if root is None else "; there is no such folder"
-        raise ConfigError("data.root", root, f"{FOLDERS[source]}{found}")
+        raise ConfigError("data.root", root, FOLDERS[source] + found)
     return Path(root)

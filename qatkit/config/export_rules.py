@@ -67,7 +67,8 @@ def _check_mode(config: Config) -> None:
         *_analysis_off(config.analysis),
     ):
         if value != needed:
-            raise ConfigError(key, value, f"{as_typed(needed)} with export.mode={mode}")
+            typed = " (quantizer=fake_quantize)" if key.startswith("quantizer.") else ""
+            raise ConfigError(key, value, f"{as_typed(needed)}{typed} with export.mode={mode}")
     if config.data.features_in == "graph":
         allowed = f"data with export.mode={mode}, which would convert the features as well"
         raise ConfigError("data.features_in", "graph", allowed)
@@ -80,14 +81,13 @@ def _check_mode(config: Config) -> None:
 
 def _check_weights(config: Config) -> None:
     """Checks `weights`, which only applies to onnx=FILE mode=weight_only; train.py has backend=weight_only instead."""
-    asked = config.weights
-    if asked.bits is not None and config.mode != "weight_only":
-        allowed = "null without onnx=FILE mode=weight_only (with train.py, use backend=weight_only)"
-        raise ConfigError("weights.bits", asked.bits, allowed)
-    for key in ("block", "symmetric", "scale_dtype") if asked.bits is None else ():
-        if getattr(asked, key) is not None:
+    for key, value in vars(config.weights).items():
+        if value is not None and config.mode != "weight_only":
+            allowed = "null without onnx=FILE mode=weight_only (with train.py, use backend=weight_only)"
+            raise ConfigError(f"weights.{key}", value, allowed)
+        if value is not None and config.weights.bits is None:
             reason = "the number of bits is missing; add weights.bits=4, for example"
-            raise ConfigError(f"weights.{key}", getattr(asked, key), reason=reason)
+            raise ConfigError(f"weights.{key}", value, reason=reason)
 
 
 def _check_bundle(config: Config) -> None:

@@ -83,8 +83,8 @@ class Range(Limit):
         return (inside and value <= min(self.high, _LARGEST)) or (self.all_of_them and value == -1)
 
     def hint(self, value: float) -> str:
-        """Returns the implicit upper end as a suggestion if it is exceeded, else ""."""
-        return f", up to {_LARGEST}" if value > _LARGEST and math.isinf(self.high) else ""
+        """Returns the implicit upper end if it is exceeded, else ""."""
+        return f"; the maximum is {_LARGEST}" if value > _LARGEST and math.isinf(self.high) else ""
 
     def expected(self) -> str:
         """Returns the interval as text, such as "an integer from 1 to 8"."""

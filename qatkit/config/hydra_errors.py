@@ -44,7 +44,7 @@ def translate(error: Exception, overrides: Sequence[str], conf: Path) -> ConfigE
             named = len(options) <= _NAMED
             near = did_you_mean(option, options, 1 if named else 3)
             every = ", ".join(sorted(options)) if named else f"the {len(options)} names that --help lists"
-            own = "; those of your own need --config-dir FOLDER" if group == "recipe" else ""
+            own = "; your own recipes need --config-dir FOLDER" if group == "recipe" else ""
             return ConfigError(group, option, f"one of {every}{near}{own}")
     for cause in (error, error.__cause__, error.__context__):
         if isinstance(cause, OmegaConfBaseException) and cause.full_key and cause.full_key != "_dummy_":
@@ -106,14 +106,14 @@ def _in_quotes(key: str, value: str) -> str:
 
 
 def _message(error: Exception) -> str:
-    """Returns the first line of the error message, or a description of what was expected."""
+    """Returns the first line of the error message, or a description of the problem."""
     message = str(error).strip().split("\n")[0] or type(error).__name__
     if isinstance(error, RecursionError):
         return "expected a value that is nested less deeply"
     if isinstance(error, OSError) and error.strerror:
-        return f"expected a path that can be used ({error.strerror})"
+        return f"the path cannot be used ({error.strerror})"
     if isinstance(error, yaml.YAMLError):
-        return f"expected a YAML file that can be read ({' '.join(str(error).split())})"
+        return f"the YAML file cannot be read ({' '.join(str(error).split())})"
     if message.startswith("Cannot merge DictConfig"):
         return "expected {KEY:VALUE,...}"
     if not isinstance(error, HydraException | OmegaConfBaseException | ValueError):

@@ -9,7 +9,7 @@ from typing import Any
 from qatkit.config.schema import OverrideConfig
 from qatkit.config.selectors import INPUT, TENSOR
 from qatkit.quant.spec import DTYPES, WHOLE
-from qatkit_verify.errors import ConfigError
+from qatkit_verify.errors import ConfigError, as_typed
 
 KINDS = ("float", "int8")
 _POSITIVE = "a normal float32 number above 0"
@@ -30,20 +30,24 @@ def check_override(key: str, selector: str, override: OverrideConfig) -> None:
     specs = {name: value for name, value in vars(override).items() if name not in KINDS and value is not None}
     chosen = [kind for kind in KINDS if getattr(override, kind)]
     if len(chosen) + bool(specs) != 1:
-        given = " and ".join([*chosen, *([", ".join(specs)] if specs else [])]) or "{}"
+        given = dict.fromkeys(chosen, True) | specs
         allowed = "either float: true, or int8: true, or at least one other setting"
         raise ConfigError(key, given, allowed)
     if chosen and selector.startswith((TENSOR, INPUT)):
         allowed = "false for a tensor, which has no such setting; select the operator that produces it"
         raise ConfigError(f"{key}.{chosen[0]}", True, allowed)
     if override.reduce_range is True and override.weight_dtype not in (None, *WHOLE):
-        allowed = f"null with weight_dtype={override.weight_dtype}, which has fewer bits already"
+        allowed = (
+            f"null with weight_dtype={override.weight_dtype}, since only int8 weights have a reduced range"
+        )
         raise ConfigError(f"{key}.reduce_range", True, allowed)
     for of in ("weight", "activation"):
         _check_fixed(key, of, specs)
     axis, granularity = override.weight_axis, override.weight_granularity
     if axis is not None and granularity not in (None, "per_channel"):
-        allowed = f"null with weight_granularity={granularity}, whose scales do not lie along an axis"
+        allowed = (
+            f"null with weight_granularity={as_typed(granularity)}, whose scales do not lie along an axis"
+        )
         raise ConfigError(f"{key}.weight_axis", axis, allowed)
 
 
@@ -78,7 +82,7 @@ def _check_zero_point(key: str, of: str, specs: Mapping[str, Any]) -> None:
     """Rejects a zero point outside the range of its type, or together with `symmetric`, which implies one."""
     zero, dtype = specs[f"{of}_zero_point"], specs.get(f"{of}_dtype")
     if specs.get(f"{of}_symmetric"):
-        allowed = f"null with {of}_symmetric=true, whose zero point is the middle of the type"
+        allowed = f"null with {of}_symmetric=true, whose zero point is the middle of the type's range"
         raise ConfigError(f"{key}.{of}_zero_point", zero, allowed)
     if dtype in DTYPES:
         low, high = DTYPES[dtype].low, DTYPES[dtype].high

@@ -30,7 +30,8 @@ def with_overrides_file(values: Any) -> Any:
     try:
         found = yaml.safe_load(read_yaml(Path(os.path.expanduser(file))))
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(_KEY, file, f"{allowed} ({' '.join(str(error).split())})") from error
+        reason = f"the file cannot be read ({' '.join(str(error).split())})"
+        raise ConfigError(_KEY, file, reason=reason) from error
     if not isinstance(found, dict) or not all(
         isinstance(name, str) and isinstance(one, dict) for name, one in found.items()
     ):

@@ -41,7 +41,7 @@ def at_places(settings: Any) -> Iterator[None]:
         if not near:
             raise
         key, value = max(near)[1:]
-        raise ConfigError(key, value, f"a path that can be used ({error.strerror})") from error
+        raise ConfigError(key, value, reason=f"the path cannot be used ({error.strerror})") from error
 
 
 def _places(settings: Any, path: str) -> list[tuple[int, str, str]]:

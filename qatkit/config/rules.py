@@ -178,7 +178,7 @@ def _check_schedule(config: Config) -> None:
             raise ConfigError(f"schedule.{key}", getattr(schedule, key), allowed)
     if schedule.distill_features and config.algorithm_choice == "auto":
         allowed = "[] with algorithm_choice=auto, whose algorithms may rescale the channels of these features"
-        raise ConfigError("schedule.distill_features", ", ".join(schedule.distill_features), allowed)
+        raise ConfigError("schedule.distill_features", schedule.distill_features, allowed)
 
 
 def _check_search(config: Config) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 from qatkit.config.field_types import hint_of, type_name
 from qatkit.config.quoting import quoted
 from qatkit.config.schema import Config
-from qatkit_verify.errors import ConfigError
+from qatkit_verify.errors import ConfigError, as_typed
 
 Value = float | int | bool | str | None
 _NUMBER = {"low", "high", "step", "log"}
@@ -206,12 +206,11 @@ def _numbers(key: str, name: str, entry: Mapping[str, Any]) -> Numbers:
         raise ConfigError(f"{name}.high", high, f"a number above low={low}")
     if log and low <= 0:
         raise ConfigError(f"{name}.low", low, "a number above 0 with log: true")
-    if step is not None and (log or not 0 < step <= high - low):
-        raise ConfigError(
-            f"{name}.step",
-            step,
-            f"a number above 0 and at most high - low = {high - low:g}, without log: true",
-        )
+    if step is not None and log:
+        raise ConfigError(f"{name}.step", step, "null with log: true, which has no steps")
+    if step is not None and not 0 < step <= high - low:
+        allowed = f"a number above 0 and at most high - low = {high - low:g}"
+        raise ConfigError(f"{name}.step", step, allowed)
     if step is not None and abs(round((high - low) / step) * step - (high - low)) > 1e-6 * step:
         count = int((high - low) / step)
         ends = f"{low + count * step:g} or {low + (count + 1) * step:g}"
@@ -250,9 +249,8 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
     """Returns the differences between two mappings as text; "" if there are none."""
     # Compared as they are written: 0 begins an interval of integers, 0.0 one of reals.
     keys = [key for key in {**there, **here} if _written(there.get(key)) != _written(here.get(key))]
-    return "; ".join(
-        f"{key} there {there.get(key, 'absent')}, here {here.get(key, 'absent')}" for key in keys
-    )
+    told = ([as_typed(one.get(key, "absent")) for one in (there, here)] for key in keys)
+    return "; ".join(f"{key} is {old} there, {new} here" for key, (old, new) in zip(keys, told, strict=True))
 
 
 def _written(entry: Any) -> str:

@@ -114,8 +114,9 @@ def _written_out(key: str, given: object, backend: BackendConfig) -> str:
     name = given.removeprefix(SUBGRAPH)
     if name not in backend.subgraphs:
         known = [f"{SUBGRAPH}{one}" for one in backend.subgraphs]
-        near = did_you_mean(given, known) or ", such as '+backend.subgraphs={head:{from:[conv1],to:[relu9]}}'"
-        raise ConfigError(key, given, reason=f"backend.subgraphs has no {name}{near}")
+        added = f"; add it with '+backend.subgraphs={{{name}:{{from:[SELECTOR],to:[SELECTOR]}}}}'"
+        reason = f"backend.subgraphs has no {name}{did_you_mean(given, known) or added}"
+        raise ConfigError(key, given, reason=reason)
     return SUBGRAPH + _ends(f"backend.subgraphs.{name}", backend.subgraphs[name], {"name": name})
 
 
@@ -167,5 +168,6 @@ def refuse_selectors(backend: BackendConfig, beside: str) -> None:
         ("only", backend.only),
     ):
         if given:
+            typed: object = dict.fromkeys(given, "{...}") if name == "overrides" else given
             empty = "{}" if name == "overrides" else "[]"
-            raise ConfigError(f"backend.{name}", ", ".join(map(str, given)), f"{empty} with {beside}")
+            raise ConfigError(f"backend.{name}", typed, f"{empty} with {beside}")

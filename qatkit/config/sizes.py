@@ -28,8 +28,8 @@ class Size(Limit):
         return "an integer of at least 1, or [height, width]"
 
     def hint(self, value: Any) -> str:
-        """Returns the upper limit as a suggestion if it is exceeded, else ""."""
-        return f", up to {_LARGEST}" if isinstance(value, int) and value > _LARGEST else ""
+        """Returns the upper limit if it is exceeded, else ""."""
+        return f"; the maximum is {_LARGEST}" if isinstance(value, int) and value > _LARGEST else ""
 
     def __str__(self) -> str:
         return "1 or higher, or [height, width]"

@@ -203,7 +203,9 @@ def arrays(root: str | None, download: bool, seed: int, request: Request | None 
     if isinstance(whole := found[0], ArrayFiles) and len(found) == 1:
         if len(whole) < 2:
             raise ConfigError(
-                "data.root", root, f"{FOLDERS[_SOURCE]}, with at least two samples; it has {len(whole)}"
+                "data.root",
+                root,
+                f"{FOLDERS[_SOURCE]}, with at least two samples; the folder has {len(whole)}",
             )
         every_other = [Part(whole, range(start, len(whole), 2)) for start in (0, 1)]
         found = [*shared_out(whole, whole.lengths)] if states else [*every_other]

@@ -123,7 +123,9 @@ def _splits(
     told = _first(wrong)
     if wrong and not skip:
         allowed = f"boxes with an area inside their pictures; {len(wrong)} wrong: {told}"
-        raise ConfigError("data.root", top, f"{allowed}; set data.bad=skip to leave them out")
+        some = len(wrong) < sum(len(picture.boxes) for picture in every)
+        advice = "; set data.bad=skip to leave them out" if some else ""
+        raise ConfigError("data.root", top, allowed + advice)
     trained = {box.name for picture in train for box in picture.boxes}
     if unknown := sorted({box.name for picture in test for box in picture.boxes} - trained):
         allowed = f"objects of each class in the training pictures; there are none of {_first(unknown)}"
@@ -210,13 +212,14 @@ def _voc_folder(top: Path) -> Path:
     Raises:
         ConfigError: no folder or several folders have annotations.
     """
+    several = 0
     for depth in ("Annotations", "*/Annotations", "*/*/Annotations"):
         found = sorted(path.parent for path in top.glob(depth) if path.is_dir())
         if len(found) == 1:
             return found[0]
-    raise ConfigError(
-        "data.root", str(top), f"{FOLDERS[VOC_BOXES]}; exactly one folder Annotations must exist"
-    )
+        several = several or len(found)
+    told = f"{several} folders Annotations exist" if several else "there is no folder Annotations"
+    raise ConfigError("data.root", str(top), f"{FOLDERS[VOC_BOXES]}; {told}")
 
 
 def _voc_list(top: Path, parts: Sequence[str]) -> list[str]:
@@ -241,8 +244,8 @@ def _voc_picture(top: Path, name: str) -> _Picture:
         size = (int(_text(page, "size/width")), int(_text(page, "size/height")))
         boxes = [_voc_box(one) for one in page.findall("object")]
     except (OSError, ElementTree.ParseError, ValueError) as error:
-        reason = f"the annotation can't be read ({first_line(error)})"
-        raise ConfigError("data.root", str(path), reason=reason) from error
+        reason = f"Annotations/{path.name} can't be read ({first_line(error)})"
+        raise ConfigError("data.root", str(top), reason=reason) from error
     picture = next((one for one in (top / "JPEGImages").glob(f"{name}.*")), None)
     return _Picture(picture or top / "JPEGImages" / f"{name}.jpg", size, boxes)
 
@@ -296,7 +299,8 @@ def _coco_pictures(top: Path, path: Path) -> tuple[list[_Picture], list[str]]:
             pictures[one["image_id"]].boxes.append(box)
     except (OSError, ValueError, KeyError, TypeError) as error:
         told = f"{type(error).__name__}: {first_line(error)}"
-        raise ConfigError("data.root", str(path), reason=f"the annotations can't be read ({told})") from error
+        reason = f"{path.relative_to(top)} can't be read ({told})"
+        raise ConfigError("data.root", str(top), reason=reason) from error
     roots = {one.get("supercategory") for one in page["categories"]}
     kept = [name for key, name in names.items() if key in used or name not in roots]
     return list(pictures.values()), kept

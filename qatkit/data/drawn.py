@@ -256,5 +256,6 @@ def _check_names(key: str, asked: Any, known: set[str], form: str) -> None:
         raise ConfigError(f"data.{key}", asked, form)
     for name in asked or {}:
         if name not in known:
-            allowed = f"one of {', '.join(sorted(known))}{did_you_mean(str(name), known)}"
-            raise ConfigError(f"data.{key}", name, allowed)
+            what = "input" if key == "ranges" else "input or dynamic axis"
+            reason = f"the model has no such {what}{did_you_mean(str(name), known)}"
+            raise ConfigError(f"data.{key}.{name}", asked[name], reason=reason)

@@ -169,7 +169,7 @@ def largest_label(top: Path, pairs: Sequence[tuple[str, str]], ignored: Sequence
             largest = max(largest, *pool.map(look, part))
     if largest < 0:
         allowed = "label pictures with at least one number that data.ignored does not list"
-        raise ConfigError("data.root", str(top), f"{allowed} (it lists {', '.join(map(str, ignored))})")
+        raise ConfigError("data.root", str(top), f"{allowed}; it lists {', '.join(map(str, ignored))}")
     return largest
 
 
@@ -210,10 +210,10 @@ def label_numbers(path: Path) -> NDArray[np.uint8]:
             "data.root", str(path), reason=f"the label picture can't be read ({reason(error)})"
         ) from error
     if values.ndim != 2 or values.dtype.kind not in "uib":
-        allowed = f"label pictures with one number per pixel, grey or with a palette; this one is {mode}"
+        allowed = f"label pictures with one number per pixel, grey or with a palette; the file is {mode}"
         raise ConfigError("data.root", str(path), allowed)
     if values.size and int(values.max()) > IGNORED:
-        allowed = f"label pictures with numbers from 0 to {IGNORED}; this one has {values.max()}"
+        allowed = f"label pictures with numbers from 0 to {IGNORED}; the file has {values.max()}"
         raise ConfigError("data.root", str(path), allowed)
     found: NDArray[np.uint8] = values.astype(np.uint8)
     return found

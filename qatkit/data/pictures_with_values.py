@@ -58,12 +58,14 @@ def _of_two(top: Path, root: str | None) -> tuple[tuple[str, ...], Samples, Samp
     """Returns the names of the numbers, and the samples of train/ and of test/ or val/."""
     part = next((one for one in _TESTS if (top / one / TABLE).is_file()), None)
     if part is None or not (top / "train" / TABLE).is_file():
-        missing = " or ".join(f"{one}/" for one in (_TESTS if part is None else ("train",)))
+        missing = " or ".join(f"{one}/" for one in _TESTS) if part is None else "train/"
+        if part is None and not (top / "train" / TABLE).is_file():
+            missing = f"the folder, train/, {missing}"
         raise ConfigError("data.root", root, f"{FOLDERS[_SOURCE]}; there is no {TABLE} in {missing}")
     (names, train), (others, test) = (_read(top / one, top / one / TABLE) for one in ("train", part))
     if names != others:
         allowed = f"the same columns in {part}/{TABLE} as in train/{TABLE} ({', '.join(names)})"
-        raise ConfigError("data.root", root, f"{allowed}; it has {', '.join(others)}")
+        raise ConfigError("data.root", root, f"{allowed}; {part}/{TABLE} has {', '.join(others)}")
     return names, train, test
 
 

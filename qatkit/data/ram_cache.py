@@ -48,8 +48,8 @@ class Block:
         try:
             self.bytes: NDArray[np.uint8] = np.frombuffer(mmap.mmap(-1, self.size), np.uint8)
         except (OSError, OverflowError, ValueError) as error:
-            allowed = f"an amount of memory that the system can map ({type(error).__name__}: {error})"
-            raise ConfigError("data.cache_mb", megabytes, allowed) from error
+            reason = f"the system cannot reserve so much memory ({error}); set a smaller number"
+            raise ConfigError("data.cache_mb", megabytes, reason=reason) from error
         self._used = np.frombuffer(mmap.mmap(-1, 16), np.int64)  # numbers of used bytes and of stored images
         forks = "fork" in multiprocessing.get_all_start_methods()
         self.lock = multiprocessing.get_context("fork" if forks else None).Lock()

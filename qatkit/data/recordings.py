@@ -167,14 +167,19 @@ def recordings_of(config: DataConfig) -> Recordings:
         config.coefficients or SoundPreprocess.coefficients,
     )
     if not 2 <= window <= LARGEST_WINDOW:
-        raise ConfigError("data.frame", window, f"a number of samples from 2 to {LARGEST_WINDOW}")
+        usual = "" if config.frame is not None else f"; the default at {rate} Hz is {window}"
+        raise ConfigError(
+            "data.frame", config.frame, f"a number of samples from 2 to {LARGEST_WINDOW}{usual}"
+        )
     if not window <= samples <= LONGEST:
         allowed = f"a number from {window / rate:g} (one window of {window} samples) to {LONGEST / rate:g} at {rate} Hz"
         raise ConfigError("data.seconds", seconds, allowed)
     if config.coefficients is not None and kind != MFCC:
         raise ConfigError("data.coefficients", coefficients, f"null with data.features={kind}")
     if kind == MFCC and coefficients > mels:
-        raise ConfigError("data.coefficients", coefficients, f"at most data.mels ({mels})")
+        usual = "" if config.coefficients is not None else f"; the default is {coefficients}"
+        allowed = f"at most {mels}, the number of mel bands (data.mels){usual}"
+        raise ConfigError("data.coefficients", config.coefficients, allowed)
     mean, std = _USUAL[kind] if config.mean is None or config.std is None else (config.mean[0], config.std[0])
     hop, offset = config.hop or max(1, window // 2), config.log_offset or SoundPreprocess.log_offset
     sound = SoundPreprocess(

@@ -62,5 +62,5 @@ def check_own_settings(config: DataConfig, source: Callable[..., Any]) -> None:
         if value is not None and config.source not in owners and not users:
             names = ", ".join(f"data={one.rpartition('.')[2]}" for one in owners)
             verb = "reads" if len(owners) == 1 else "read"
-            allowed = f"null with data.source={config.source}; only {names} {verb} it"
+            allowed = f"null with data.source={config.source}; only {names} {verb} this key"
             raise ConfigError(f"data.{key}", value, allowed)

@@ -49,8 +49,9 @@ def voc_segmentation(root: str | None, download: bool, seed: int) -> Splits:
         parts = [VOCSegmentation(top, _YEAR, part) for part in ("train", "val")]
     except (OSError, RuntimeError) as error:
         other = "" if download else ", or set data.download=true"
-        where = f"{base} (fetch {_VOC_FILE} and unpack it into {top}{other})"
-        raise ConfigError("data.root", root, f"Pascal VOC {_YEAR} in {where}; {first_line(error)}") from error
+        told = f"Pascal VOC {_YEAR} can't be read from {base} ({first_line(error)})"
+        reason = f"{told}; fetch {_VOC_FILE} and unpack it into {top}{other}"
+        raise ConfigError("data.root", root, reason=reason) from error
     train, test = (_below(top, part.images, part.targets) for part in parts)
     _check(top, [*train, *test], (IGNORED,), len(_VOC_CLASSES) - 1)
     return Splits(LabelPictures(train, top, (IGNORED,)), LabelPictures(test, top, (IGNORED,)), _VOC_CLASSES)
@@ -68,10 +69,10 @@ def cityscapes(root: str | None, download: bool, seed: int) -> Splits:
     try:
         parts = [Cityscapes(str(top), part, target_type="semantic") for part in ("train", "val")]
     except (OSError, RuntimeError) as error:
-        where = f"leftImg8bit/ and gtFine/ in {top}"
+        told = f"leftImg8bit/ and gtFine/ can't be read ({first_line(error)})"
         what = "leftImg8bit_trainvaltest.zip and gtFine_trainvaltest.zip from cityscapes-dataset.com"
-        fetch = f"download {what}, which needs an account, and unpack them there"
-        raise ConfigError("data.root", root, f"{where} ({fetch}); {first_line(error)}") from error
+        reason = f"{told}; download {what}, which needs an account, and unpack both into the folder"
+        raise ConfigError("data.root", root, reason=reason) from error
     train, test = (_below(top, part.images, [one[0] for one in part.targets]) for part in parts)
     ids = [one.id for one in Cityscapes.classes if one.id >= 0]
     _check(top, [*train, *test], (IGNORED,), max(ids))

@@ -126,8 +126,8 @@ def resampling_note(files: Sequence[Recording], rate: int) -> list[str]:
     if not others:
         return []
     count = sum(file.rate != rate for file in files)
-    told = f"{count} of {len(files)} audio files were resampled to {rate} Hz from"
-    return [f"{told} {', '.join(map(str, others))} Hz"]
+    rates = ", ".join(map(str, others))
+    return [f"audio files resampled to {rate} Hz: {count} of {len(files)}, from {rates} Hz"]
 
 
 def repeated_note(train: Sequence[Recording], test: Sequence[Recording]) -> list[str]:

@@ -245,7 +245,8 @@ def _torchvision_splits(
         ConfigError: no folder is given, or the files are missing or damaged, or cannot be fetched.
     """
     if root is None:
-        raise ConfigError("data.root", root, "the folder with the files, or one to download them into")
+        other = ", or one to download them into" if download else ""
+        raise ConfigError("data.root", root, f"the folder with the files{other}")
     try:
         return cls(root, train=True, download=download), cls(root, train=False, download=download)
     except (OSError, RuntimeError, EOFError) as error:  # URLError is an OSError

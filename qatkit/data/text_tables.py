@@ -135,7 +135,7 @@ def _columns(names: Sequence[str], path: str) -> tuple[str, ...]:
 def _cell(row: Mapping[str, Any], column: str, path: str, number: int) -> str:
     if column not in row:
         near = near_matches(column, row) or ", ".join(row)
-        raise ConfigError(_KEY, column, f"a column of {os.path.basename(path)} (line {number} has {near})")
+        raise ConfigError(_KEY, column, f"a column of {os.path.basename(path)}; line {number} has {near}")
     value = row[column]
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)

@@ -42,7 +42,7 @@ def tokenizer_of(settings: DataConfig, about: Mapping[str, str]) -> Tokenizer:
     size = found.get_vocab_size(with_added_tokens=True)
     words = int(about.get(VOCABULARY, size))
     if not _LEAST * words <= size <= words:
-        allowed = f"the tokenizer of this model, which has {words:,} tokens; this one has {size:,}"
+        allowed = f"the tokenizer of this model, which has {words:,} tokens; the given one has {size:,}"
         raise ConfigError(KEY, place, allowed)
     return found
 

@@ -157,7 +157,8 @@ def _check_devices(wanted: TrainerConfig) -> None:
             "trainer.accelerator", wanted.accelerator, "auto or cpu, since no such device is visible"
         )
     elif wanted.devices > found:
-        raise ConfigError("trainer.devices", wanted.devices, f"1 to {found}, the number of visible devices")
+        up_to = "1" if found == 1 else f"1 to {found}"
+        raise ConfigError("trainer.devices", wanted.devices, f"{up_to}, the number of visible devices")
 
 
 def _check_compiler(wanted: TrainerConfig) -> None:

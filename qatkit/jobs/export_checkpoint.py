@@ -128,9 +128,7 @@ def _bundle(config: Config, path: Path, data: DataModule) -> None:
 def _check_settings(config: Config, folder: Path, run: Path) -> None:
     """Raises ConfigError for settings that the export of this checkpoint, or of any checkpoint, does not support."""
     if config.export.mode != "static":
-        allowed = (
-            "static, since a checkpoint is exported as QDQ (use onnx=model.float.onnx mode=MODE for others)"
-        )
+        allowed = "static, since a checkpoint is exported as QDQ (use onnx=model.float.onnx mode=MODE for other modes)"
         raise ConfigError("export.mode", config.export.mode, allowed)
     _check_neighbours(config, folder)
     check_hand_over(config)

@@ -119,8 +119,8 @@ def _prove_stream(file: Path, data: DataModule, threads: int) -> None:
     kept = kept_db(run_outputs(whole, batch)[0], in_chunks(stream, batch)[0])
     if kept < _ALIKE_DB:
         told = f"the outputs for {_PROVEN} samples differ between chunks and whole samples ({kept:.1f} dB)"
-        why = "operators other than LSTM, GRU and RNN connect the frames, such as a convolution or a mean"
-        raise ConfigError(KEY, True, reason=f"{told}: {why}; set export.stream=false")
+        why = "operators other than LSTM, GRU and RNN, such as a convolution or a mean, connect the frames"
+        raise ConfigError(KEY, True, reason=f"{told}, since {why}; set export.stream=false")
 
 
 def _try_mode(run: Run, model: Captured, data: DataModule) -> bool:

@@ -221,8 +221,9 @@ def _check_upgrade(config: Config, file: FloatFile, session: Any, data: DataModu
             continue
         difference = _largest_difference(exact, found)
         if not difference <= _UPGRADE_TOLERANCE * float(np.ptp(exact[np.isfinite(exact)])):
-            name = data.task.names.outputs if len(session.get_outputs()) == 1 else f"output '{output.name}'"
-            reason = f"after the upgrade from {file.opset}, its {name} differ by {difference:.3g}"
+            alone = len(session.get_outputs()) == 1
+            differs = f"{data.task.names.outputs} differ" if alone else f"output '{output.name}' differs"
+            reason = f"after the upgrade from opset {file.opset}, its {differs} by {difference:.3g}"
             allowed = f"a file exported with opset {file.upgraded} or higher ({reason})"
             raise ConfigError("onnx", config.onnx, allowed)
 

@@ -231,7 +231,11 @@ def _use_library(options: dict[str, Any]) -> None:
     if options.get("custom_ops") is not None:
         from qatkit_verify.session import use_library
 
-        use_library(options["custom_ops"])
+        try:
+            use_library(options["custom_ops"])
+        except ConfigError as error:
+            key, value = "model.kwargs.custom_ops", options["custom_ops"]
+            raise ConfigError(key, value, reason=error.problem) from error
 
 
 def _check_images(config: Config, file: FloatFile) -> None:

@@ -65,7 +65,10 @@ def _audited(config: Config, path: Path, model: Any) -> tuple[Audit | None, str]
     try:
         return audit(path, threads=config.verify.threads, input_shape=_inputs(config, path, model)), ""
     except ConfigError as error:
-        return None, f"not run here: {error.problem}"
+        return (
+            None,
+            f"the file does not run here, so the table only shows what the file contains ({error.problem})",
+        )
 
 
 def _inputs(config: Config, path: Path, model: Any) -> Any:

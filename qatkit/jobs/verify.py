@@ -125,7 +125,7 @@ def checks_of(config: Config, *, labelled: bool) -> list[Check]:
     nothing = Results(config.name, "", "", labelled=labelled)
     for missing in shortfalls(absent, config.verify, nothing):
         allowed = f"a list with the check of each bound ({missing.line})"
-        raise ConfigError("verify.checks", ", ".join(config.verify.checks), allowed)
+        raise ConfigError("verify.checks", config.verify.checks, allowed)
     return checks
 
 
@@ -134,11 +134,10 @@ def _check_runtimes(config: Config) -> None:
     others = other_runtimes(config.verify.runtimes)
     static = (config.mode or config.export.mode) == "static"
     if others and static and backend_of(config).other_runtime:
-        given = ", ".join(one.name for one in others.values())
         allowed = (
             f"[onnxruntime] with backend.target={config.backend.target}, whose files are for another runtime"
         )
-        raise ConfigError("verify.runtimes", given, allowed)
+        raise ConfigError("verify.runtimes", config.verify.runtimes, allowed)
 
 
 def conclude(run: Run, subject: Subject, told: Results, files: Sequence[str]) -> int:
@@ -163,7 +162,7 @@ def conclude(run: Run, subject: Subject, told: Results, files: Sequence[str]) ->
             run.seconds[f"verify, {check.name}"] = round(time.monotonic() - start, 2)
             if not isinstance(results, Results):
                 allowed = (
-                    f"a check whose `measure` returns Results; this one returned {type(results).__name__}"
+                    f"a check whose `measure` returns Results; the check returned {type(results).__name__}"
                 )
                 raise ConfigError("verify.checks", check.name, allowed)
     files = [*files, *(path.name for name, path in subject.files.items() if name == DYNAMIC)]

@@ -107,7 +107,7 @@ def read_checkpoint(path: str) -> Checkpoint:
         raise ConfigError(
             "model.checkpoint",
             path,
-            f"a file with a state_dict, plain or under {known}, ...; this one contains {holds}",
+            f"a file with a state_dict, plain or under {known}, ...; the file contains {holds}",
         )
     return Checkpoint(path, found)
 
@@ -211,9 +211,9 @@ def _misfits(own: Mapping[str, Tensor], state: State) -> list[str]:
     parts = []
     missing, unexpected = ([k for k in a if k not in b] for a, b in ((own, state), (state, own)))
     if missing:
-        parts.append(f"this one lacks {_first(missing)}{did_you_mean(missing[0], unexpected, 3)}")
+        parts.append(f"the file lacks {_first(missing)}{did_you_mean(missing[0], unexpected, 3)}")
     if unexpected:
-        parts.append(f"this one has the unexpected {_first(unexpected)}")
+        parts.append(f"the file has the unexpected {_first(unexpected)}")
     wrong = [key for key in own if key in state and own[key].shape != state[key].shape]
     if wrong:
         key, more = wrong[0], f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""

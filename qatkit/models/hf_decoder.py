@@ -126,9 +126,7 @@ class Decoder:
         lost = float((torch.cat([first, second], 1) - whole).abs().max() / whole.abs().max())
         if not lost <= _CLOSE:
             told = f"with keys and values of earlier tokens the logits differ by {lost:.2g} of the largest"
-            raise ConfigError(
-                KEY, True, reason=f"{told}; set export.decoder=false to export the model without them"
-            )
+            raise ConfigError(KEY, True, reason=f"{told}; set export.decoder=false to export only the model")
 
     def _cache_shape(self) -> tuple[int, int, int]:
         theirs = type(self.model).__mro__[1]

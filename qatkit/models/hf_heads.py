@@ -79,7 +79,9 @@ def class_names(settings: Any, changes: Mapping[str, Any], name: str) -> list[st
     kind = getattr(settings, "problem_type", None)
     if len(names) < 2 or kind not in (None, "single_label_classification"):
         does = "returns a score" if len(names) < 2 else f"is for {kind}"
-        raise ConfigError("model.name", name, f"a model that chooses one of several classes; this one {does}")
+        raise ConfigError(
+            "model.name", name, f"a model that chooses one of several classes; the given one {does}"
+        )
     return [str(names[number]) for number in range(len(names))]
 
 

@@ -11,6 +11,6 @@ def how_to_fetch(repository: str, error: BaseException) -> str:
 
     folder = f"models--{repository.replace('/', '--')}"
     return (
-        f"it cannot be fetched ({first_line(error)[:120]}); run `hf download {repository}` on a machine with network "
-        f"access, then copy the folder {folder} from its cache into {HF_HUB_CACHE}"
+        f"{repository} cannot be fetched ({first_line(error)[:120]}); run `hf download {repository}` on a machine with "
+        f"network access, then copy the folder {folder} from its cache into {HF_HUB_CACHE}"
     )

@@ -130,7 +130,12 @@ def _imported(
     """Returns the module for one step; the data handle its states (`qatkit.data.rollout`)."""
     from qatkit.importing import import_onnx  # imports ONNX Runtime, which other models do not need
 
-    return import_onnx(path, fixed=fix, custom_ops=custom_ops)
+    try:
+        return import_onnx(path, fixed=fix, custom_ops=custom_ops)
+    except ConfigError as error:
+        if error.key != "custom_ops":
+            raise
+        raise ConfigError("model.kwargs.custom_ops", error.value, reason=error.problem) from error
 
 
 def pretrained(config: ModelConfig, classes: int | None) -> NoReturn:

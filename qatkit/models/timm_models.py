@@ -109,5 +109,5 @@ def _pretrained_config(config: ModelConfig) -> Any:
 def _how_to_fetch(found: Any, error: BaseException) -> str:
     if found.hf_hub_id:
         return how_to_fetch(found.hf_hub_id, error)
-    reason = f"it cannot be fetched ({first_line(error)[:120]})"
+    reason = f"the weights cannot be fetched ({first_line(error)[:120]})"
     return f"{reason}; download {found.url} into torch.hub's folder of checkpoints"

@@ -39,14 +39,12 @@ def check_auxiliary(config: Config, model: nn.Module, outputs: Mapping[str, Tens
     names, found = list(outputs), [name for name in outputs if name in marked]
     if found and names[-len(found) :] != found:
         allowed = (
-            f"a model that returns 'out' first and '{found[0]}' last; this one returns {', '.join(names)}"
+            f"a model that returns 'out' first and '{found[0]}' last; the model returns {', '.join(names)}"
         )
         raise ConfigError("model.name", config.model.name, allowed)
     trains = config.schedule.float_epochs > 0 or config.schedule.epochs > 0
     for name in found if trains else ():
         own, wanted = (list(one.shape) for one in (outputs[name], outputs["out"]))
         if own != wanted:
-            allowed = (
-                f"a model whose '{name}', trained together with 'out', has shape {wanted}; it has shape {own}"
-            )
-            raise ConfigError("model.name", config.model.name, allowed)
+            allowed = f"a model whose '{name}', trained together with 'out', has shape {wanted}"
+            raise ConfigError("model.name", config.model.name, f"{allowed}; '{name}' has shape {own}")

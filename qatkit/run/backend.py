@@ -11,7 +11,7 @@ from qatkit.quant.backends import Backend
 from qatkit.quant.granularity import granularity_of
 from qatkit.quant.spec import FEW_BITS, FORMAT_NAMES, WHOLE, WIDE, QuantSpec
 from qatkit_verify.dotted import resolve
-from qatkit_verify.errors import ConfigError
+from qatkit_verify.errors import ConfigError, as_typed
 
 
 def backend_of(config: Config) -> Backend:
@@ -99,11 +99,10 @@ def _check_weights_alone(config: Config) -> None:
             wanted = "null" if needed[0] is None else str(needed[0]).lower()
             raise ConfigError(key, value, f"{wanted} with this backend, {why}")
     for pattern, override in config.backend.overrides.items():
-        if any(value is not None for name, value in vars(override).items() if name.startswith("activation_")):
-            key = f"backend.overrides.{pattern}"
-            raise ConfigError(
-                key, "activation_*", "weight_* settings with this backend, whose activations are float"
-            )
+        for name, value in vars(override).items():
+            if name.startswith("activation_") and value is not None:
+                key = f"backend.overrides.{pattern}.{name}"
+                raise ConfigError(key, value, "null with this backend, whose activations are float")
 
 
 def _check_float_biases(config: Config) -> None:
@@ -174,7 +173,7 @@ def _check_formats(config: Config, backend: Backend) -> None:
         group, _, name = key.partition(".")
         value = getattr(getattr(config, group), name) if name else getattr(config, group)
         if value != needed:
-            allowed = "null" if needed is None else str(needed).lower()
+            allowed = as_typed(needed) + (" (quantizer=fake_quantize)" if group == "quantizer" else "")
             raise ConfigError(
                 key, value, f"{allowed} with backend=simulated, whose number formats are not integers"
             )

@@ -147,11 +147,12 @@ def check_arrays(config: Config) -> None:
     Raises:
         ConfigError: a bundle's demo page (which shows pictures) or uint8 inputs and outputs are requested.
     """
-    of_pictures = f"with data.source={config.data.source}, since it only applies to pictures"
+    source = f"data.source={config.data.source}"
     if config.export.demo:
-        raise ConfigError("export.demo", True, f"false {of_pictures}")
+        raise ConfigError("export.demo", True, f"false with {source}, since the demo only shows pictures")
     if config.export.io == "uint8":
-        raise ConfigError("export.io", "uint8", f"float32 {of_pictures}")
+        allowed = f"float32 with {source}, since only pictures have uint8 pixels"
+        raise ConfigError("export.io", "uint8", allowed)
 
 
 def qat_module(

@@ -49,7 +49,7 @@ from qatkit.run.folder import Run
 from qatkit.run.quantizers import quantizers_of
 from qatkit.tasks import task_of
 from qatkit.train.module import QATModule
-from qatkit_verify.errors import ConfigError, counted
+from qatkit_verify.errors import ConfigError, as_typed, counted
 from qatkit_verify.files import write_text
 from qatkit_verify.installed import ZERO_POINTS_OF_CHANNELS, version_numbers
 from qatkit_verify.session import RUNTIME_VERSION, open_session, run_images
@@ -112,7 +112,7 @@ def _written(graph: nn.Module, config: Config, inputs: Inputs, path: Path) -> li
         except ConfigError as error:
             if fixed:
                 raise
-            notes.append(f"the INT8 file is a new export instead of the edited given file: {error.problem}")
+            notes.append(f"the INT8 file is a new export instead of the edited given file ({error.problem})")
     _check_fixed_batch(config, inputs)
     example, wanted = example_batch(config, inputs), config.export
     not_free = export_onnx(
@@ -134,9 +134,8 @@ def _check_fixed_batch(config: Config, inputs: Inputs) -> None:
         return
     for name, axis in inputs.axes.items():
         if axis not in (0, None):
-            found = f"the batch axis of '{name}' is {axis}, but a fixed batch size needs axis 0"
-            reason = f"{found}; set export.dynamic_batch=true"
-            raise ConfigError("export.dynamic_batch", False, reason=reason)
+            allowed = f"true, since the batch axis of '{name}' is {axis}, and a fixed batch size needs axis 0"
+            raise ConfigError("export.dynamic_batch", False, allowed)
 
 
 def _only_edited(graph: nn.Module, config: Config) -> bool:
@@ -151,7 +150,7 @@ def _only_edited(graph: nn.Module, config: Config) -> bool:
     if path is None:
         return False
     if any(isinstance(module, RoundToFormat) for module in graph.modules()):
-        reason = f"number formats need a new export, which is not possible for '{path}' (only ONNX Runtime computes it)"
+        reason = f"number formats need a new export, but only ONNX Runtime can compute '{path}'"
         raise ConfigError("backend.target", config.backend.target, reason=reason)
     wanted = config.export
     options = {
@@ -161,13 +160,10 @@ def _only_edited(graph: nn.Module, config: Config) -> bool:
     }
     for name, (given, allowed) in options.items():
         if given != allowed:
-            value = str(allowed).lower()
-            reason = (
-                f"it needs a new export, which is not possible for '{path}' (only ONNX Runtime computes it)"
-            )
-            raise ConfigError(
-                f"export.{name}", given, reason=f"{reason}; with {value}, the given file is edited"
-            )
+            key = f"export.{name}"
+            reason = f"the setting needs a new export, but only ONNX Runtime can compute '{path}'"
+            fix = f"set {key}={as_typed(allowed)} to edit the given file instead"
+            raise ConfigError(key, given, reason=f"{reason}; {fix}")
     return True
 
 
@@ -272,7 +268,7 @@ def _low_bits(module: QATModule, config: Config) -> list[str]:
     quantizers = fake_quantizers(module.graph).values()
     if module.backend.simulated:
         return [
-            f"{counted(len(quantizers), 'activation')} and their weights have simulated number formats: the file "
+            f"{counted(len(quantizers), 'activation')} and the weights have simulated number formats: the file "
             "computes their values in float, so its accuracy and the size of its "
             "weights are those of the formats, but not its latency"
         ]
@@ -282,20 +278,20 @@ def _low_bits(module: QATModule, config: Config) -> list[str]:
     notes = []
     if wide:
         notes.append(
-            f"{len(wide)} of {len(quantizers)} activations have 16 bits: ONNX "
+            f"activations with 16 bits: {len(wide)} of {len(quantizers)}; ONNX "
             "Runtime rounds to 16 bits and computes in "
             "float; an accelerator with 16-bit kernels has the same accuracy but a different latency"
         )
     if biases and not module.backend.weights_alone:
         notes.append(
             f"{counted(len(biases), 'operator')} with biases of fewer than 32 bits: "
-            "ONNX Runtime computes them in float; an "
+            "ONNX Runtime computes such operators in float; an "
             "accelerator with such kernels has the same accuracy but a different latency"
         )
     if narrow:
         notes.append(
-            f"{len(narrow)} of {len(quantizers)} activations have 4 bits, for which there is no kernel: the file clips "
-            "them to 16 steps, so its accuracy is that of 4 bits, but not its size and latency"
+            f"activations with 4 bits, for which there is no kernel: {len(narrow)} of {len(quantizers)}; the "
+            "file clips them to 16 steps, so its accuracy is that of 4 bits, but not its size and latency"
         )
     if config.export.pack_int4:
         notes.append(

@@ -238,7 +238,7 @@ def check_memory(key: str, batch: int, each: int, inputs: Inputs, what: str) -> 
 def _check_time(key: str, count: int, each: float) -> None:
     if count * each > _LONGEST:
         allowed = (
-            f"at most {int(_LONGEST / each)} here; it would take "
+            f"at most {int(_LONGEST / each)} here; {count:,} would take "
             f"{count * each / _DAY:,.0f} days, estimated from one batch"
         )
         raise ConfigError(key, count, allowed)

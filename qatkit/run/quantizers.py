@@ -66,7 +66,7 @@ def observer_of(config: CalibrationConfig) -> Callable[[], Observer]:
             raise ConfigError(f"calibration.{name}", value, allowed)
     missing = [p.name for p in taken.values() if p.default is p.empty and p.name not in given]
     if missing:
-        allowed = f"an observer without required arguments (this one needs {', '.join(missing)})"
+        allowed = f"an observer without required arguments; this class needs {', '.join(missing)}"
         raise ConfigError("calibration.observer", config.observer, allowed)
     if config.search != "none" and not issubclass(make, HistogramObserver):
         allowed = f"an observer with a histogram, for calibration.search={config.search}"

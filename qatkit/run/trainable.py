@@ -22,7 +22,7 @@ def check_trains(model: nn.Module, config: Config) -> None:
         and not any(p.requires_grad for p in parameters)
     ):
         allowed = (
-            "a model with trainable parameters; all parameters of this one have requires_grad=False, so use"
+            "a model with trainable parameters; all parameters of this model have requires_grad=False, so use"
             " schedule=calibrate_only"
         )
         raise ConfigError("model.name", config.model.name, allowed)

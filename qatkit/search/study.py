@@ -101,10 +101,8 @@ class SharedStudy:
         except ConfigError:
             raise
         except Exception as error:  # from Optuna, SQLAlchemy, a driver or the disk
-            allowed = "null (SQLite in the study's folder), journal, or the URL of a database that answers"
-            raise ConfigError(
-                "search.storage", self.asked.storage, f"{allowed} ({first_line(error)})"
-            ) from error
+            reason = f"the storage cannot be opened ({first_line(error)})"
+            raise ConfigError("search.storage", self.asked.storage, reason=reason) from error
 
     def _check_unused(self) -> None:
         """Checks that a new study has no trials in its folder, since their reports would be taken for its own."""
@@ -132,7 +130,7 @@ class SharedStudy:
         for part, name in (("space", "space"), ("settings", "configuration")):
             if found := differences(there[part], asked[part]):
                 reason = f"the study in this folder has another {name} ({found}); {another}"
-                raise ConfigError("search.space" if part == "space" else "search", self.folder, reason=reason)
+                raise ConfigError("output_dir", self.folder, reason=reason)
         for part in ("objectives", "constraints"):
             if there[part] != asked[part]:
                 known, given = (f"[{', '.join(one[part])}]" for one in (there, asked))

@@ -96,7 +96,10 @@ def work(config: Config, typed: Sequence[str], compose: Compose, job: Callable[[
     write_search_page(folder / PAGE, records)
     print_study(records, folder)
     if last := _hopeless(records):
-        reason = f"none has finished; the last one failed: {last.reason} ({folder / last.folder})"
+        reason = (
+            f"no trial has finished; the last one failed ({last.reason}; see {folder / last.folder}); "
+            "correct the settings that all trials share"
+        )
         raise ConfigError("search.trials", config.search.trials, reason=reason)
     return 0 if any(not trial.shortfalls for trial in records.front) else 1
 
@@ -130,7 +133,7 @@ def _check_measured(config: Config) -> None:
     for name in _asked(config.search):
         if (needed := OBJECTIVES[name].check) not in there:
             allowed = f"a list with the check '{needed}', which measures {name}"
-            raise ConfigError("verify.checks", ", ".join(config.verify.checks), allowed)
+            raise ConfigError("verify.checks", config.verify.checks, allowed)
 
 
 def _check_labelled(config: Config, data: DataModule) -> None:
@@ -157,24 +160,25 @@ def _check_space(space: Sequence[Axis], typed: Sequence[str], compose: Compose, 
     Keys must not be typed on the command line too, and must accept their values (for an interval, the ends). No two
     values of a key may give the same configuration.
     """
-    keys = {one.lstrip("+~").partition("=")[0] for one in typed}
+    given = dict(one.lstrip("+~").partition("=")[::2] for one in typed)
     for axis in space:
-        if axis.key in keys:
-            raise ConfigError(
-                axis.key, "...", reason="search.space varies this key; leave it out of the command line"
-            )
+        if axis.key in given:
+            reason = "search.space varies this key; leave it out of the command line"
+            raise ConfigError(axis.key, given[axis.key], reason=reason)
         made: list[Config] = []
         for value in axis.tried:
             try:
                 made.append(_composed(axis.key, value, compose, data))
             except ConfigError as error:
                 raise ConfigError(
-                    f"search.space.{axis.key}", value, reason=f"the value is not accepted: {error}"
+                    f"search.space.{axis.key}", value, reason=f"the value is not accepted ({error})"
                 ) from error
             first = made.index(made[-1])
             if first < len(made) - 1:
                 same = f"{axis.key}={as_typed(axis.tried[first])}"
-                reason = f"with the other settings it makes the same run as {same}; remove one"
+                reason = (
+                    f"with the other settings, this value makes the same run as {same}; remove one of them"
+                )
                 raise ConfigError(f"search.space.{axis.key}", value, reason=reason)
 
 
@@ -183,7 +187,7 @@ def _composed(key: str, value: Value, compose: Compose, data: DataModule) -> Con
     made = compose([override(key, value)])
     check_job(replace(made, search=SearchConfig()), from_checkpoint=False)
     if key in _OF_IMAGES and opened_data(made).fingerprint != data.fingerprint:
-        reason = "it changes the images on which trials are compared; keep this key out of search.space"
+        reason = "the key changes the images on which trials are compared; leave it out of search.space"
         raise ConfigError(key, value, reason=reason)
     return made
 
@@ -274,4 +278,4 @@ def _without_file(table: Path) -> str:
     """Returns the reason why the run wrote no report: its last shortfall, or a reference to its output."""
     said = table.read_text(encoding="utf-8").splitlines()
     short = [line.removeprefix("SHORTFALL ") for line in said if line.startswith("SHORTFALL ")]
-    return short[-1] if short else f"it wrote no file; see {table}"
+    return short[-1] if short else f"the run wrote no file; see {table}"

@@ -87,10 +87,11 @@ _TRAINING = [
          "expected modules whose outputs have the same shape; fc returns"),
         ("schedule.distill_features=[fc]", "algorithm=smooth_quant", "schedule.distill_features=fc: "
          "expected [] with an"),
-        ("schedule.distill_features=[fc]", "algorithm=auto", "schedule.distill_features=fc: "
+        ("schedule.distill_features=[fc]", "algorithm=auto", "schedule.distill_features=[fc]: "
          "expected [] with algorithm_choice"),
         ("schedule.distill=0.5", "schedule.distill_teacher=resnet50",
-         "schedule.distill_teacher=resnet50: expected a teacher with the 10 classes of the data; this one has 1000"),
+         "schedule.distill_teacher=resnet50: expected a teacher with the 10 classes of the data; "
+            "the given one has 1000"),
         ("schedule.distill=0.5", "schedule.distill_teacher=resnet5", "schedule.distill_teacher=resnet5: "
          "expected a torchv"),
         ("schedule.distill=0.5", "schedule.distill_teacher=os.path", "schedule.distill_teacher=os.path: "),
@@ -176,7 +177,7 @@ _KEYS = [
     ),
     bad("schedule.scale_lr=0", "schedule.scale_lr=0.0: expected a number above 0"),
     bad("schedule.scale_lr=1", "schedule.scale_lr=1.0: expected a number above 0"),
-    bad("verify.checks=[]", "verify.checks=: "),
+    bad("verify.checks=[]", "verify.checks=[]: "),
     bad("verify.checks=3", "verify.checks=3: "),
     bad("verify.checks=[nothing]", "verify.checks=nothing: "),
     bad("verify.checks=[os.path]", "verify.checks=os.path: "),
@@ -270,15 +271,15 @@ _SEARCH = [
             ),
             (
                 ["search.space={schedule.lrr:[1,2]}"],
-                "search.space.schedule.lrr=1: the value is not accepted: ",
+                "search.space.schedule.lrr=1: the value is not accepted (",
             ),
             (
                 ["search.space={schedule.lr:{low:-1,high:1}}"],
-                "search.space.schedule.lr=-1.0: the value is not accepted: ",
+                "search.space.schedule.lr=-1.0: the value is not accepted (",
             ),
             (
                 ["search.space={calibration:[minmax,msee]}"],
-                "search.space.calibration=msee: the value is not accepted: ",
+                "search.space.calibration=msee: the value is not accepted (",
             ),
             (["search.space={output_dir:[a,b]}"], "search.space.output_dir="),
             (
@@ -308,14 +309,14 @@ _SEARCH = [
             ([_SPACE, "trainer.devices=2"], "trainer.devices=2: expected 1 with search.trials=30"),
             (
                 [_SPACE, "verify.checks=[qatkit.verify.checks.latency.LatencyCheck]"],
-                "verify.checks=qatkit.verify.checks.latency.LatencyCheck: "
+                "verify.checks=[qatkit.verify.checks.latency.LatencyCheck]: "
                 "expected a list with the check 'validation', which",
             ),
             (
                 ["search.space={verify.held_out:[10,20]}"],
                 "search.space.verify.held_out=[10, 20]: this key cannot be searched",
             ),
-            ([_SPACE, "schedule.lr=1e-3"], "schedule.lr=...: search.space varies this key"),
+            ([_SPACE, "schedule.lr=1e-3"], "schedule.lr=1e-3: search.space varies this key"),
         )
     ),
 ]

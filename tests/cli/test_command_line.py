@@ -70,7 +70,7 @@ def test_text_that_reads_as_a_number_is_refused_without_quotes(
     quoted = f"{key}=\"'{value}'\""
     assert (
         capfd.readouterr().err
-        == f"error: {key}={value}: expected quotes around it, {quoted}; without them it is the number {number}\n"
+        == f"error: {key}={value}: expected quotes around the text, {quoted}; without quotes, the value is {number}\n"
     )
     assert launch(seen.append, f"{key}='{value}'") == 0
     group, _, leaf = key.rpartition(".")

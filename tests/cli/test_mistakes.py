@@ -15,7 +15,7 @@ MISTAKES = [
     (
         ["recipe=resnt18_qat"],
         f"recipe=resnt18_qat: expected one of the {len(RECIPES.split(', '))} names that --help lists "
-        "(did you mean resnet18_qat?); those of your own need --config-dir FOLDER",
+        "(did you mean resnet18_qat?); your own recipes need --config-dir FOLDER",
     ),
     (
         ["backend=fbgem"],

@@ -94,7 +94,11 @@ def started() -> Iterator[Started]:
             "data.source=qatkit.data.digitz: expected a name in qatkit.data (did you mean ",
         ),
         ("train.py", ["verify.threads=100000"], "verify.threads=100000: expected at most "),
-        ("train.py", ["placement=variants"], "placement=variants: expected fixed, measured or a file"),
+        (
+            "train.py",
+            ["placement=variants"],
+            "placement=variants: expected fixed, measured or a placement.json",
+        ),
         ("train.py", ["-m", "schedule.lr=1,-1"], "schedule.lr=-1.0: expected a number above 0"),
         (
             "export.py",

@@ -99,7 +99,7 @@ def test_a_limit_holds_what_it_says(
     for value in outside:
         with pytest.raises(
             ConfigError,
-            match=rf"^key={re.escape(str(value))}: expected {re.escape(expected)}(, up to | \(|$)",
+            match=rf"^key={re.escape(str(value))}: expected {re.escape(expected)}(; the maximum is | \(|$)",
         ):
             limit.check("key", value)
 

@@ -164,7 +164,11 @@ def test_recipes_override_axes_and_typed_values_override_both() -> None:
         ("data.image_size", [32, 0], "an integer of at least 1, or [height, width], or null"),
         ("data.image_size", "32x32", "an integer of at least 1, or [height, width], or null"),
         ("data.image_size", True, "an integer of at least 1, or [height, width], or null"),
-        ("data.image_size", 2**31, "an integer of at least 1, or [height, width], or null, up to 2147483647"),
+        (
+            "data.image_size",
+            2**31,
+            "an integer of at least 1, or [height, width], or null; the maximum is 2147483647",
+        ),
         ("data.fit", "fill", "one of crop, resize, letterbox, or null"),
         ("data.pad_value", 256.0, "a number from 0 to 255, or null"),
         ("data.align", "left", "one of center, top_left, or null"),
@@ -244,7 +248,10 @@ def test_the_ends_of_a_range_are_allowed() -> None:
     ("override", "message"),
     [
         (OverrideConfig(), "backend.overrides.conv1={}"),
-        (OverrideConfig(float=True, weight_dtype="int8"), "backend.overrides.conv1=float and weight_dtype"),
+        (
+            OverrideConfig(float=True, weight_dtype="int8"),
+            "backend.overrides.conv1={float: true, weight_dtype: int8}",
+        ),
         (
             OverrideConfig(weight_dtype="int4", reduce_range=True),
             "backend.overrides.conv1.reduce_range=true: expected null with weight_dtype=int4",

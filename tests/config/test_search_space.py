@@ -176,5 +176,5 @@ def test_objectives_are_known_and_each_once(names: list[str]) -> None:
 def test_what_differs_is_named() -> None:
     assert differences({"a": 1, "b": 2}, {"a": 1, "b": 2}) == ""
     assert differences({"a": 1, "b": 2}, {"a": 3, "c": 4}) == (
-        "a there 1, here 3; b there 2, here absent; c there absent, here 4"
+        "a is 1 there, 3 here; b is 2 there, absent here; c is absent there, 4 here"
     )

@@ -87,7 +87,7 @@ def test_a_file_holds_what_cannot_be_typed(suffix: str, tmp_path: Path) -> None:
         ("[1, 2]", "expected a YAML or JSON file with"),
         ("{conv1: 3}", "expected a YAML or JSON file with"),
         ("{conv1: {flot: true}}", "did you mean backend.overrides.conv1.float"),
-        ("{", "expected a YAML or JSON file with .*while parsing"),
+        ("{", r"the file cannot be read \(while parsing"),
     ],
 )
 def test_a_file_that_holds_something_else_is_refused(text: str, said: str, tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_mistakes_are_told_before_a_model_is_built(typed: list[str], said: str) 
         ),
         (
             ["backend=weight_only", "+backend.overrides={conv1:{activation_scale:0.1}}"],
-            "weight_. settings with",
+            "activation_scale=0.1: expected null with this backend",
         ),
     ],
 )
@@ -134,5 +134,7 @@ def test_a_backend_without_such_scales_refuses_them(typed: list[str], said: str)
 
 def test_export_modes_without_a_graph_take_no_selectors() -> None:
     typed = ("schedule=calibrate_only", "export.mode=float16", "backend.exclude=[conv1]")
-    with pytest.raises(ConfigError, match=r"backend.exclude=conv1: expected \[\] with export.mode=float16"):
+    with pytest.raises(
+        ConfigError, match=r"backend.exclude=\[conv1\]: expected \[\] with export.mode=float16"
+    ):
         composed(*typed)

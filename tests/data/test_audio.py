@@ -164,7 +164,7 @@ def test_files_of_other_rates_are_resampled_and_noted(tmp_path: Path) -> None:
     np.testing.assert_allclose(np.concatenate(_frames(data, "train")).ravel(), wanted[0][:56], atol=1e-6)
     np.testing.assert_allclose(np.concatenate(_frames(data, "test")).ravel(), wanted[1][:24], atol=1e-6)
     assert "at 12000 Hz (the model's sample_rate)" in data.notes[0]
-    assert data.notes[1] == "2 of 2 audio files were resampled to 12000 Hz from 8000, 24000 Hz"
+    assert data.notes[1] == "audio files resampled to 12000 Hz: 2 of 2, from 8000, 24000 Hz"
 
 
 @pytest.mark.parametrize(

@@ -147,11 +147,15 @@ def test_a_model_with_states_gets_sequences(tmp_path: Path) -> None:
             (IDS,),
             {"rate": 8000},
             f"data.rate=8000: expected null with data.source={DRAWN}; only data=audio, data=spoken_digits, "
-            "data=speech_commands, data=tones read it",
+            "data=speech_commands, data=tones read this key",
         ),
         ((IDS,), {"bad": "skip"}, "data.bad=skip: expected refuse"),
         ((IDS,), {"ranges": 3}, "data.ranges=3: expected {INPUT: [LOW, HIGH]}"),
-        ((IDS,), {"ranges": {"id": [0, 1]}}, "data.ranges=id: expected one of ids (did you mean ids?)"),
+        (
+            (IDS,),
+            {"ranges": {"id": [0, 1]}},
+            "data.ranges.id=[0, 1]: the model has no such input (did you mean ids?)",
+        ),
         (
             (IDS,),
             {"ranges": {"ids": [1]}},
@@ -182,7 +186,11 @@ def test_a_model_with_states_gets_sequences(tmp_path: Path) -> None:
             {"sizes": [3]},
             "data.sizes=[3]: expected {AXIS: SIZE}, {INPUT: SIZE} or {INPUT: [SIZE, ...]}",
         ),
-        ((IDS,), {"sizes": {"batch": 3}}, "data.sizes=batch: expected one of ids, sequence"),
+        (
+            (IDS,),
+            {"sizes": {"batch": 3}},
+            "data.sizes.batch=3: the model has no such input or dynamic axis (did you mean",
+        ),
         ((IDS,), {"sizes": {"sequence": 0}}, "data.sizes.sequence=0: expected a positive integer"),
         (
             (IDS,),

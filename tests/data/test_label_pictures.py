@@ -152,7 +152,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "colours": (
         lambda root: save(root, "007.png", np.zeros((24, 32, 3), np.uint8)),
-        "007.png: expected label pictures with one number per pixel, grey or with a palette; this one is RGB",
+        "007.png: expected label pictures with one number per pixel, grey or with a palette; the file is RGB",
     ),
     "no picture": (
         lambda root: (root / "train_labels" / "008.png").write_bytes(b"none"),

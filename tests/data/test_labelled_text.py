@@ -107,14 +107,14 @@ UNKNOWN = "expected a class of the model (NEGATIVE, POSITIVE) or a number from 0
         ("text\tlabel\nx\ty\tz\n", {}, {}, "train.tsv has 3 instead of 2 columns in line 2"),
         ("text\tlabel\n \tgood\n", {}, {}, "train.tsv has an empty 'text' in line 2"),
         ("text\tlabel\nx\t\n", {}, {}, "train.tsv has an empty 'label' in line 2"),
-        (TRAIN, {"columns": ["text", "mood"]}, {}, "data.columns=mood: expected a column of train.tsv (line 2 has"),
+        (TRAIN, {"columns": ["text", "mood"]}, {}, "data.columns=mood: expected a column of train.tsv; line 2 has"),
         (TRAIN, {"columns": ["text"]}, {}, "expected [TEXT, LABEL] or [TEXT, SECOND, LABEL] with different names"),
         (TRAIN, {}, OWN, "train.tsv, line 2 has the label 'good'; " + UNKNOWN),
         ("text\tlabel\nthe cat\tgood\na cat\tgood\n", {}, {}, "all training texts have the label 'good'"),
         ("text\tlabel\nthe cat\tgood\na cat\tugly\n", {}, {}, "has the label 'bad'; the training texts have only"),
         ("text\ttext2\tlabel\nthe cat\ta\tgood\na cat\tb\tbad\n", {}, {}, "files have one text per line and others"),
         (TRAIN, {"context": 600}, {"positions": "512"}, "context=600: expected at most 512, the number of positions"),
-        (TRAIN, {}, {"vocabulary": "30522"}, "the tokenizer of this model, which has 30,522 tokens; this one has 320"),
+        (TRAIN, {}, {"vocabulary": "30522"}, "which has 30,522 tokens; the given one has 320"),
     ],
 )  # fmt: skip
 def test_what_are_no_labelled_texts_is_refused(

@@ -52,7 +52,7 @@ def test_other_rates_are_resampled_with_a_note(tmp_path: Path) -> None:
     spoken(tmp_path, 6)
     wav(tmp_path / "hum_ann_5.wav", word("hum", 1, 6000), 16000)
     data = _data(DIGITS_SPOKEN, tmp_path, features_in="graph")
-    assert "1 of 36 audio files were resampled to 8000 Hz from 16000 Hz" in data.notes
+    assert "audio files resampled to 8000 Hz: 1 of 36, from 16000 Hz" in data.notes
     train: Any = data.splits.train
     place = next(i for i, file in enumerate(train.files) if file.path.endswith("hum_ann_5.wav"))
     wanted = resample_poly(word("hum", 1, 6000) / 2.0**15, 1, 2)
@@ -203,7 +203,10 @@ def test_a_name_without_a_number_is_refused(tmp_path: Path) -> None:
         ),
         ({"frame": 9000}, "data.frame=9000: expected a number of samples from 2 to 8192"),
         ({"coefficients": 12}, "data.coefficients=12: expected null with data.features=log_mel"),
-        ({"features": "mfcc", "mels": 8}, r"data.coefficients=10: expected at most data.mels \(8\)"),
+        (
+            {"features": "mfcc", "mels": 8},
+            "data.coefficients=null: expected at most 8, the number of mel bands",
+        ),
         ({"mean": [0.0, 0.0, 0.0], "std": [1.0, 1.0, 1.0]}, "data.mean=.*: expected one number"),
         ({"image_size": 32}, "data.image_size=32: expected null with data.source=qatkit.data.tones.tones"),
         ({"augment": "flip"}, "data.augment=flip: expected one of none, shift"),

@@ -101,10 +101,10 @@ def test_cityscapes_ids_become_those_of_training(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "made", "told"),
     [
-        (voc_segmentation, None, r"VOC2012 \(fetch https://.*VOCtrainval_11-May-2012.tar and unpack it into "),
-        (cityscapes, None, r"\(download leftImg8bit_\w+.zip and gtFine_\w+.zip from .* and unpack them there"),
-        (voc_segmentation, lambda root: voc(root, 21), r"label pictures with numbers up to 20; the number 21 occurs"),
-        (cityscapes, lambda root: city(root, 34), r"label pictures with numbers up to 33; the number 34 occurs"),
+        (voc_segmentation, None, r"VOC2012 \(.*\); fetch https://.*VOCtrainval_11-May-2012.tar and unpack it into "),
+        (cityscapes, None, r"; download leftImg8bit_\w+.zip and gtFine_\w+.zip from .* unpack both into the folder"),
+        (voc_segmentation, lambda root: voc(root, 21), r"expected label .* numbers up to 20; the number 21 occurs"),
+        (cityscapes, lambda root: city(root, 34), r"expected label .* numbers up to 33; the number 34 occurs"),
     ],
 )  # fmt: skip
 def test_what_is_missing_or_wrong_is_said(
@@ -114,7 +114,7 @@ def test_what_is_missing_or_wrong_is_said(
         made(tmp_path)
     with pytest.raises(ConfigError, match=told) as error:
         source(str(tmp_path), False, 0)
-    assert "\n" not in str(error.value) and str(error.value).startswith(f"data.root={tmp_path}: expected ")
+    assert "\n" not in str(error.value) and str(error.value).startswith(f"data.root={tmp_path}: ")
 
 
 def test_a_label_picture_that_is_missing_is_named(tmp_path: Path) -> None:

@@ -234,7 +234,7 @@ def test_one_picture_each_takes_the_sorted_names_for_labels(tmp_path: Path) -> N
 
 
 def test_one_picture_each_names_what_is_wrong(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data\.root=null: .*there is no such folder"):
+    with pytest.raises(ConfigError, match=r"data\.root=null: expected a folder with at least two pictures"):
         one_picture_each(None, False, 0)
     with pytest.raises(ConfigError, match=r"at least two pictures .*; it has 0"):
         one_picture_each(str(tmp_path), False, 0)

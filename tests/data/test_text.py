@@ -86,7 +86,7 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path, tokens: Path) -
     root = texts(tmp_path / "texts")
     for words in (319, 1000):
         told = refused(root, tokens, {"vocabulary": str(words)})
-        assert f"the tokenizer of this model, which has {words:,} tokens; this one has 320" in told
+        assert f"the tokenizer of this model, which has {words:,} tokens; the given one has 320" in told
     read(root, tokens, {"vocabulary": "330"}, context=32)  # a padded vocabulary
     broken = tmp_path / "tokenizer.json"
     broken.write_text("{}")

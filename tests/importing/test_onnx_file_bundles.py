@@ -239,7 +239,7 @@ def test_the_demo_page_is_for_pictures() -> None:
     config = Config(export=ExportConfig(bundle=True, demo=True))
     with pytest.raises(
         ConfigError,
-        match=r"export.demo=true: expected false with data.source=.*, since it only applies to pictures",
+        match=r"export.demo=true: expected false with data.source=.*, since the demo only shows pictures",
     ):
         check_arrays(config)
 

@@ -240,7 +240,7 @@ def test_a_run_leaves_what_pytorch_lacks_in_the_files(tmp_path: Path) -> None:
         (("schedule=qat_adamw",), "the weights of '/first/Conv' reach its outputs only through '/inverse'"),
         (
             ("schedule=calibrate_only", "export.dynamic_batch=false"),
-            "export.dynamic_batch=false: it needs a new export, which is not possible for '/inverse'",
+            "export.dynamic_batch=false: the setting needs a new export, but only ONNX Runtime can compute '/inverse'",
         ),
     ],
 )

@@ -35,7 +35,7 @@ def test_the_report_says_that_it_is_a_simulation(run: Path) -> None:
     assert report["label"] == "simulated MXFP4 x MXFP8_E4M3"
     assert report["shortfalls"] == []
     assert any(
-        "3 activations and their weights have simulated number formats" in one for one in report["notes"]
+        "3 activations and the weights have simulated number formats" in one for one in report["notes"]
     )
     assert "simulated MXFP4 x MXFP8_E4M3, ONNX Runtime" in (run / "report.html").read_text()
     ranges = json.loads((run / "ranges.json").read_text())

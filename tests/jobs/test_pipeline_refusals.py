@@ -86,7 +86,7 @@ MISTAKES = {
     "nothing trains": (
         _with(model={"name": f"{__name__}.Frozen"}),
         "model.name=test_pipeline_refusals.Frozen: "
-        "expected a model with trainable parameters; all parameters of this one have requires_grad=False",
+        "expected a model with trainable parameters; all parameters of this model have requires_grad=False",
     ),
     "untraceable": (
         _with(model={"name": f"{__name__}.Untraceable"}),
@@ -133,7 +133,7 @@ MISTAKES = {
     ),
     "half an observer": (
         _with(calibration={"observer": "qatkit.quant.observers.HistogramObserver"}),
-        r"calibration.observer=.*: expected an observer without required arguments \(this one needs method\)",
+        r"calibration.observer=.*: expected an observer without required arguments; this class needs method",
     ),
     "few images for a tournament": (
         _with(

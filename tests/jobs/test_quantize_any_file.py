@@ -316,7 +316,10 @@ def test_a_fixed_input_is_a_constant_and_chooses_a_branch(mode: str, tmp_path: P
             {"fixed": {"ids": 1}},
             "model.kwargs.fixed={ids: 1}: the key does not exist; onnx=FILE has fix, states and custom_ops",
         ),
-        ({"custom_ops": "none.so"}, "custom_ops=none.so: expected an existing library of custom operators"),
+        (
+            {"custom_ops": "none.so"},
+            "model.kwargs.custom_ops=none.so: expected an existing library of custom operators",
+        ),
     ],
 )
 @pytest.mark.parametrize("mode", ["dynamic", "static"])

@@ -146,7 +146,7 @@ def test_an_opset_upgrade_that_changes_outputs_is_refused(tmp_path: Path) -> Non
     ]
     path = by_hand(tmp_path / "old.onnx", opset=11, nodes=nodes, weights=weights)
     with pytest.raises(
-        ConfigError, match=r"opset 13 or higher \(after the upgrade from 11, its logits differ by"
+        ConfigError, match=r"opset 13 or higher \(after the upgrade from opset 11, its logits differ by"
     ):
         quantize_file.quantize(settings(path, "float16", tmp_path / "run"))
     assert not (tmp_path / "run").exists()

@@ -139,10 +139,10 @@ class SmallAux(TinySegmenter):
 @pytest.mark.parametrize(
     ("model", "told"),
     [
-        ("AuxFirst", "expected a model that returns 'out' first and 'aux' last; this one returns aux, out"),
+        ("AuxFirst", "expected a model that returns 'out' first and 'aux' last; the model returns aux, out"),
         (
             "SmallAux",
-            "'aux', trained together with 'out', has shape [2, 3, 24, 32]; it has shape [2, 3, 12, 16]",
+            "'aux', trained together with 'out', has shape [2, 3, 24, 32]; 'aux' has shape [2, 3, 12, 16]",
         ),
     ],
 )

@@ -48,7 +48,7 @@ def test_the_report_says_it_computes_in_float(finished: Path) -> None:
     assert (
         list(kinds) == ["float"] and "16-bit values, which ONNX Runtime computes in float" in kinds["float"]
     )
-    assert any("activations have 16 bits" in note for note in reported["notes"])
+    assert any("activations with 16 bits" in note for note in reported["notes"])
     page = (finished / "report.html").read_text()
     assert "W4A16, ONNX Runtime" in page
 

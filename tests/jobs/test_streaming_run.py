@@ -99,7 +99,7 @@ def test_a_bundle_hears_a_recording_frame_by_frame(words: Path, made: Config, tm
     page = replace(config.export, bundle=True, demo=True, demo_runtime=str(runtime))
     with pytest.raises(
         ConfigError,
-        match=r"export\.demo=true: expected false with data.source=.*, since it only applies to pictures",
+        match=r"export\.demo=true: expected false with data.source=.*, since the demo only shows pictures",
     ):
         export_checkpoint.export(replace(again, export=page, output_dir=str(tmp_path / "page")))
     assert not (tmp_path / "page").exists()

@@ -71,7 +71,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "one range": (
         {"overrides": {"fc": OverrideConfig(activation_dtype="int8")}},
-        "backend.overrides.fc=activation_.: expected weight_. settings with this backend",
+        "backend.overrides.fc.activation_dtype=int8: expected null with this backend",
     ),
     "block": (
         {"weight_granularity": {"block": 48}},

@@ -211,7 +211,7 @@ REFUSED = {
     "no size": (_groups(data={"image_size": None}), "data.image_size=null: expected a value, since neither"),
     "no check of a bound": (
         _groups(verify={"checks": ["qatkit.verify.checks.size.SizeCheck"], "audit": False, "min_agreement": None}),
-        "verify.checks=qatkit.verify.checks.size.SizeCheck: expected a list with the check of each bound "
+        "verify.checks=[qatkit.verify.checks.size.SizeCheck]: expected a list with the check of each bound "
         "(verify.min_float_agreement=0.5: agreement with float was not measured)",
     ),
 }  # fmt: skip

@@ -155,11 +155,11 @@ def test_proposals_follow_seed_and_number(tmp_path: Path) -> None:
     ("asked", "settings", "says"),
     [
         (replace(ASKED, space=SPACE | {"calibration": ["minmax", "entropy"]}), {},
-         r"search\.space=.*calibration there \['minmax', 'mse'\], here \['minmax', 'entropy'\]"),
-        (replace(ASKED, space={"schedule.lr": SPACE["schedule.lr"]}), {}, "calibration there .*, here absent"),
+         r"output_dir=.*calibration is \[minmax, mse\] there, \[minmax, entropy\] here"),
+        (replace(ASKED, space={"schedule.lr": SPACE["schedule.lr"]}), {}, "calibration is .* there, absent here"),
         (replace(ASKED, objectives=["accuracy"]), {}, r"search\.objectives="),
         (replace(ASKED, constraints=["size<=3"]), {}, r"search\.constraints="),
-        (ASKED, {"schedule.epochs": 3}, r"schedule\.epochs there 2, here 3"),
+        (ASKED, {"schedule.epochs": 3}, r"schedule\.epochs is 2 there, 3 here"),
     ],
 )  # fmt: skip
 def test_another_study_is_refused_with_what_differs(

@@ -114,4 +114,4 @@ def test_a_file_that_does_not_run_here_is_counted_all_the_same(summary: Summary,
     told, printed = summary(save(tmp_path / "net.onnx", text))
     assert told["rows"][0] == {"operator": "own::thing", "count": 1, "quantized": 0, "types": {}, "weight_bytes": 0,
                                "ran": None, "inner": 0}  # fmt: skip
-    assert "not run here" in printed
+    assert "the file does not run here" in printed

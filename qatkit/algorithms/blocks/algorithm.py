@@ -27,7 +27,10 @@ class BlockAlgorithm(Algorithm):
     stays: ClassVar[str]
     tables: ClassVar[bool] = False
     images: int = setting(
-        256, "number of calibration images whose activations between two blocks are stored", COUNT
+        256,
+        "number of calibration images; their activations are stored between one block and the next "
+        "(for adaround and gptq, each operator is a block)",
+        COUNT,
     )
     batch_size: int = setting(
         4,
@@ -59,5 +62,5 @@ class LearnedRounding(BlockAlgorithm):
         Range(0),
     )
     warm: float = setting(
-        0.2, "share of the steps, at the start, without the loss term of strength", Range(0, 1)
+        0.2, "share of the steps, at the start, without the loss term that strength weights", Range(0, 1)
     )

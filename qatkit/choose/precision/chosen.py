@@ -50,7 +50,9 @@ def floats_of_point(config: Config) -> FloatSites:
         raise ConfigError("precision.front", asked.front, allowed) from error
     if model != config.model.name:
         raise ConfigError(
-            "precision.front", asked.front, f"a front of {config.model.name}; this one is of {model}"
+            "precision.front",
+            asked.front,
+            f"a folder with a front of {config.model.name}; its front is of {model}",
         )
     named = ", ".join(f"{one.number} ({one.name})" for one in front.points if one.floats is not None)
     found = next((one for one in front.points if one.number == asked.point), None)

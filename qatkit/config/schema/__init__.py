@@ -79,9 +79,9 @@ class Config:
         None,
         "with onnx=FILE, what is done with the file. static: quantize weights and activations, with "
         "calibration; dynamic: quantize weights, and activations at run time; float16: convert to "
-        "float16; weight_only: quantize only weights (see weights); clean: only clean it (see "
-        "clean); summary: print a table of its operators; encodings: write the scales and zero "
-        "points of a quantized file as JSON (see encodings); null: without onnx",
+        "float16; weight_only: quantize only weights (settings: weights.*); clean: only clean it "
+        "(clean.*); summary: print a table of its operators; encodings: write the scales and zero "
+        "points of a quantized file as JSON (encodings.*); null: only without onnx=FILE",
         FILE_MODES,
     )
     clean: CleanConfig = field(default_factory=CleanConfig)
@@ -98,10 +98,10 @@ class Config:
     )
     placement: str = setting(
         "fixed",
-        "which operators are int8. fixed: those in the backend's table; measured: the fastest of "
-        "several placements on this machine, which are measured first; variants: only write the "
-        "files of these placements, for qatkit-measure on another machine; or the placement.json of "
-        "such a measurement",
+        "which operators are int8. fixed: those that the backend lists; measured: the fastest of "
+        "several placements on this machine, which are measured first; variants: only write the files "
+        "of these placements, for qatkit-measure on another machine; or the placement.json of such a "
+        "measurement",
         PLACE,
     )
     model: ModelConfig = field(default_factory=ModelConfig)

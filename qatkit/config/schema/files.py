@@ -43,8 +43,8 @@ class ExportConfig:
     )
     mode: str = setting(
         "static",
-        "static: simulated quantization and training; dynamic, float16, weight_only: conversion of "
-        "the float model by ONNX Runtime's tools, without training (see mode)",
+        "static: simulated quantization and training; dynamic, float16, weight_only: conversion of the "
+        "float model by ONNX Runtime's tools, without training (described at the key mode)",
         MODES,
     )
     io: str = setting(
@@ -76,15 +76,15 @@ class ExportConfig:
     nms_boxes: int = setting(100, "maximum number of boxes per class and picture", COUNT)
     stream: bool = setting(
         False,
-        "also write a file that processes a recording in chunks, with the states of LSTM, GRU and "
-        "RNN as inputs and outputs; dynamic_axes must make one input axis besides the batch dynamic",
+        "also write a file that processes a recording in chunks, with the states of LSTM, GRU and RNN "
+        "as inputs and outputs; export.dynamic_axes must make one input axis besides the batch dynamic",
     )
     accuracy_level: str = setting(
         "0",
-        "accuracy of products with packed weights (backend=weight_only); with export.decoder, only "
-        "of the decoder's. 0: compute what the simulation does; 4: round activations to 8 bits; "
-        "auto: 4 if it is faster on this machine and costs at most half a percent of the metric (for "
-        "a decoder, of the perplexity) on calibration samples, or changes at most 1 % of the "
+        "accuracy of products with packed weights (backend=weight_only); with export.decoder=true, it "
+        "applies only to the decoder. 0: compute what the simulation does; 4: round activations to 8 "
+        "bits; auto: 4 if it is faster on this machine and costs at most half a percent of the metric "
+        "(for a decoder, of the perplexity) on calibration samples, or changes at most 1 % of the "
         "decisions if there are no labels",
         Choices(("0", "4", "auto")),
     )
@@ -130,8 +130,8 @@ class ExportConfig:
     )
     publish: str | None = setting(
         None,
-        "folder or URL (s3://bucket/prefix, an extra) to which the bundle is published as "
-        "NAME/VERSION if the run meets its bounds; an existing version is never overwritten; null: "
+        "folder or URL (s3://bucket/prefix needs the extra publish) to which the bundle is published "
+        "as NAME/VERSION if the run meets its bounds; an existing version is never overwritten; null: "
         "not published",
         PLACE,
     )
@@ -184,19 +184,20 @@ class VerifyConfig:
     every: int | None = setting(
         None,
         "epochs of fine-tuning between exports; the epoch whose file has the best accuracy in ONNX "
-        "Runtime on held_out images is kept, or the state before training; null: keep the last epoch",
+        "Runtime on the held-out images (verify.held_out) is kept, or the state before training; null: "
+        "keep the last epoch",
         COUNT,
     )
     validation: bool = setting(
         False,
-        "hold out training images (held_out) and measure the file on them too; a search sets this "
-        "and chooses trials by it; not needed with every",
+        "hold out training images (verify.held_out) and also measure the file on them; a search sets "
+        "this and compares trials by these figures; not needed with verify.every",
     )
     held_out: int | None = setting(
         None,
-        "number of training images that are held out to choose between epochs (every) or trials "
-        "(search), and used neither for training nor for calibration; null: a fifth of the training "
-        "images, at most 1000",
+        "number of training images that are held out to choose between epochs (verify.every) or trials "
+        "(search.trials), and used neither for training nor for calibration; null: a fifth of the "
+        "training images, at most 1000",
         COUNT,
     )
     threads: int = setting(
@@ -211,7 +212,7 @@ class VerifyConfig:
     parity_images: int = setting(
         512,
         "images on which the file and the converted module are compared; more if the agreement is "
-        "below min_agreement by an amount that chance can explain",
+        "below verify.min_agreement by an amount that chance can explain",
         COUNT,
     )
     max_drop: float | None = setting(
@@ -247,8 +248,8 @@ class VerifyConfig:
     )
     min_float_sqnr: float | None = setting(
         12.0,
-        "minimum signal-to-quantization-noise ratio (SQNR) of INT8's outputs against the float "
-        "file's in dB, on unlabelled images; states as for min_float_agreement",
+        "minimum signal-to-quantization-noise ratio (SQNR) of INT8's outputs against the float file's "
+        "in dB, on unlabelled images; states are treated as in verify.min_float_agreement",
         Range(-100, 200),
     )
     min_agreement: float | None = setting(
@@ -259,8 +260,8 @@ class VerifyConfig:
     )
     target_isa: str | None = setting(
         None,
-        "avx2: min_agreement must also be met on x86 processors without VNNI, where 8-bit products "
-        "saturate, which is emulated; null: only on the processor that verifies",
+        "avx2: verify.min_agreement must also be met on x86 processors without VNNI, where 8-bit "
+        "products saturate, which is emulated; null: only on the processor that verifies",
         Choices(("avx2",)),
     )
     saturation_images: int = setting(
@@ -281,13 +282,13 @@ class VerifyConfig:
     audit: bool = setting(
         True,
         "check that no weight is dequantized at run time and that every quantized operator runs in "
-        "int8. true: this and max_size_ratio are already checked after the first export, and a run "
-        "that misses them ends there",
+        "int8. true: this and verify.max_size_ratio are already checked after the first export, and a "
+        "run that misses them ends there",
     )
     runtimes: list[str] = setting(
         lambda: ["onnxruntime"],
-        "runtimes in which the file is measured: onnxruntime, openvino (an extra), or the dotted path"
-        " of a qatkit_verify.runtimes.base.Runtime",
+        "runtimes in which the file is measured: onnxruntime, openvino (needs the extra openvino), or "
+        "the dotted path of a qatkit_verify.runtimes.base.Runtime",
     )
     examples: int = setting(
         4,
@@ -331,8 +332,8 @@ class AnalysisConfig:
     sensitivity: str = setting(
         "none",
         "sensitivity of every weight and activation. none: not computed; estimate: estimated for all "
-        "of them in one pass over the images; exact: also measured one by one, with only this one "
-        "quantized and with only this one in float",
+        "of them in one pass over the images; exact: each is also measured alone, once as the only "
+        "quantized one and once as the only float one",
         Choices(("none", "estimate", "exact")),
     )
     top: int | None = setting(
@@ -346,7 +347,9 @@ class AnalysisConfig:
         'which operators are analysed: paths ("layer1.0.conv1") or globs ("encoder.layers.*.mlp.*")',
     )
     images: int = setting(
-        1000, "images of the test split for isolation and sensitivity, balanced over the classes", COUNT
+        1000,
+        "images of the test split for analysis.isolation and analysis.sensitivity, balanced over the classes",
+        COUNT,
     )
     batch_size: int = setting(50, "images per batch; determines the memory use", COUNT)
     tensors: int = setting(
@@ -357,12 +360,13 @@ class AnalysisConfig:
     )
     pictures: int = setting(
         0,
-        "number of tensors whose histograms are drawn in report.html, among those that tensors "
-        "compares; the extra pictures also draws the analyses as PNG files; 0: none",
+        "number of tensors whose histograms are drawn in report.html, among those that "
+        "analysis.tensors compares; with the extra pictures installed, the analyses are also drawn as "
+        "PNG files; 0: none",
         Range(0),
     )
     histograms: bool = setting(
         False,
-        "write a PNG file for each weight and activation that tensors compares: a histogram of its "
-        "values, with its range and steps",
+        "write a PNG file for each weight and activation that analysis.tensors compares: a histogram "
+        "of its values, with its range and steps",
     )

@@ -23,8 +23,8 @@ class TargetConfig:
     )
     min_sqnr: float | None = setting(
         None,
-        "minimum signal-to-quantization-noise ratio of the outputs in dB, on unlabelled images; "
-        "verify.min_float_sqnr applies if it is higher; null: only that bound",
+        "minimum signal-to-quantization-noise ratio of the outputs in dB, on unlabelled images; the "
+        "higher of this and verify.min_float_sqnr applies; null: only verify.min_float_sqnr",
         Range(-100, 200),
     )
     min_speedup: float | None = setting(
@@ -41,18 +41,22 @@ class PrecisionConfig:
 
     search: str = setting(
         "none",
-        "auto: write, judge and time files with some operators in float, then continue with the one "
-        "that target asks for; none: no search",
+        "auto: write, judge and time files with some operators in float, then continue with the "
+        "fastest that meets the accuracy target, or with the one that target.min_speedup selects; "
+        "none: no search",
         Choices(("none", "auto")),
     )
     points: int = setting(8, "maximum number of mixed-precision files that are written and measured", COUNT)
     images: int = setting(256, "calibration images on which the loss of each operator is estimated", COUNT)
     front: str | None = setting(
         None,
-        "folder of a run with a finished search, whose point number precision.point is built; null: none",
+        "folder of a finished run with precision=auto; the point precision.point of its Pareto front "
+        "is built; null: none",
         PLACE,
     )
-    point: int | None = setting(None, "index of the point of that front; null: none", Range(0))
+    point: int | None = setting(
+        None, "index of the point of precision.front that is built; null: none", Range(0)
+    )
 
 
 @dataclass
@@ -77,9 +81,9 @@ class SearchConfig:
     )
     space: dict[str, Any] = setting(
         dict,
-        "KEY: [VALUE, ...] for a choice; KEY: {low: , high: , step: , log: true} for a number, which "
-        "is an integer if the key's values are; a key is anything the command line accepts, "
-        "including groups",
+        "KEY: [VALUE, ...] for a choice; KEY: {low: NUMBER, high: NUMBER, step: NUMBER, log: true} for "
+        "a number (step and log may be left out), which is an integer if the key's values are; a key "
+        "is anything the command line accepts, including groups",
     )
     objectives: list[str] = setting(
         lambda: ["accuracy"],

@@ -31,7 +31,7 @@ class ModelConfig:
     name: str = setting(
         "resnet18",
         'a torchvision.models name ("resnet18"), a timm name ("timm/resnet18"), a Hugging Face '
-        'architecture, hub id or folder, with the head that task asks for ("hf/vit", '
+        'architecture, hub id or folder, with a head for the task ("hf/vit", '
         '"hf/google/vit-base-patch16-224", "hf//my/folder"), "lite/efficientnet-lite0", a float ONNX '
         'file ("onnx/FILE"), or the dotted path of your builder ("my_package.models.build")',
         PLACE,
@@ -39,8 +39,8 @@ class ModelConfig:
     weights: str | None = setting(
         None,
         'pretrained weights: a torchvision weight enum of that model ("IMAGENET1K_V1", "DEFAULT"), a '
-        'timm tag ("a1_in1k", "DEFAULT"), or DEFAULT or a revision for Hugging Face, or DEFAULT for '
-        "lite/efficientnet-lite0; null: no pretrained weights",
+        'timm tag ("a1_in1k", "DEFAULT"), for Hugging Face DEFAULT or a revision, for '
+        "lite/efficientnet-lite0 DEFAULT; null: no pretrained weights",
     )
     checkpoint: str | None = setting(
         None,
@@ -60,7 +60,8 @@ class ModelConfig:
     kwargs: dict[str, Any] = setting(
         dict,
         "further arguments of the builder; for hf/NAME, settings of the model's configuration; for "
-        "onnx/FILE: fix, states and custom_ops",
+        "onnx/FILE: fix (values of inputs that become constants), states (which output is which input "
+        "of the next step) and custom_ops (library of custom operators)",
     )
 
 
@@ -96,9 +97,9 @@ class DataConfig:
     )
     fit: str | None = setting(
         None,
-        "how an image is brought to image_size. crop (default): scale it to cover resize, then crop "
-        "the centre; resize: scale it to image_size and ignore its aspect ratio; letterbox: scale it "
-        "to fit into image_size and fill the rest",
+        "how an image is brought to image_size. crop (default): scale it to cover data.resize, then "
+        "crop the centre; resize: scale it to image_size and ignore its aspect ratio; letterbox: scale "
+        "it to fit into image_size and fill the rest",
         Choices(FITS),
     )
     pad_value: float | None = setting(
@@ -127,8 +128,8 @@ class DataConfig:
     )
     policy: str = setting(
         "none",
-        "torchvision augmentation policy, in addition to augment; for float models that overfit their"
-        " training images",
+        "torchvision augmentation policy, in addition to data.augment; for float models that overfit "
+        "their training images",
         Choices(("none", "trivial_augment", "rand_augment", "auto_augment", "aug_mix")),
     )
     batch_size: int = setting(64, "training images per step and process", COUNT)
@@ -169,7 +170,7 @@ class DataConfig:
         Choices(("refuse", "skip")),
     )
     download: bool = setting(
-        True, "download the data set if root does not contain it and the source can fetch it"
+        True, "download the data set if data.root does not contain it and the source can fetch it"
     )
     rate: int | None = setting(
         None,
@@ -224,7 +225,7 @@ class DataConfig:
     )
     coefficients: int | None = setting(
         None,
-        "number of DCT coefficients for features=mfcc, at most mels (default 10)",
+        "number of DCT coefficients for data.features=mfcc, at most data.mels (default 10)",
         Range(1, LARGEST_MELS, whole=True),
     )
     log_offset: float | None = setting(

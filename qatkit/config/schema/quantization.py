@@ -20,12 +20,12 @@ class OverrideConfig:
     int8: bool = setting(
         False,
         "also compute SiLUs in 8 bits, as Sigmoid and Mul, if the backend keeps them as one float "
-        "operator between two pairs",
+        "operator between QuantizeLinear/DequantizeLinear pairs",
     )
     weight_dtype: str | None = setting(
         None,
         "number type of the weights; integers of fewer than 8 bits are stored in bytes, which int8 "
-        "kernels read; number formats need backend=simulated",
+        "kernels read; float16 and the types after it need backend=simulated",
         Choices((*SIGNED, *FORMAT_NAMES)),
     )
     weight_granularity: Any = setting(
@@ -62,8 +62,8 @@ class OverrideConfig:
     activation_dtype: str | None = setting(
         None,
         "number type of the operators' outputs or of the selected tensors. For uint4, int16 and "
-        "uint16, ONNX Runtime computes in float: the file clips to 16 steps, or rounds to 16 bits; "
-        "number formats need backend=simulated",
+        "uint16, ONNX Runtime computes in float: the file clips to 16 steps, or rounds to 16 bits. "
+        "float16 and the types after it need backend=simulated",
         Choices((*ACTIVATIONS, *FORMAT_NAMES)),
     )
     activation_symmetric: bool | None = setting(
@@ -165,7 +165,7 @@ class BackendConfig:
     overrides_file: str | None = setting(
         None,
         "YAML or JSON file with further overrides, {selector: {setting: value}}, for names that the "
-        "command line does not accept; backend.overrides takes precedence",
+        "command line does not accept; backend.overrides takes precedence; null: no file",
         PLACE,
     )
     exclude: list[Any] = setting(

@@ -14,7 +14,7 @@ class ScheduleConfig:
     epochs: int = setting(1, "epochs of fine-tuning; 0: only calibrate", Range(0))
     max_steps: int | None = setting(
         None,
-        "maximum number of optimizer steps, if fewer than those of epochs; null: no limit",
+        "maximum number of optimizer steps, which can end training before schedule.epochs; null: no limit",
         COUNT,
     )
     optimizer: str = setting(
@@ -104,8 +104,8 @@ class ScheduleConfig:
     )
     distill_checkpoint: str | None = setting(
         None,
-        "file with the teacher's state_dict, used instead of pretrained weights; without distill_teacher "
-        "the teacher has the architecture of this run's model",
+        "file with the teacher's state_dict, used instead of pretrained weights; without "
+        "distill_teacher the teacher has the architecture of this run's model; null: no file",
         PLACE,
     )
     distill_features: list[str] = setting(
@@ -158,7 +158,10 @@ class TrainerConfig:
         " processes",
     )
     precision: str = setting(
-        "32-true", "numeric precision of training", Choices(("32-true", "bf16-mixed", "16-mixed"))
+        "32-true",
+        "numeric precision of training. 32-true: float32; bf16-mixed, 16-mixed: bfloat16 or float16 "
+        "where autocast allows, with float32 weights",
+        Choices(("32-true", "bf16-mixed", "16-mixed")),
     )
     deterministic: bool = setting(
         True, "use only deterministic kernels: slower on a GPU, and missing for some operators"

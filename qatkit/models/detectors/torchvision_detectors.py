@@ -118,10 +118,11 @@ def counts_background(name: str) -> bool:
 def check_ratios(model: nn.Module, ratios: Sequence[float]) -> None:
     """Raises ConfigError unless the model is an SSD and the ratios are two ascending shares up to 1."""
     if not isinstance(model, SSD):
-        raise ConfigError("model.kwargs", {"anchor_ratios": list(ratios)}, "anchor_ratios only for an SSD")
+        allowed = "null, since only an SSD has this argument"
+        raise ConfigError("model.kwargs.anchor_ratios", list(ratios), allowed)
     if len(ratios) != 2 or not 0 < ratios[0] < ratios[1] <= 1:
         allowed = "[SMALLEST, LARGEST], the sides of anchors as ascending shares of the input's side, up to 1"
-        raise ConfigError("model.kwargs", {"anchor_ratios": list(ratios)}, allowed)
+        raise ConfigError("model.kwargs.anchor_ratios", list(ratios), allowed)
 
 
 def _from_offsets(offsets: Tensor, anchors: Tensor, weights: Sequence[float]) -> Tensor:

@@ -60,8 +60,7 @@ class Yolox(Detector):
     ) -> None:
         super().__init__()
         if activation not in _ACTIVATIONS:
-            allowed = f"one of {', '.join(_ACTIVATIONS)} for activation"
-            raise ConfigError("model.kwargs", {"activation": activation}, allowed)
+            raise ConfigError("model.kwargs.activation", activation, f"one of {', '.join(_ACTIVATIONS)}")
         act = _ACTIVATIONS[activation]
         self.backbone = _Pyramid(depth, width, act, depthwise)
         self.head = _Head(num_classes, width, act, depthwise)

@@ -189,7 +189,9 @@ def _end_if_unheard(over: threading.Event, number: int) -> None:
     if over.wait(_A_STEP if stopping.waits() else _A_CALL) or stopping.wanted() is not None:
         return
     if main_process():
-        text = "interrupted while it waited for other processes: run the same command with resume=auto to continue"
+        text = (
+            "interrupted while waiting for other processes: run the same command with resume=auto to continue"
+        )
         print(f"\n{text}", file=sys.stderr, flush=True)
     _leave(128 + number)
 

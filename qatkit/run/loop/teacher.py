@@ -62,12 +62,13 @@ def _check(teacher: nn.Module, data: DataModule, key: str, shown: str | None) ->
         raise ConfigError(key, shown, reason=reason) from error
     width = data.task.width_of(output.shape) if isinstance(output, Tensor) else None
     if width is None:
-        wanted = f"a model that returns {data.task.names.outputs} {data.task.shape_text(None)}"
+        found = list(output.shape) if isinstance(output, Tensor) else f"a {type(output).__name__}"
+        wanted = f"a model that returns {data.task.names.outputs} {data.task.shape_text(None)}; it returned {found}"
         raise ConfigError(key, shown, wanted)
     _check_classes(width, data, key, shown)
 
 
 def _check_classes(count: int | None, data: DataModule, key: str, shown: str | None) -> None:
     if None not in (count, data.num_classes) and count != data.num_classes:
-        allowed = f"a teacher with the {data.num_classes} classes of the data; this one has {count}"
+        allowed = f"a teacher with the {data.num_classes} classes of the data; the given one has {count}"
         raise ConfigError(key, shown, allowed)

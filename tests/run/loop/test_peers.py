@@ -96,7 +96,7 @@ def test_a_signal_reaches_a_process_that_waits_in_a_library(number: int, when: s
             process.kill()
     assert process.returncode == 128 + number, said
     assert said.splitlines()[-1] == (
-        "interrupted while it waited for other processes: run the same command with resume=auto to continue"
+        "interrupted while waiting for other processes: run the same command with resume=auto to continue"
     )
 
 
