@@ -188,7 +188,7 @@ _KEYS = [
     ),
     bad(
         "verify.runtimes=[os.path]",
-        "verify.runtimes=os.path: expected the dotted path of a qatkit_verify.runtimes",
+        "verify.runtimes=os.path: expected the dotted path of an object of type qatkit_verify.runtimes",
     ),
     bad("verify.runtimes=[nowhere.X]", "verify.runtimes=nowhere.X: "),
     bad("verify.every=1", "verify.every=1: expected null with schedule.epochs=0"),
