@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from qatkit.records.decoder_files import DECODER_FILE, DECODER_FOLDER
 from qatkit.records.results import Results
 from qatkit.verify.checks.base import Check, Shortfall, Subject
-from qatkit_verify.errors import as_typed, counted
+from qatkit_verify.errors import counted
 
 if TYPE_CHECKING:
     from qatkit.config.schema import VerifyConfig
@@ -79,11 +79,8 @@ class DecoderCheck(Check):
             for how, counts in single.items()
             if least is not None and min(counts) < least * max(counts)
         ]
-        short = (
-            [Shortfall(f"verify.min_agreement={as_typed(least)}: the decoder has {'; '.join(wrong)}")]
-            if wrong
-            else []
-        )
+        bound = "export.decoder=true" if least is None else f"verify.min_agreement={least}"
+        short = [Shortfall(f"{bound}: the decoder has {'; '.join(wrong)}")] if wrong else []
         at = found.get("levels")
         if at is not None and at["perplexity"][1] > (1 + RISE) * at["perplexity"][0]:
             before, now = at["perplexity"]
@@ -103,9 +100,9 @@ def _line(found: dict[str, Any]) -> str:
     generated, equal = found["greedy"]
     return (
         f"decoder ({DECODER_FOLDER}/{DECODER_FILE}, {found['bytes'] / 1e6:.2f} MB): perplexity"
-        f" {found['perplexity']:.3f} on {found['windows']} windows ({found['whole']:.3f} without keys and values),"
-        f" same next token {100 * found['agreement']:.2f} %; tokens right one by one: {same} of {steps}, in a greedy"
-        f" text: {equal} of {generated}; {found['tokens_per_second']:.1f} tokens/s,"
+        f" {found['perplexity']:.3f} on {counted(found['windows'], 'window')} ({found['whole']:.3f} without keys and"
+        f" values), same next token {100 * found['agreement']:.2f} %; tokens right one by one: {same} of {steps}, in a"
+        f" greedy text: {equal} of {generated}; {found['tokens_per_second']:.1f} tokens/s,"
         f" {counted(found['threads'], 'thread')}{_level_text(found)}"
     )
 

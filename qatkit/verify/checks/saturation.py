@@ -160,22 +160,23 @@ def saturation_lines(found: Mapping[str, Any], task: TaskNames = NAMES) -> list[
     proven, others = len(layers) - len(open_ones), found["others"]
     if not layers and not others:
         return _signed_lines(found.get("signed", {}))
-    said = f"without VNNI (AVX2): {proven} of {len(layers)} uint8 x int8 operators cannot saturate"
+    operators = counted(len(layers), "uint8 x int8 operator")
+    said = "without VNNI (AVX2): "
+    said += f"{proven} of {operators} cannot saturate, proven from their weights; " if proven else ""
     if not open_ones and not others:
-        return [never_on_x86(counted(proven, "uint8 x int8 operator"))]
+        return [never_on_x86(counted(proven, "operator"))]
     if not open_ones or not found["images"]:
         named = ", ".join([*open_ones, *others][:3])
         more = len(open_ones) + len(others) - 3
         listed = f"{named} and {more} more" if more > 0 else named
         how = " (verify.target_isa=avx2 emulates it)" if open_ones else ", since they cannot be emulated"
-        return [
-            f"{said}, proven from their weights; the effect of the others ({listed}) is not measured{how}"
-        ]
+        which = "the others" if proven else "operators that can saturate"
+        return [f"{said}the effect of {which} ({listed}) is not measured{how}"]
     clipped = sorted(
         (name for name in open_ones if layers[name]["clipped"]), key=lambda n: -layers[n]["relative_error"]
     )
     head = (
-        f"{said}, proven from their weights; {counted(len(clipped), 'operator')} saturated on"
+        f"{said}{counted(len(clipped), 'operator')} saturated on"
         f" {found['images']} {task.samples}: same answer as with VNNI on {100 * found['emulated']['agreement']:.2f} %"
     )
     exact, emulated = (task.main.of(found[name][task.main.key]) for name in ("exact", "emulated"))
@@ -222,7 +223,7 @@ def guard_line(guards: Mapping[str, Any]) -> str:
 def _layer(name: str, one: Mapping[str, Any]) -> str:
     return (
         f"{name}: {100 * one['clipped']:.3g} % of sums clipped ({one['can_saturate']} of {one['channels']} channels"
-        f" can be), error {one['mean_steps']:.3g} steps on average, {one['max_steps']:.3g} at most"
+        f" can saturate), error {one['mean_steps']:.3g} steps on average, {one['max_steps']:.3g} at most"
     )
 
 
