@@ -57,7 +57,7 @@ def refuse_program(
     model: ir.Model,
     *,
     dynamic_batch: bool,
-    free: Sequence[tuple[int, int]] = (),
+    free: Sequence[tuple[int, int, str]] = (),
 ) -> None:
     """Refuses programs that the exporter has silently changed, or exported in part.
 
@@ -65,7 +65,8 @@ def refuse_program(
         program: the exported program.
         model: its ONNX model.
         dynamic_batch: whether the file should accept batches of any size.
-        free: further axes that should accept any size, each as (index of the input, index of the axis).
+        free: further axes that should accept any size, each as (index of the input, index of the axis, name of the
+            axis).
 
     Raises:
         ConfigError: the batch or an axis has a fixed size although any size was requested, an output is complex, or a
@@ -77,9 +78,9 @@ def refuse_program(
         raise ConfigError(
             "export.dynamic_batch",
             dynamic_batch,
-            reason=f"{reason}; set it to false to write a file for this size",
+            reason=f"{reason}; set export.dynamic_batch=false to write a file for this size",
         )
-    for i, axis in free:
+    for i, axis, name in free:
         value = model.graph.inputs[i]
         size = value.shape[axis] if value.shape is not None else None
         if isinstance(size, int):
@@ -87,7 +88,7 @@ def refuse_program(
                 f"an operator of this model works only with size {size} along axis {axis} of '{value.name}'"
             )
             key = f"export.dynamic_axes.{value.name}.{axis}"
-            raise ConfigError(key, size, reason=f"{reason}; remove this axis from export.dynamic_axes")
+            raise ConfigError(key, name, reason=f"{reason}; remove this axis from export.dynamic_axes")
     for node in program.graph.nodes:
         if node.target is operator.getitem and node.args[1] == 1 and node.args[0].target in VALUES_ONLY:
             pool = node.args[0]
@@ -109,7 +110,7 @@ def refusal(error: Exception, module: nn.Module) -> ConfigError:
     if unknown:
         why = f"torch's exporter cannot translate {unknown[1]}.{unknown[2]} to ONNX"
     else:
-        why = f"torch's exporter failed: {first}"
+        why = f"torch's exporter failed ({first})"
     return _refused(_place(error, module), why)
 
 

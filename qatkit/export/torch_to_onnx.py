@@ -304,7 +304,7 @@ def _torch_export(
         program.exported_program,
         program.model,
         dynamic_batch=any(axis is not None for axis in axes),
-        free=[place for one in free for place in one.places],
+        free=[(*place, one.name) for one in free for place in one.places],
     )
     return program.model
 

@@ -206,7 +206,7 @@ def test_no_size_is_taken_for_the_number_that_it_was(tmp_path: Path) -> None:
     graph = Captured(model, example, "auto").graph()
     assert [axis.name for axis in graph.meta["free_axes"]] == ["height", "width"]
     assert (
-        "because torch's exporter failed: an operator works only at the size of the example"
+        "because torch's exporter failed (an operator works only at the size of the example"
         in export_onnx(graph, example, path)
     )
     session, image = ort.InferenceSession(path), drawn((3, 3, 32, 48))

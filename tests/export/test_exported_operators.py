@@ -256,7 +256,7 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
         Pooled(),
         r"model\.name=1: ONNX has no operator for the indices that aten\.adaptive_max_pool2d\.default returns",
     ),
-    "branch": (Doubtful(), r"model\.name=1: torch's exporter failed: Could not guard on data-dependent .*"),
+    "branch": (Doubtful(), r"model\.name=1: torch's exporter failed \(Could not guard on data-dependent .*"),
     "complex": (Call(fft.fft2), r"model\.name=1: this output is complex, and ONNX computes with real numbers only; .*"),
     "one batch": (
         Call(lambda x: torch.kron(x[:, :, :2, :2], torch.ones(1, 1, 2, 2))),

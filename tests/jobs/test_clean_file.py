@@ -138,7 +138,8 @@ def test_given_inputs_are_compared(net: Path, tmp_path: Path) -> None:
     assert told["outputs_db"] == {"y": None}  # all values are equal
     np.savez(tmp_path / "given.npz", x=drawn(3, 4, 9, 11))
     with pytest.raises(
-        ConfigError, match=r"clean.inputs=.*: expected an array 'x' of float32 \[batch, 3, height, width\]"
+        ConfigError,
+        match=r"clean.inputs=.*: expected an .npz file whose array 'x' is float32 \[batch, 3, height, width\]",
     ):
         quantize(replace(run_of(net, inputs=f"{tmp_path / 'given.npz'}"), output_dir=f"{tmp_path / 'other'}"))
 
