@@ -85,8 +85,8 @@ _TRAINING = [
          "expected a module of the model (did you mean conv"),
         ("schedule.distill_features=[fc:conv1]", "schedule.distill_features=fc:conv1: "
          "expected modules whose outputs have the same shape; fc returns"),
-        ("schedule.distill_features=[fc]", "algorithm=smooth_quant", "schedule.distill_features=fc: "
-         "expected [] with an"),
+        ("schedule.distill_features=[fc]", "algorithm=smooth_quant", "schedule.distill_features=[fc]: "
+         "expected [] with SmoothQuant"),
         ("schedule.distill_features=[fc]", "algorithm=auto", "schedule.distill_features=fc: "
          "expected [] with algorithm_choice"),
         ("schedule.distill=0.5", "schedule.distill_teacher=resnet50",

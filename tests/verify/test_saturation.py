@@ -270,7 +270,7 @@ def test_what_can_not_be_emulated_leaves_the_other_figures(tmp_path: Path) -> No
     path = two_products(tmp_path / "two.onnx")[2]
     path.write_bytes(path.read_bytes()[:100])
     results, short, _ = checked(path, Config())
-    assert results.notes[0].startswith("saturation: not measured (ConfigError: onnx file=")
+    assert results.notes[0].startswith("saturation: not measured (onnx file=")
     assert short == [("verify.target_isa=avx2: saturation was not measured", "")]
 
 
@@ -285,9 +285,7 @@ def test_outputs_of_other_shapes_are_not_compared(tmp_path: Path) -> None:
     model.graph.output.append(onnx.ValueInfoProto(name="places"))
     onnx.save(model, path)
     results, _, _ = checked(path, Config())
-    assert results.notes[0].startswith(
-        "saturation: not measured (ConfigError: verify.target_isa=avx2: output 1 is [2, "
-    )
+    assert results.notes[0].startswith("saturation: not measured (verify.target_isa=avx2: output 1 is [2, ")
 
 
 def trained(folder: Path, reduce_range: bool | str) -> tuple[int, dict[str, Any]]:

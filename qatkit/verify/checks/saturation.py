@@ -16,7 +16,7 @@ from qatkit.records.scores import with_key
 from qatkit.verify.checks.base import Check, Shortfall, Subject, capped
 from qatkit.verify.checks.requested import RequestedSettings
 from qatkit_verify.classification import NAMES
-from qatkit_verify.errors import as_typed, counted
+from qatkit_verify.errors import ConfigError, as_typed, counted
 from qatkit_verify.proofs import never_on_arm, never_on_x86
 from qatkit_verify.records import Metric, TaskNames
 
@@ -43,7 +43,8 @@ class SaturationCheck(Check):
         try:
             return results.with_measured(self.name, _measured(subject))
         except Exception as error:  # some graphs cannot be cut, and the other figures are worth more
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
+            reason = f"{kind}{' '.join(str(error).split())[:200]}"
             return replace(results, notes=(*results.notes, f"saturation: not measured ({reason})"))
 
     def shortfalls(self, bounds: VerifyConfig, results: Results) -> list[Shortfall]:
