@@ -68,7 +68,7 @@ def test_a_difference_beyond_the_bound_is_refused(
     else:
         with pytest.raises(
             ConfigError,
-            match=r"clean=after.onnx: output 'y' differs from the original file's \(.* dB\), and should",
+            match=r"onnx=.*before.onnx: after cleaning, output 'y' differs from the original file's \(.* dB\), where",
         ):
             proof()
 
