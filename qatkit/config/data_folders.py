@@ -62,5 +62,6 @@ def data_folder(source: str, root: str | None) -> Path:
         ConfigError: the folder is missing: `root` is None, or no such folder exists.
     """
     if root is None or not Path(root).is_dir():
-        raise ConfigError("data.root", root, f"{FOLDERS[source]}; there is no such folder")
+        found = "" if root is None else "; there is no such folder"
+        raise ConfigError("data.root", root, f"{FOLDERS[source]}{found}")
     return Path(root)

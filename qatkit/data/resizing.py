@@ -18,7 +18,10 @@ _CACHED = 2**20  # bytes that are enlarged at a time, so that they stay in a cor
 
 
 def resized(array: Tensor, how: Fitting, interpolation: str) -> Tensor:
-    """Returns the kept part of uint8 `array` (N, channels, height, width), resized: uint8 or float32, 0..255."""
+    """Resizes uint8 `array` (N, channels, height, width) to `how.scaled`, and returns the kept part.
+
+    Values stay in 0..255. They are float32 if a side is enlarged or has one pixel afterwards, otherwise uint8.
+    """
     height, width = array.shape[-2:]
     (top, left), (rows, columns) = how.start, how.kept
     cut = slice(top, top + rows), slice(left, left + columns)

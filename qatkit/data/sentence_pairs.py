@@ -12,6 +12,7 @@ sentence of the data.
 from __future__ import annotations
 
 import csv
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -105,9 +106,12 @@ def _read(path: str) -> list[Pair]:
         if len(row) != len(names):
             raise wrong(f"has {len(row)} instead of {len(names)} columns in line {number}")
         try:
-            found.append(Pair(row[sentences[0]], row[sentences[1]], float(row[scores[0]])))
-        except ValueError as error:
-            raise wrong(f"has '{row[scores[0]]}' in line {number}; expected a number as the score") from error
+            score = float(row[scores[0]])
+        except ValueError:
+            score = math.nan
+        if not math.isfinite(score):
+            raise wrong(f"has '{row[scores[0]]}' in line {number}; expected a finite number as the score")
+        found.append(Pair(row[sentences[0]], row[sentences[1]], score))
     if not found:
         raise wrong("has no pairs below its first line")
     return found

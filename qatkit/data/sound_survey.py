@@ -104,8 +104,8 @@ class SoundSurvey:
             strerror = error.strerror if isinstance(error, OSError) else None
             self.unusable[path] = strerror.lower() if strerror else one_line(error)
             return None
-        self._room -= samples.nbytes
-        kept = samples if self._room >= 0 else None
+        kept = samples if samples.nbytes <= self._room else None
+        self._room -= 0 if kept is None else kept.nbytes
         return Recording(path, rate, len(samples), hashlib.sha256(samples.tobytes()).digest(), kept)
 
 

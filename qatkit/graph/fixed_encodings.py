@@ -260,7 +260,8 @@ class _Matching:
             listed = ",".join(f"{place}:{{{_typed(one)}}}" for place, one in single.items())
             told.append(f"'+backend.overrides={{{listed}}}'")
         elif single:
-            told.append(f"backend.overrides in a YAML file, for {', '.join(single)}")
+            listed = "; ".join(f"{place}: {_typed(one)}" for place, one in single.items())
+            told.append(f"backend.overrides in a YAML file ({listed})")
         return " ".join(told)
 
     def outcome(self) -> Matched:

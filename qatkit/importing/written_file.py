@@ -175,7 +175,7 @@ class WrittenFile:
 
     def link(self, value: ir.Value, chain: Chain) -> ir.Value:
         """Returns `value` after the links of a chain; readers with the same chain share its nodes."""
-        if chain and (kind := _other_float(value)) is not None:
+        if chain and (kind := other_float(value)) is not None:
             return self._converted(value, kind, chain)
         for count in range(1, len(chain) + 1):
             key = id(value), chain[:count]
@@ -193,7 +193,7 @@ class WrittenFile:
         maker = value.producer()
         if maker is not None and maker.op_type == "Cast" and len(value.uses()) + value.is_graph_output() < 2:
             before = maker.inputs[0]
-            if before is not None and _other_float(before) is None:
+            if before is not None and _type_of(before) == ir.DataType.FLOAT:
                 maker.replace_input_with(0, self.link(before, chain))
                 return value
         key = id(value), chain
@@ -331,13 +331,18 @@ def _in_branches(graph: ir.Graph) -> dict[str, ir.Value]:
     return {str(value.name): value for value in made if count[value.name] == 1}
 
 
-def _other_float(value: ir.Value) -> ir.DataType | None:
+def other_float(value: ir.Value) -> ir.DataType | None:
     """Returns the float type of a value if the file or a Cast shows that it is not float32; otherwise None."""
-    maker = value.producer()
-    kind = value.dtype
-    if kind is None and maker is not None and maker.op_type == "Cast":
-        kind = ir.DataType(maker.attributes.get_int("to", int(ir.DataType.FLOAT)))
+    kind = _type_of(value)
     return kind if kind in _OTHER_FLOATS else None
+
+
+def _type_of(value: ir.Value) -> ir.DataType | None:
+    """Returns the type that the file, or the Cast that makes it, gives a value; None if neither does."""
+    maker = value.producer()
+    if value.dtype is None and maker is not None and maker.op_type == "Cast":
+        return ir.DataType(maker.attributes.get_int("to", int(ir.DataType.FLOAT)))
+    return value.dtype
 
 
 def _first(node: ir.Node) -> str:

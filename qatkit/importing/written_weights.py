@@ -25,7 +25,7 @@ from qatkit.graph.convert.recurrent_modules import QuantizedRecurrent, _to_onnx
 from qatkit.graph.weights.transposed import from_phases
 from qatkit.importing.operators.table import Array
 from qatkit.importing.program import Original, Step
-from qatkit.importing.written_file import WrittenFile, refused
+from qatkit.importing.written_file import WrittenFile, other_float, refused
 
 _FLOAT = 1  # the number of the type in onnx.TensorProto
 _BYTE = 255
@@ -106,9 +106,9 @@ class WrittenWeights:
                 f"node '{step.name}' ({node.op_type}) cannot have a quantized weight; "
                 "keep it in float with backend.overrides",
             )
-        held = held_by(cast(ir.Value, node.inputs[1]))
-        if held is not None and held.dtype != np.float32:
-            raise refused(self.file.path, f"node '{step.name}' computes in {held.dtype} instead of float32")
+        kind = other_float(cast(ir.Value, node.inputs[1]))
+        if kind is not None:
+            raise refused(self.file.path, f"node '{step.name}' computes in {kind.numpy()} instead of float32")
         weight, scale = array_of(module.weight), array_of(module.weight_scale)
         axis, alone = 0, node.op_type == "BatchNormalization"
         if module.is_linear and not (node.op_type == "Gemm" and node.attributes.get_int("transB", 0) == 1):

@@ -123,7 +123,7 @@ class Places(Always):
     def planned(self, state: State, pace: Pace) -> Sequence[Planned]:
         if (state.run.asked or state.run.config).placement != MEASURED:
             return ()
-        about, why = "files with other operators in float, timed", "it depends on how many compete"
+        about, why = "files with other operators in float, timed", "it depends on how many files are timed"
         return (stage("placement", about, why, done=state.run.placed is not None),)
 
     def run(self, state: State) -> State:

@@ -170,9 +170,9 @@ class FakeQuantize(Quantizer):
 
     @torch.no_grad()
     def begin(self, weight: Tensor | None = None) -> None:
-        """Makes the range follow the values in training, with any observer, if calibration observed only zeros.
+        """Replaces the observer by one that follows the values in training, if calibration observed only zeros.
 
-        Such a range would clip all other values.
+        The empty range would clip all other values.
         """
         if not self.frozen and self._is_empty:
             self._observe_anew()

@@ -134,7 +134,8 @@ def _check_fixed_batch(config: Config, inputs: Inputs) -> None:
         return
     for name, axis in inputs.axes.items():
         if axis not in (0, None):
-            reason = f"the batch axis of '{name}' is {axis}, and must be 0 for a fixed batch size; set true"
+            found = f"the batch axis of '{name}' is {axis}, but a fixed batch size needs axis 0"
+            reason = f"{found}; set export.dynamic_batch=true"
             raise ConfigError("export.dynamic_batch", False, reason=reason)
 
 

@@ -263,10 +263,10 @@ def _told(claimed: Claimed, config: Config, report: Mapping[str, Any] | None) ->
         return partial(claimed.fail, _without_file(claimed.folder / _TABLE))
     found = figures(report)
     if missing := [name for name in _asked(config.search) if name not in found]:
-        measured = (
-            f"it has {', '.join(found) or 'none'}; without labels, use agreement or sqnr instead of accuracy"
+        hint = "; without labels, use agreement or sqnr instead" if missing[0] in ("accuracy", "drop") else ""
+        return partial(
+            claimed.fail, f"its report has no {missing[0]} (it has {', '.join(found) or 'none'}{hint})"
         )
-        return partial(claimed.fail, f"its report has no {missing[0]} ({measured})")
     return partial(claimed.complete, found, of_test_images(report), report["shortfalls"])
 
 

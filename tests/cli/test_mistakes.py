@@ -31,7 +31,7 @@ MISTAKES = [
     (["schedule.lrr=1"], "schedule.lrr=1: the key does not exist (did you mean schedule.lr?)"),
     (["schedul.lr=1"], "schedul.lr=1: the key does not exist (did you mean schedule.lr?)"),
     (["recipie=quickstart"], "recipie=quickstart: the key does not exist (did you mean recipe?)"),
-    (["+foo=1"], "foo=1: the key does not exist (did you mean "),
+    (["+foo=1"], "foo=1: the key does not exist"),
     (["++schedule.lrr=1"], "schedule.lrr=1: the key does not exist (did you mean schedule.lr?)"),
     (["hydra.verbos=1"], "hydra.verbos=1: the key does not exist (did you mean hydra.verbose?)"),
     (

@@ -75,7 +75,7 @@ class Outer:
         (Range(0, above=True), "above 0", "a number above 0", [1e-9], [0, -1]),
         (
             Range(50, 100, above=True),
-            "above 50 to 100",
+            "above 50, up to 100",
             "a number above 50, up to 100",
             [50.1, 100],
             [50, 100.1],

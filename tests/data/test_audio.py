@@ -223,6 +223,14 @@ def test_what_memory_does_not_hold_is_read_again(tmp_path: Path, monkeypatch: py
         np.testing.assert_array_equal(np.concatenate(_frames(data, part)), values)
 
 
+def test_a_file_too_large_for_memory_leaves_room_for_others(tmp_path: Path) -> None:
+    _files(tmp_path, 80, 30, 20)
+    survey = sound_survey.SoundSurvey(str(tmp_path), 16000, 1, "refuse")
+    survey._room = 4 * 60
+    found = survey.usable(sorted(map(str, tmp_path.glob("*.wav"))))
+    assert sorted((one.count, one.kept is None) for one in found) == [(20, False), (30, False), (80, True)]
+
+
 def test_flac_and_wav_of_the_same_samples_are_the_same_frames(tmp_path: Path) -> None:
     soundfile: Any = pytest.importorskip("soundfile", reason="soundfile, which reads FLAC, is not installed")
     sound = np.random.default_rng(4).integers(-(2**15), 2**15, (40, 2), np.int16)

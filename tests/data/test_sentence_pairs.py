@@ -68,7 +68,8 @@ def test_long_sentences_are_cut(tmp_path: Path, tokens: Path) -> None:
         ("", "a.tsv has no named columns"),
         ("sentence1\tsentence2\tscore\n", "a.tsv has no pairs below its first line"),
         ("sentence1\tsentence2\tscore\nx\ty\n", "a.tsv has 2 instead of 3 columns in line 2"),
-        ("sentence1\tsentence2\tscore\nx\ty\tgood\n", "a.tsv has 'good' in line 2; expected a number as the score"),
+        ("sentence1\tsentence2\tscore\nx\ty\tgood\n", "a.tsv has 'good' in line 2; expected a finite number as"),
+        ("sentence1\tsentence2\tscore\nx\ty\tnan\n", "a.tsv has 'nan' in line 2; expected a finite number as"),
     ],
 )  # fmt: skip
 def test_files_without_pairs_are_refused(text: str, told: str, tmp_path: Path, tokens: Path) -> None:

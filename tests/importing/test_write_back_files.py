@@ -191,6 +191,16 @@ def test_embedding_looks_bytes_up(tmp_path: Path) -> None:
     assert difference(source, written.path).new == {"Gather": 1, "Cast": 1, "Mul": 1}
 
 
+@pytest.mark.parametrize("kind", ["float16", "float64"])
+def test_a_weight_that_a_cast_makes_keeps_its_type(kind: str, tmp_path: Path) -> None:
+    net, to = Net(), helper.np_dtype_to_tensor_dtype(np.dtype(kind))
+    weight = net.add("Cast", net.constant(floats(16, 4)), to=to)
+    y = net.add("Cast", net.add("MatMul", net.add("Cast", "x", to=to), weight), to=FLOAT)
+    source = save(tmp_path / "float.onnx", net.nodes, {"x": (FLOAT, ["n", 16])}, [y], net.constants)
+    with pytest.raises(ConfigError, match=f"computes in {kind} instead of float32"):
+        write(source, {"x": torch.randn(3, 16)})
+
+
 def test_quantized_output_behind_an_identity(tmp_path: Path) -> None:
     net = Net()
     a = net.conv("x", 16, 3)

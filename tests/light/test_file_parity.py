@@ -44,6 +44,18 @@ def test_the_figures_are_those_of_the_outputs(files: tuple[Path, Path], tmp_path
     assert told["max_abs_diff"] > 0
 
 
+def test_the_figures_can_go_to_standard_output(
+    files: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    assert main([*map(str, files), "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["passed"] and sorted(tmp_path.iterdir()) == before
+
+
 def test_a_bound_that_is_not_kept_is_status_one(
     files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

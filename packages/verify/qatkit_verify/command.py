@@ -135,13 +135,16 @@ def _checks(asked: CheckInputs) -> list[Check]:
 
 
 def _parity(given: argparse.Namespace) -> int:
-    from qatkit_verify.parity import PARITY_FILE, file_parity, write_parity
+    from qatkit_verify.parity import PARITY_FILE, file_parity, parity_json
 
     a, b = given.paths
     found = file_parity(a, b, inputs=given.inputs, abs_tol=given.abs_tol, mean_tol=given.mean_tol,
                         threads=given.threads)  # fmt: skip
+    if str(given.json) == "-":
+        print(parity_json(found), end="")
+        return 0 if found.passed else 1
     path = given.json or Path(PARITY_FILE)
-    write_parity(path, found)
+    write_text(path, parity_json(found))
     print("\n".join(drawn([
         ("", "found", "at most"),
         ("largest difference", f"{found.max_abs_diff:.6g}", _bound(found.abs_tol)),
@@ -163,7 +166,8 @@ def _peak_mb() -> int | None:
         import resource
     except ImportError:
         return None
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes on macOS, elsewhere kibibytes
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -65,22 +65,24 @@ def counted(count: int, noun: str) -> str:
 
 
 def near_matches(word: str, words: Iterable[str], n: int = 5) -> str:
-    """Returns the `n` of `words` that are closest to `word`, separated by commas.
-
-    Words that are clearly less similar than the closest one are left out. If none is similar, the first ones
-    in alphabetical order are returned.
-    """
-    pool, typed = sorted(set(words)), word[:_LONGEST]
-    near = {one: difflib.SequenceMatcher(a=one, b=typed).ratio()
-            for one in difflib.get_close_matches(typed, pool, n=n, cutoff=0.3)}  # fmt: skip
-    least = max(near.values(), default=0.0) - _LESS_SIMILAR
-    return ", ".join([one for one, ratio in near.items() if ratio > least] or pool[:n])
+    """Returns the `n` of `words` that are closest to `word`, separated by commas; the first ones if none is similar."""
+    pool = sorted(set(words))
+    return ", ".join(_similar(word, pool, n) or pool[:n])
 
 
 def did_you_mean(word: str, words: Iterable[str], n: int = 5) -> str:
-    """Returns the end of an error message, " (did you mean a, b?)"; "" if there are no words."""
-    near = near_matches(word, words, n)
-    return f" (did you mean {near}?)" if near else ""
+    """Returns the end of an error message, " (did you mean a, b?)"; "" if no word is similar."""
+    near = _similar(word, sorted(set(words)), n)
+    return f" (did you mean {', '.join(near)}?)" if near else ""
+
+
+def _similar(word: str, pool: list[str], n: int) -> list[str]:
+    """Returns at most `n` similar words, the closest first, without those that are clearly less similar than it."""
+    typed = word[:_LONGEST]
+    near = {one: difflib.SequenceMatcher(a=one, b=typed).ratio()
+            for one in difflib.get_close_matches(typed, pool, n=n, cutoff=0.3)}  # fmt: skip
+    least = max(near.values(), default=0.0) - _LESS_SIMILAR
+    return [one for one, ratio in near.items() if ratio > least]
 
 
 def first_line(error: BaseException) -> str:

@@ -12,7 +12,6 @@ import numpy as np
 
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.feeds import Array, noise_feeds
-from qatkit_verify.files import write_text
 from qatkit_verify.npz import read_npz
 from qatkit_verify.session import fixed_batch, in_its_batches, open_session
 
@@ -104,9 +103,9 @@ def file_parity(
     )  # fmt: skip
 
 
-def write_parity(path: Path, found: FileParity) -> None:
-    """Writes parity_report.json."""
-    write_text(path, json.dumps(asdict(found), indent=1) + "\n")
+def parity_json(found: FileParity) -> str:
+    """Returns the content of parity_report.json."""
+    return json.dumps(asdict(found), indent=1) + "\n"
 
 
 def _read(path: Path) -> dict[str, Array]:

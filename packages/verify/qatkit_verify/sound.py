@@ -130,7 +130,7 @@ class SoundPreprocess:
         return self.batch([recording])
 
     def batch(self, recordings: Sequence[NDArray[Any]]) -> Floats:
-        """Returns the input for recordings of any lengths, [N, *shape], each as for `__call__`."""
+        """Returns the model's input [N, *shape] for N recordings of any lengths, each in the form of `__call__`."""
         steps = np.stack([self._fitted(one) for one in recordings])
         if self.features == WAVEFORM:
             return (steps / _STEPS).astype(np.float32)

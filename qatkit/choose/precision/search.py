@@ -153,13 +153,13 @@ class Search:
         return Measured(self.layouts(floats), kernels, ms)
 
     def rounds(self, costs: Costs, before: dict[str, float]) -> list[_Trial]:
-        """Writes and measures the promising sets in two rounds.
+        """Writes and measures the promising sets of float operators in two rounds, and returns the measured files.
 
-        The times that are measured in the first round correct the predictions for the second.
+        The latencies of the first round correct the predictions for the second.
 
         Args:
-            costs: the costs, which are corrected by the measured times.
-            before: the times of the int8 and the float file when the costs were measured.
+            costs: the costs, which are corrected by the measured latencies.
+            before: the milliseconds of the int8 and the float file when the costs were measured.
         """
         ends, count = self.ends(costs), self.config.precision.points
         chosen, trials = list[Choice](), list[_Trial]()

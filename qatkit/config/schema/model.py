@@ -87,12 +87,12 @@ class DataConfig:
     )
     mean: list[float] | None = setting(
         None,
-        "mean per channel of the model's input, in the range of pixels (default 0 with pixels=0..255)",
+        "mean per channel of the model's input, in the units of data.pixels (default 0 with data.pixels=0..255)",
     )
     std: list[float] | None = setting(
         None,
-        "standard deviation per channel of the model's input, in the range of pixels (default 1 with "
-        "pixels=0..255)",
+        "standard deviation per channel of the model's input, in the units of data.pixels (default 1 "
+        "with data.pixels=0..255)",
     )
     fit: str | None = setting(
         None,

@@ -169,7 +169,8 @@ class TrainerConfig:
     debug: bool = setting(False, "print the traceback of every error before its one-line message")
     mlflow: str | None = setting(
         None,
-        "tracking URI of MLflow (http://host:5000 or another of its stores; an extra), which "
-        "receives parameters, metrics, report and bundle, in the experiment NAME; null: not used",
+        "tracking URI of MLflow, such as http://host:5000 or sqlite:///FILE (needs the extra mlflow); "
+        "parameters, metrics, report and bundle are logged to the experiment with the name of the run "
+        "(the key name); null: not used",
         PLACE,
     )

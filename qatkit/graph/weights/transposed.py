@@ -1,4 +1,4 @@
-"""Rewrites a transposed convolution as a convolution, which runtimes compute in 8 bits, and moves of its results.
+"""Rewrites a transposed convolution as a convolution, which runtimes compute in 8 bits, and rearranges its output.
 
 With stride s and a kernel of k taps, the output at q·s + r - padding, where 0 ≤ r < s, is a sum over only the taps r,
 r + s, r + 2s, ... of the kernel. Each phase r is thus a convolution with ceil(k / s) taps. All phases together are one
