@@ -40,7 +40,9 @@ class AWQ(Algorithm):
     weights_alone: ClassVar[bool] = True
     images: int = setting(64, "number of calibration images for the second moments of the inputs", COUNT)
     steps: int = setting(
-        20, "number of strengths that are tried: 1/steps, 2/steps, ..., 1; no scaling is tried as well", COUNT
+        20,
+        "number of exponents of the scaling that are tried: 1/steps, 2/steps, ..., 1, and also 0 (no scaling)",
+        COUNT,
     )
 
     def __call__(self, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:

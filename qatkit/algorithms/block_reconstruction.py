@@ -40,7 +40,8 @@ class BlockReconstruction(LearnedRounding):
         0.0, "learning rate of the logarithms of activation scales; 0: scales are not learned", Range(0)
     )
     fisher: bool = setting(
-        False, "weight the errors in a block's output by their effect on the model's output"
+        False,
+        "weight the errors in a block's output by their effect on the model's output; false: all count equally",
     )
 
     def __call__(self, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:

@@ -57,7 +57,7 @@ class GPTQ(BlockAlgorithm):
     damping: float = setting(
         0.01,
         "share of the mean second moment that is added to that of each input; multiplied by ten "
-        "while it is too small for the decomposition",
+        "until the Cholesky decomposition succeeds",
         Range(0, 1),
     )
     past: float = setting(0.5, "share of the error of earlier operators that is compensated", FRACTION)

@@ -43,12 +43,14 @@ class SmoothQuant(Algorithm):
     rescales: ClassVar[bool] = True
     formats: ClassVar[bool] = True
     strength: float | None = setting(
-        None, "share of the differences that is moved; null: searched for each tensor", Range(0, 1)
+        None,
+        "share of the range differences that is moved; null: the best share for each tensor is searched",
+        Range(0, 1),
     )
     steps: int = setting(
         10,
-        "with strength=null: number of intervals between the strengths that are tried: 0, 1/steps, "
-        "..., 1; no smoothing is tried as well",
+        "number of intervals between the strengths that are tried with strength=null: 0, 1/steps, ..., 1; "
+        "the tensor without smoothing is also tried",
         COUNT,
     )
     images: int = setting(128, "number of calibration images for the largest value of each channel", COUNT)

@@ -21,7 +21,7 @@ from qatkit.records.run_files import CLIMB_FILE, CONFIG_FILE, PAGE_FILE, REPORT_
 from qatkit.report.record import SCHEMA
 from qatkit_verify.bundle.manifest import MANIFEST
 from qatkit_verify.classification import names_of
-from qatkit_verify.errors import first_line, printable
+from qatkit_verify.errors import counted, first_line, printable
 from qatkit_verify.untrusted import read_json, read_yaml
 
 _CONFIGURED = (CLIMB_FILE, CONFIG_FILE)
@@ -122,13 +122,13 @@ def _images(config: Mapping[str, Any], count: int) -> str:
     data = config["data"]
     source = str(data.get("source")).rpartition(".")[2]
     root = Path(str(data["root"])).name if data.get("root") else ""
-    return f"{source} {root}".strip() + (f", {count} images" if count else "")
+    return f"{source} {root}".strip() + (f", {counted(count, 'image')}" if count else "")
 
 
 def _machine(hardware: Mapping[str, Any] | None, latency: Mapping[str, Any]) -> str:
     if hardware is None or not latency:
         return ""
-    return f"{hardware['cpu']}, {latency['threads']} threads, batch {latency['batch']}"
+    return f"{hardware['cpu']}, {counted(latency['threads'], 'thread')}, batch {latency['batch']}"
 
 
 def _backend(config: Mapping[str, Any]) -> str:

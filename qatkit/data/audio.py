@@ -80,8 +80,8 @@ def audio(root: str | None, download: bool, seed: int, request: Request | None =
             file is unusable with data.bad=refuse; or as for `wave_input`.
     """
     if root is None or not Path(root).is_dir():
-        found = "" if root is None else "; there is no such folder"
-        raise ConfigError("data.root", root, _LAYOUT + found)
+        problem = "" if root is None else "; there is no such folder"
+        raise ConfigError("data.root", root, _LAYOUT + problem)
     asked = request if request is not None else Request(DataConfig())
     wave = wave_input(asked)
     parts = [Path(root, name) for name in ("train", "test")]

@@ -252,9 +252,11 @@ def _default(port: Port, places: Sequence[int]) -> int:
 
 def _check_names(key: str, asked: Any, known: set[str], form: str) -> None:
     """Raises ConfigError if the setting is not a mapping or has a name that is unknown to the model."""
-    if asked is not None and not isinstance(asked, Mapping):
+    if asked is None:
+        return
+    if not isinstance(asked, Mapping):
         raise ConfigError(f"data.{key}", asked, form)
-    for name in asked or {}:
+    for name in asked:
         if name not in known:
             what = "input" if key == "ranges" else "input or dynamic axis"
             reason = f"the model has no such {what}{did_you_mean(str(name), known)}"

@@ -92,8 +92,12 @@ def _ends(graph: ir.Graph, channels: int) -> _Ends:
         raise refuse(f"the model's input [{sizes}] is not a batch of images with {channels} channels")
     readers = image.consumers()
     if [node.op_type for node in readers] != ["QuantizeLinear"]:
-        kinds = ", ".join(dict.fromkeys(node.op_type for node in readers))
-        raise refuse(f"{kinds or 'no operator'} reads the model's input in float")
+        kinds = list(dict.fromkeys(node.op_type for node in readers if node.op_type != "QuantizeLinear"))
+        if not kinds:
+            readers_of_input = "several QuantizeLinear read" if readers else "no operator reads"
+            raise refuse(f"{readers_of_input} the model's input")
+        verb = "reads" if len(kinds) == 1 else "read"
+        raise refuse(f"{' and '.join(kinds)} {verb} the model's input in float")
     if (held := _array(readers[0], 2).dtype) not in (np.uint8, np.int8):
         raise refuse(f"the model's input is quantized to {held}, but pixels and outputs have 8 bits")
     output = graph.outputs[0].producer()

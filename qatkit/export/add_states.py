@@ -78,8 +78,10 @@ def _cut_axis(graph: ir.Graph) -> int:
     if len(free) != 1:
         sizes = [size if isinstance(size, int) else str(size.value) for size in shape]
         shown = ", ".join(map(str, sizes))
-        told = f"chunks of any length need exactly one free axis in addition to the batch; the input is [{shown}]"
-        hint = "for features, export.dynamic_axes={input: {2: frames}} frees the axis of the frames"
+        told = f"chunks of any length need exactly one dynamic axis in addition to the batch; the input is [{shown}]"
+        setting = f"export.dynamic_axes={{{graph.inputs[0].name}: {{2: frames}}}}"
+        hint = f"for features, {setting} makes the axis of the frames dynamic"
+        hint = "set export.stream=false" if free else hint
         raise ConfigError(KEY, True, reason=f"{told}; {hint}")
     return free[0]
 

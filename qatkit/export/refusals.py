@@ -38,10 +38,10 @@ def refuse_modules(module: nn.Module) -> None:
                 "onnx", path, reason=f"{reason}; edit the given file instead (qatkit.importing.write_back)"
             )
         if isinstance(child, nn.LSTM) and child.proj_size:
-            raise _refused(path, "this LSTM has proj_size, for which ONNX has no operator")
+            raise _refused(module, path, "this LSTM has proj_size, for which ONNX has no operator")
 
 
-def refuse_inputs(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+def refuse_inputs(module: nn.Module, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
     """Refuses complex inputs.
 
     Raises:
@@ -49,23 +49,26 @@ def refuse_inputs(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None
     """
     for name, tensor in zip(names, tensors, strict=True):
         if tensor.is_complex():
-            raise _refused(name, f"this input {_NO_COMPLEX}")
+            raise _refused(module, "", f"input '{name}' {_NO_COMPLEX}")
 
 
 def refuse_program(
     program: torch.export.ExportedProgram,
     model: ir.Model,
+    module: nn.Module,
     *,
     dynamic_batch: bool,
-    free: Sequence[tuple[int, int]] = (),
+    free: Sequence[tuple[int, int, str]] = (),
 ) -> None:
     """Refuses programs that the exporter has silently changed, or exported in part.
 
     Args:
         program: the exported program.
         model: its ONNX model.
+        module: the exported module, for messages.
         dynamic_batch: whether the file should accept batches of any size.
-        free: further axes that should accept any size, each as (index of the input, index of the axis).
+        free: further axes that should accept any size, each as (index of the input, index of the axis, name of the
+            axis).
 
     Raises:
         ConfigError: the batch or an axis has a fixed size although any size was requested, an output is complex, or a
@@ -77,9 +80,9 @@ def refuse_program(
         raise ConfigError(
             "export.dynamic_batch",
             dynamic_batch,
-            reason=f"{reason}; set it to false to write a file for this size",
+            reason=f"{reason}; set export.dynamic_batch=false to write a file for this size",
         )
-    for i, axis in free:
+    for i, axis, name in free:
         value = model.graph.inputs[i]
         size = value.shape[axis] if value.shape is not None else None
         if isinstance(size, int):
@@ -87,15 +90,16 @@ def refuse_program(
                 f"an operator of this model works only with size {size} along axis {axis} of '{value.name}'"
             )
             key = f"export.dynamic_axes.{value.name}.{axis}"
-            raise ConfigError(key, size, reason=f"{reason}; remove this axis from export.dynamic_axes")
+            raise ConfigError(key, name, reason=f"{reason}; remove this axis from export.dynamic_axes")
     for node in program.graph.nodes:
         if node.target is operator.getitem and node.args[1] == 1 and node.args[0].target in VALUES_ONLY:
             pool = node.args[0]
-            raise _refused(_path(pool), f"ONNX has no operator for the indices that {pool.target} returns")
+            reason = f"ONNX has no operator for the indices that {pool.target} returns"
+            raise _refused(module, _path(pool), reason)
         for value in node.all_input_nodes if node.op == "output" else ():
             found = value.meta.get("val")
             if isinstance(found, torch.Tensor) and found.is_complex():
-                raise _refused(_path(value), f"this output {_NO_COMPLEX}")
+                raise _refused(module, _path(value), f"an output {_NO_COMPLEX}")
 
 
 def refusal(error: Exception, module: nn.Module) -> ConfigError:
@@ -109,12 +113,13 @@ def refusal(error: Exception, module: nn.Module) -> ConfigError:
     if unknown:
         why = f"torch's exporter cannot translate {unknown[1]}.{unknown[2]} to ONNX"
     else:
-        why = f"torch's exporter failed: {first}"
-    return _refused(_place(error, module), why)
+        why = f"torch's exporter failed ({first})"
+    return _refused(module, _place(error, module), why)
 
 
-def _refused(place: str, why: str) -> ConfigError:
-    return ConfigError("model.name", place or "the model", reason=why)
+def _refused(module: nn.Module, place: str, why: str) -> ConfigError:
+    where = f"in module '{place}', " if place else ""
+    return ConfigError("model.name", type(module).__name__, reason=where + why)
 
 
 def _place(error: BaseException, module: nn.Module) -> str:

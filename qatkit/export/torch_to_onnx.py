@@ -113,7 +113,7 @@ def export_onnx(  # noqa: PLR0913  independent settings of a file, by name
     tensors = inputs_of(module, example) if isinstance(module, fx.GraphModule) else flatten(example)
     axes = graph_axes(module, tensors) if dynamic_batch else (None,) * len(tensors)
     ends = _ends(module, len(tensors))
-    refuse_inputs(ends.inputs, tensors)
+    refuse_inputs(module, ends.inputs, tensors)
     wanted = _Wanted(opset, axes, template, pack_int4, weights_for_amx, dequantize)
     model, fixed = _free_or_fixed(module, named, tensors, ends, wanted)
     write_model(model, path)
@@ -303,8 +303,9 @@ def _torch_export(
     refuse_program(
         program.exported_program,
         program.model,
+        module,
         dynamic_batch=any(axis is not None for axis in axes),
-        free=[place for one in free for place in one.places],
+        free=[(*place, one.name) for one in free for place in one.places],
     )
     return program.model
 

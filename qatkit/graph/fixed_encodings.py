@@ -142,7 +142,8 @@ def _check_names(names: TensorNames, given: Mapping[str, Encoding], file: object
     unknown = [name for name in given if name not in names.tensors]
     if len(unknown) == len(given):
         first = next(iter(given), "")
-        reason = f"the file names no tensor of the model{did_you_mean(first, names.tensors)}"
+        such = f", such as '{first}'{did_you_mean(first, names.tensors)}" if first else ""
+        reason = f"the model has none of the tensors that the file names{such}"
         raise ConfigError(KEY, file, reason=reason)
     free = [name for name in names.tensors if name not in given]
     for name in unknown:

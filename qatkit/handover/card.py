@@ -37,15 +37,16 @@ def card(
             recordings; None for a model of images.
         stream: the section on the file that reads recordings in chunks, as Markdown; "" to omit it.
     """
+    by_class = _by_class(report, labels, arrays)
     sections = (
         _head(report, labels, arrays),
         _accuracy(report, arrays),
-        _by_class(report, labels),
+        by_class,
         _calibration(report, arrays),
         _speed(report),
         _decoder(report),
         stream,
-        _limits(report, arrays),
+        _limits(report, arrays, by_class=bool(by_class)),
         _versions(report),
         "## Verify\n\n    qatkit-verify BUNDLE\n\nThis needs only onnxruntime and numpy. It checks the "
         "digests, the golden answers, and the speed and int8 kernels on the machine where it runs.",
@@ -67,7 +68,7 @@ def _head(report: Report, labels: Sequence[str], arrays: Mapping[str, Any] | Non
     rows = [("Model", _plain(report["model"]) + f", quantized ({_plain(report['label'])})")]
     classes = "1 class" if len(labels) == 1 else f"{len(labels)} classes"
     rows.append(("Task", f"{task.description}, {classes}" if labels else task.description))
-    rows.append(("Data", _plain(data.get("source", "not said"))))
+    rows.append(("Data", _plain(data.get("source", "unknown"))))
     if prepared:
         size, channels = prepared["image_size"], prepared["channels"]
         kind = "grey" if channels == 1 else prepared.get("channel_order", "RGB")
@@ -115,7 +116,7 @@ def _figure(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def _by_class(report: Report, labels: Sequence[str]) -> str:
+def _by_class(report: Report, labels: Sequence[str], arrays: Mapping[str, Any] | None) -> str:
     int8, before = report["accuracy"].get("int8") or {}, report["accuracy"].get("float") or {}
     images = int8.get("class_images") or ()
     if len(images) < 3:
@@ -128,9 +129,12 @@ def _by_class(report: Report, labels: Sequence[str]) -> str:
         for share, i in shares[:_WORST]
     ]  # fmt: skip
     metric = names_of(report).main
-    said = f"The worst {len(rows)} of {len(images)} classes; report.json has all of them."
-    said = said if len(rows) < len(images) else f"All {len(rows)} classes, the worst first."
-    head = ("class", f"{_plain(report['label'])} {metric.title}", f"float {metric.title}", "test images")
+    tested = "test images" if arrays is None else "test samples"
+    said = f"The worst {len(rows)} of {len(shares)} classes with {tested}; report.json has all of them."
+    if len(rows) == len(shares):
+        every = f"All {len(rows)} classes" if len(shares) == len(images) else f"The classes with {tested}"
+        said = f"{every}, the worst first."
+    head = ("class", f"{_plain(report['label'])} {metric.title}", f"float {metric.title}", tested)
     return f"## By class\n\n{said}\n\n{_table(head, rows)}"
 
 
@@ -184,15 +188,21 @@ def _decoder(report: Report) -> str:
     )
 
 
-def _limits(report: Report, arrays: Mapping[str, Any] | None) -> str:
+def _limits(report: Report, arrays: Mapping[str, Any] | None, *, by_class: bool) -> str:
     images, pictures = ("images", "pictures") if arrays is None else ("samples", "samples")
     lines = [
-        f"The figures are for the test {images} named above and say nothing about other kinds of {pictures}.",
-        f"Figures of classes with few test {images} are uncertain: with 35 {images}, each one is 3 points.",
-        "On x86 CPUs without VNNI, products of uint8 and int8 may saturate and change answers; `qatkit-verify` "
-        "reports whether this applies to a CPU.",
-        "Speed was measured only on the machine named above.",
+        f"The figures are for the test {images} named above and say nothing about other kinds of {pictures}."
     ]
+    if by_class:
+        lines.append(
+            f"Figures of classes with few test {images} are uncertain: with 35 {images}, each one is 3 points."
+        )
+    lines.append(
+        "On x86 CPUs without VNNI, sums of two products of uint8 and int8 may saturate and change answers; "
+        "`qatkit-verify` reports whether this applies to a CPU."
+    )
+    if _speed(report):
+        lines.append("Speed was measured only on the machine named above.")
     if not report["runtimes"]:
         lines.append("Only ONNX Runtime on a CPU was measured.")
     missing = [name for name in ("parity", "audit") if report[name] is None]

@@ -79,6 +79,7 @@ from qatkit_verify.untrusted import read_json
 _OLDEST_OF_OPSET, _OLDEST_OF_OPERATOR = {23: "1.24"}, {"ConvInteger": "1.24"}
 _CACHE = "calibration.safetensors"
 # Files of a run's folder that are useful for deployment and keep their names in a bundle.
+_OTHERWISE = "repeat the run, or set export.bundle=false"  # advice for a run that does not fit its report
 _COPIED = (REPORT_FILE, PAGE_FILE, CONFIG_FILE, PLACEMENT_FILE, RANGES_FILE, TABLE_FILE)
 
 
@@ -115,7 +116,9 @@ def check_source(run: Path, int8: Path) -> None:
     """
     if not (run / REPORT_FILE).is_file():
         raise ConfigError(
-            "export.bundle", True, reason=f"a bundle needs a finished run, but {run} has no {REPORT_FILE}"
+            "export.bundle",
+            True,
+            reason=f"a bundle needs a finished run, but {run} has no {REPORT_FILE}; {_OTHERWISE}",
         )
     told = {one["name"]: one["sha256"] for one in read_json(run / REPORT_FILE)["files"]}
     if entry(int8.parent, int8.name).sha256 not in told.values():
@@ -125,11 +128,11 @@ def check_source(run: Path, int8: Path) -> None:
     for name in (FLOAT_FILE, CONFIG_FILE):
         if (run / name).is_file() and changed_since_its_report(run / name):
             raise ConfigError(
-                "export.bundle", True, reason=f"{run / name} has changed since the run wrote it"
+                "export.bundle", True, reason=f"{run / name} has changed since the run wrote it; {_OTHERWISE}"
             )
     for beside in (nms_file(int8), stream_file(int8)):
         if beside.is_file() and beside.name in told and _digest(beside) != told[beside.name]:
-            reason = f"{beside} has changed since {run / REPORT_FILE} was written"
+            reason = f"{beside} has changed since {run / REPORT_FILE} was written; {_OTHERWISE}"
             raise ConfigError("export.bundle", True, reason=reason)
 
 

@@ -106,9 +106,11 @@ class FloatFile:
             cause = str(error).partition(": ")[2]  # without the name of the written file
             checker = type(error.__cause__).__module__.startswith("onnx.")
             refused = (
-                "onnx's checker refuses it" if checker else f"ONNX Runtime {RUNTIME_VERSION} can't load it"
+                "onnx's checker refuses the file"
+                if checker
+                else f"ONNX Runtime {RUNTIME_VERSION} can't load the file"
             )
-            raise ConfigError("onnx", self.path, reason=f"{refused}: {cause}") from error
+            raise ConfigError("onnx", self.path, reason=f"{refused} ({cause})") from error
 
 
 def layout_of(path: Path, typed: str | None) -> str:
@@ -130,6 +132,7 @@ def read_float_file(path: Path, fixed: Mapping[str, Any] | None = None) -> Float
     """
     if path.is_file() and changed_since_its_report(path):
         reason = f"the file is damaged, or has changed since {REPORT_FILE} next to it was written"
+        reason += "; copy the file again, or move it to another folder"
         raise ConfigError("onnx", path, reason=reason)
     model = read(path, most=MAX_BYTES, check=partial(_check_float, path))
     with reading(path):

@@ -200,8 +200,9 @@ def fixed_inputs(file: Path, graph: ir.Graph, fixed: Mapping[str, Any]) -> dict[
             raise ConfigError(_FIX, name, f"an input of {file.name} ({', '.join(known)})")
         kind, sizes = known[name].dtype, known[name].shape
         dtype = None if kind is None else kind.numpy()
-        shape = "" if sizes is None else f" of shape [{', '.join(_size(size) for size in sizes)}]"
-        allowed = f"a value{shape}{'' if dtype is None else f' and type {dtype}'} for input '{name}'"
+        shape = "" if sizes is None else f"shape [{', '.join(_size(size) for size in sizes)}]"
+        told = " and ".join(filter(None, (shape, "" if dtype is None else f"type {dtype}")))
+        allowed = f"a value{f' of {told}' if told else ''} for input '{name}'"
         try:
             value = np.asarray(given, dtype)
         except (TypeError, ValueError, OverflowError) as error:

@@ -93,7 +93,7 @@ class Island(nn.Module):
         """The reason why PyTorch does not compute the region, for the report."""
         told = f"stays in float and runs in ONNX Runtime, because {self.region.reason}"
         others = [name for name in self.region.weighted if name != self.region.name]
-        return f"{told}; so do the nodes with weights in it: {', '.join(others)}" if others else told
+        return f"{told}; so do these other nodes with weights: {', '.join(others)}" if others else told
 
     @property
     def session(self) -> ort.InferenceSession:

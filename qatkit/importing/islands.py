@@ -290,7 +290,7 @@ class _Cutter:
         if name in self.fixed:
             return numpy_helper.from_array(self.fixed[name], name)
         if value.const_value is None:
-            raise self._refused(f"'{name}' has no value")
+            raise self._refused(f"the constant '{name}' has no value in the file")
         found = ir.to_proto(value.const_value)
         found.name = name
         return found

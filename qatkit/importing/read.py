@@ -156,7 +156,8 @@ def _in_circle(graph: ir.Graph) -> ir.Node:
 
 def _check_bytes(path: Path, size: int, most: int | None) -> None:
     if most is not None and size > most:
-        raise ConfigError("onnx", path, f"a model of at most {most / 1e9:.0f} GB, including external data")
+        allowed = f"a model of at most {most / 1e9:.0f} GB, including external data; this one has {size / 1e9:.2f} GB"
+        raise ConfigError("onnx", path, allowed)
 
 
 def infer_shapes(model: ir.Model) -> None:
@@ -222,7 +223,8 @@ def _external_bytes(path: Path, graphs: list[ir.Graph]) -> int:
     places = {path.parent / held.location for graph in graphs for _, held in _external(graph)}
     for place in sorted(places):
         if not place.is_file():
-            reason = f"the file {place.relative_to(path.parent)} with its external data is missing"
+            missing = f"the file {place.relative_to(path.parent)} with its external data is missing"
+            reason = f"{missing}; copy it together with the ONNX file"
             raise ConfigError("onnx", path, reason=reason)
     return sum(place.stat().st_size for place in places)
 
@@ -246,6 +248,7 @@ def _load_weights(path: Path, graph: ir.Graph, as_is: bool) -> None:
         beside = path.parent / held.location
         if (held.offset or 0) + (held.length or held.nbytes) > beside.stat().st_size:
             reason = f"the file {held.location} with its external data ends before the last value of '{value.name}'"
+            reason += "; copy this file again"
             raise ConfigError("onnx", path, reason=reason)
         if not as_is:
             value.const_value = ir.Tensor(held.numpy().copy(), name=value.name)

@@ -36,7 +36,7 @@ def file_states(file: Path, model: ir.Model, asked: Any, fixed: Collection[str])
         _check_name(f"{name}: {output}", name, inputs, f"an input of {file.name}")
         _check_name(f"{name}: {output}", output, outputs, f"an output of {file.name}")
         if name in fixed:
-            told = f"model.kwargs.fix already sets the input '{name}'; remove it there or here"
+            told = f"model.kwargs.fix already sets the input '{name}'; remove the input from one of the two"
             raise ConfigError(KEY, f"{name}: {output}", reason=told)
         _check_alike(name, output, inputs[name], outputs[output])
     taken = list(asked.values())

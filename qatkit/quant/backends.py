@@ -116,7 +116,8 @@ class Backend:
             if found not in known and not blocks:
                 kinds = " or ".join(map(str, known))
                 hint = " (backend=weight_only allows blocks)" if part == "weight" else ""
-                allowed = f"{kinds}, since int8 kernels need it{hint}"
+                need = "this" if len(known) == 1 else "one of these"
+                allowed = f"{kinds}, since int8 kernels need {need}{hint}"
                 raise ConfigError(f"backend={self.name}: {part}.granularity", found, allowed)
         if (self.weight.form is None) != (self.activation.form is None):
             same = "an integer type" if self.activation.form is None else "a number format"

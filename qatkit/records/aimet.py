@@ -46,9 +46,7 @@ def from_dict(content: Mapping[str, Any]) -> Encodings:
             found.parameters[name] = one
         else:
             found.activations[name] = one
-    notes = (
-        (f"skipped, since only encodings of integers are supported: {', '.join(floats)}",) if floats else ()
-    )
+    notes = (f"skipped the encodings that are not of integers: {', '.join(floats)}",) if floats else ()
     return Encodings(found.activations, found.parameters, notes=notes)
 
 

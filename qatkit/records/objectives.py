@@ -95,17 +95,13 @@ class Constraint:
 def check_objectives(names: Sequence[str]) -> None:
     """Raises ConfigError if there are no names, or a name is not an objective or occurs twice."""
     for name in names:
-        _known("search.objectives", name)
+        if name not in OBJECTIVES:
+            allowed = f"one of {', '.join(OBJECTIVES)}{did_you_mean(name, OBJECTIVES, n=1)}"
+            raise ConfigError("search.objectives", name, allowed)
     if not names or len(set(names)) < len(names):
         raise ConfigError(
             "search.objectives", f"[{', '.join(names)}]", f"one or more of {', '.join(OBJECTIVES)}, each once"
         )
-
-
-def _known(key: str, name: str) -> None:
-    if name not in OBJECTIVES:
-        allowed = f"one of {', '.join(OBJECTIVES)}{did_you_mean(name, OBJECTIVES, n=1)}"
-        raise ConfigError(key, name, allowed)
 
 
 def constraints(texts: Sequence[str]) -> list[Constraint]:
@@ -125,7 +121,9 @@ def constraints(texts: Sequence[str]) -> list[Constraint]:
             raise ConfigError(
                 "search.constraints", text, "FIGURE<=NUMBER or FIGURE>=NUMBER, such as accuracy>=97"
             )
-        _known("search.constraints", parts[1])
+        if parts[1] not in OBJECTIVES:
+            near = did_you_mean(parts[1], OBJECTIVES, n=1)
+            raise ConfigError("search.constraints", text, f"a bound on one of {', '.join(OBJECTIVES)}{near}")
         found.append(Constraint(parts[1], parts[2] == "<=", bound))
     return found
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from qatkit.records.run_files import INTERPOLATIONS, MODEL_FILE
-from qatkit_verify.errors import ConfigError, counted, did_you_mean, one_line
+from qatkit_verify.errors import ConfigError, as_typed, counted, did_you_mean, one_line
 from qatkit_verify.fitting import ALIGNMENTS, FITS, LAYOUTS, ORDERS, PIXELS, are_sides, covers
 from qatkit_verify.untrusted import read_json
 
@@ -105,7 +105,7 @@ def _refused(path: Path, key: str, value: object, expected: str) -> ConfigError:
 
 def _shown(value: object) -> str:
     try:
-        return str(value)
+        return as_typed(value)
     except RecursionError:
         return "(nested deeply)"
 

@@ -25,6 +25,7 @@ from qatkit.report.analysis_text import (
     worst_classes,
 )
 from qatkit.report.html import chart, section, table
+from qatkit_verify.errors import counted
 from qatkit_verify.records import TaskNames
 
 _BARS = 12  # number of sites with a bar; the others are only in the table
@@ -63,7 +64,7 @@ def _isolation(results: Results, found: Analysis) -> str:
     ]
     classes = ", ".join(map(class_text, worst_classes(one.classes, 10)))
     return (
-        f"<h3>Loss by weights and by activations, on {one.outcomes['float'].images:,} images</h3>"
+        f"<h3>Loss by weights and by activations, on {counted(one.outcomes['float'].images, 'image')}</h3>"
         + table(side_columns(found.labelled, results.task), rows)
         + f"<p>{escape(advice_line(results))}.</p>"
         + (f"<p>Classes that lose most: {escape(classes)}.</p>" if classes else "")
@@ -122,7 +123,7 @@ def _tensors(found: Analysis) -> str:
         return ""
     told = "".join(f"<li>{escape(line)}</li>" for line in tensor_lines(found))
     return (
-        f"<h3>Tensor by tensor, on {one.images:,} images</h3><ul>{told}</ul>{_depth(one)}{_histograms(one)}"
+        f"<h3>Tensor by tensor, on {counted(one.images, 'image')}</h3><ul>{told}</ul>{_depth(one)}{_histograms(one)}"
         f"<details><summary>Every tensor</summary>{_tensor_table(one)}</details>"
     )
 

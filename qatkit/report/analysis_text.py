@@ -142,7 +142,7 @@ def _isolation(results: Results, found: Analysis) -> list[str]:
         return []
     table = [side_columns(found.labelled, results.task)]
     table += [side_cells(t, one.outcomes[k], found.labelled) for k, t in SIDES if k in one.outcomes]
-    lines = [f"isolation on {one.outcomes['float'].images:,} images", *_indented(table)]
+    lines = [f"isolation on {counted(one.outcomes['float'].images, 'image')}", *_indented(table)]
     lines.append(f"  {advice_line(results)}")
     worst = worst_classes(one.classes)
     return [*lines, f"  classes that lose most: {', '.join(map(class_text, worst))}"] if worst else lines
@@ -162,7 +162,9 @@ def _sensitivity(found: Analysis, task: TaskNames) -> list[str]:
 def _tensors(found: Analysis) -> list[str]:
     one = found.comparison
     return (
-        [] if one is None else [f"tensors on {one.images:,} images: {line}" for line in tensor_lines(found)]
+        []
+        if one is None
+        else [f"tensors on {counted(one.images, 'image')}: {line}" for line in tensor_lines(found)]
     )
 
 

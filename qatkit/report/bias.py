@@ -7,6 +7,7 @@ from html import escape
 from qatkit.records.results import Results
 from qatkit.report.html import section, table
 from qatkit.verify.checks.bias import NAME, BiasCheck, fix_of, rows_of
+from qatkit_verify.errors import counted
 
 _COLUMNS = ("group", "samples", "mean shift", "+/- two standard errors", "of the deviation", "")
 
@@ -17,7 +18,7 @@ def bias_section(results: Results) -> str:
     if found is None:
         return ""
     fix = fix_of(results)
-    said = f"Mean of {results.label} minus float on {found['samples']:,} test samples."
+    said = f"Mean of {results.label} minus float on {counted(found['samples'], 'test sample')}."
     parts = [f'<p class="soft">{escape(said)}</p>']
     for one in found["outputs"]:
         rows = [("problem" if row[-1] else "", list(map(escape, row))) for row in rows_of(one, found["by"])]

@@ -10,6 +10,7 @@ from qatkit.records.tried import Curve, Epoch
 from qatkit.report import svg
 from qatkit.report.html import section, table
 from qatkit.report.summary import ABSENT
+from qatkit_verify.errors import counted
 from qatkit_verify.records import TaskNames
 
 _SHOWN = 8  # number of epochs on a line of the terminal
@@ -36,9 +37,9 @@ def cells(curve: Curve) -> list[tuple[str, ...]]:
 
 def measured(curve: Curve) -> str:
     """Returns a description of what was measured, and on how many images of which kind."""
-    images = f"{curve.images:,} held-out training images"
+    images = counted(curve.images, "held-out training image")
     if not curve.chosen:
-        images = images if curve.held_out else f"{curve.images:,} test images"
+        images = images if curve.held_out else counted(curve.images, "test image")
         return f"the training model on {images} (the last epoch is used)"
     what = "the control in PyTorch" if "control" in curve.stage else "the file in ONNX Runtime"
     seconds = sum(one.seconds or 0.0 for one in curve.epochs)

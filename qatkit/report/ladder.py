@@ -6,6 +6,7 @@ from qatkit.config.argv import command_with
 from qatkit.records.ladder import Ladder, RungResult
 from qatkit.report.summary import ABSENT, figure, lined, nearness_columns
 from qatkit_verify.classification import NAMES
+from qatkit_verify.errors import counted
 from qatkit_verify.records import TaskNames
 
 _TAIL = ("latency ms", "speed-up", "size ratio", "seconds", "")
@@ -28,7 +29,7 @@ def ladder_lines(ladder: Ladder) -> list[str]:
     rows = [ladder_columns(ladder), *ladder_rows(ladder)]
     marked = [False, *(row.name == ladder.chosen for row in ladder.rungs)]
     images = max((row.images for row in ladder.rungs), default=0)
-    head = f"rescue: {ladder.target}; every file in ONNX Runtime, on {images:,} images"
+    head = f"rescue: {ladder.target}; every file in ONNX Runtime, on {counted(images, 'image')}"
     return [head, *lined(rows, marked, "handed over"), *filter(None, [ladder.advice])]
 
 
@@ -67,7 +68,8 @@ def advice(ladder: Ladder, epochs: int) -> str:
         by = "this rung" if title == chosen.title else f"'{title}'"
         said += f"; the largest gain came from {by} ({gained:+.2f} {unit})"
     if chosen.ratio is not None and chosen.ratio < 1:
-        said += f"; it runs {chosen.ratio:.2f} times as fast as float here, so float is the better file on this machine"
+        said += f"; the chosen file runs {chosen.ratio:.2f} times as fast as float here, so float is the better file on"
+        said += " this machine"
     return said
 
 

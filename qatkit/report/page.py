@@ -115,7 +115,7 @@ def _tiles(results: Results) -> str:
         tiles.append((accuracy["int8"].main.text, note))
     if not results.labelled and "int8" in results.fidelity:
         near = results.fidelity["int8"]
-        note = f"same {task.decision} as the float file, over {near.images:,} images without labels"
+        note = f"same {task.decision} as the float file, over {near.images:,} {task.samples} without labels"
         tiles.append((f"{100 * near.agreement:.2f} %", note))
     if "int8" in latency:
         low, high = latency["int8"].ratio_p10, latency["int8"].ratio_p90

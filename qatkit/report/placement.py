@@ -102,13 +102,13 @@ def placement_section(results: Results) -> str:
         )
         for site, ms in dearest(placed)
     ]
-    listed = table(("operator", "precision", "extra ms if as in the table"), sites, "dense") if sites else ""
+    listed = table(("operator", "precision", "extra ms as in the table"), sites, "dense") if sites else ""
     return section(
         "Placement",
         f'<p class="soft">{escape(chosen_line(placed))}.</p>',
         table(COLUMNS, rows, "dense"),
-        f"<details><summary>{counted(len(sites), 'operator')} different from the backend's table, with the time that "
-        f"each is predicted to add if it were as in the table</summary>{listed}</details>"
+        f"<details><summary>{counted(len(sites), 'operator')} placed differently from the backend's table, with the "
+        f"predicted extra time if the operator were placed as in the table</summary>{listed}</details>"
         if sites
         else "",
     )

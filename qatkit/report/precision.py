@@ -13,6 +13,7 @@ from qatkit.records.precision import Precision, PrecisionPoint
 from qatkit.records.results import Results
 from qatkit.report import svg
 from qatkit.report.html import chart, pin, section, table
+from qatkit_verify.errors import counted
 from qatkit_verify.records import TaskNames
 from qatkit_verify.table import drawn
 
@@ -55,12 +56,13 @@ def _summary(results: Results) -> str:
     """Returns a sentence on how the front was found and which point was chosen."""
     front = results.precision
     assert front is not None
-    judged = f"{front.images:,} held-out images"
+    verb = "is" if len(front.points) == 1 else "are"
+    judged = counted(front.images, "held-out image")
     if front.steps:
-        judged = f"{front.steps:,} calibration steps, each file with its own states"
+        judged = f"{counted(front.steps, 'calibration step')}, each file with its own states"
     return (
-        f"{len(front.points)} of {front.measured} measured files are on the Pareto front of time and error (without "
-        f"float), on {judged}; ms is the fastest run of each file, timed in alternation; chosen: point "
+        f"{len(front.points)} of {counted(front.measured, 'measured file')} {verb} on the Pareto front of time and "
+        f"error (without float), on {judged}; ms is the fastest run of each file, timed in alternation; chosen: point "
         f"{front.chosen.number}, {front.chosen.name}: {front.note}"
     )
 

@@ -18,7 +18,7 @@ def python_sides(prepare: Prepare) -> str:
     if fit == "letterbox":
         return (
             f"both = (image.height, {height}), (image.width, {width})\n"
-            "of, to = max(both, key=lambda side: side[0] / side[1])  # it fits in\n"
+            "of, to = max(both, key=lambda side: side[0] / side[1])  # the side that limits the scale\n"
             "sides = [max(1, (2 * side * to + of) // (2 * of)) for side in image.size]\n"
         )
     high, wide = sides(prepare["resize"] or prepare["image_size"])
@@ -54,7 +54,10 @@ def python_fitted(prepare: Prepare) -> str:
 
 def cpp_fitted(prepare: Prepare) -> str:
     """Returns a description of the pixels that the C++ program expects."""
-    fit, how = prepare.get("fit", "crop"), f"({prepare['interpolation']}, antialiased)"
+    fit, how = (
+        prepare.get("fit", "crop"),
+        f"({prepare['interpolation']}{'' if prepare['interpolation'] == 'nearest' else ', antialiased'})",
+    )
     if fit == "resize":
         return f"resized {how}"
     if fit == "letterbox":

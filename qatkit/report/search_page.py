@@ -53,7 +53,8 @@ def search_page(study: Study) -> str:
 
 def _table(study: Study, trials: Sequence[Trial], *, states: bool = False) -> str:
     if not trials:
-        return '<p class="soft">No trial completed within the constraints.</p>'
+        within = " within the constraints" if study.constraints else ""
+        return f'<p class="soft">No trial completed{within}.</p>'
     names = columns(study)
     keys = list(dict.fromkeys(key for trial in trials for key in trial.values))
     tested = not states  # readers should not choose by the test figures of all trials

@@ -91,9 +91,9 @@ class Classification(Logits):
     def check_targets(self, part: str, classes: Sequence[str], targets: Sequence[Any]) -> str:
         low, high = min(targets), max(targets)
         if not classes and (low, high) != (NO_TARGET, NO_TARGET):
-            return f"labels of {part} must be {NO_TARGET} if there are no classes, but they are {low}..{high}"
+            return f"labels of {part} must be {NO_TARGET} if there are no classes, but they are {_span(low, high)}"
         if classes and (low < 0 or high >= len(classes)):
-            return f"labels of {part} must be 0..{len(classes) - 1}, but they are {low}..{high}"
+            return f"labels of {part} must be {_span(0, len(classes) - 1)}, but they are {_span(low, high)}"
         return ""
 
     def group(self, target: Any) -> Hashable:
@@ -114,3 +114,8 @@ class Classification(Logits):
 
     def shape_text(self, width: int | None) -> str:
         return "[N, classes]" if width is None else f"[N, {width}], one value for each class of the data"
+
+
+def _span(low: int, high: int) -> str:
+    """Returns a range of labels as text: "0..9", or "3" for a single one."""
+    return f"{low}..{high}" if low < high else str(low)

@@ -277,7 +277,7 @@ class Detection(Task):
             for label, x1, y1, x2, y2, _ in boxes:
                 if not 0 <= label < len(classes):
                     told = f"a box of image {place} of {part} has the class {label}"
-                    return f"{told}; classes must be 0..{len(classes) - 1}"
+                    return f"{told}; classes must be {'0' if len(classes) == 1 else f'0..{len(classes) - 1}'}"
                 if not (x1 < x2 and y1 < y2):
                     return f"a box of image {place} of {part} has no area ({x1:g}, {y1:g}, {x2:g}, {y2:g})"
         return "" if any(targets) else f"at least one image of {part} must have a box"

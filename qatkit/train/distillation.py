@@ -114,7 +114,7 @@ def find_features(
         if a.shape != b.shape:
             told = f"{one} returns {_sizes(a)} and the teacher's {other} returns {_sizes(b)}"
             wanted = f"modules whose outputs have the same shape; {told}"
-            raise ConfigError(KEY, f"{one}:{other}", wanted)
+            raise ConfigError(KEY, one if one == other else f"{one}:{other}", wanted)
     names = _equal_values(graph_module, tensors, ours)
     for (path, _), name in zip(paths, names, strict=True):
         if name is None:
@@ -154,9 +154,9 @@ def _outputs(model: nn.Module, batch: Example, paths: Sequence[str], who: str) -
         raise ConfigError(KEY, error.args[0], f"a module that {who} calls") from error
     for path, one in zip(paths, found, strict=True):
         if not isinstance(one, Tensor) or not one.is_floating_point():
-            raise ConfigError(
-                KEY, path, f"a module of {who} that returns a float tensor, not {type(one).__name__}"
-            )
+            kind = str(one.dtype).removeprefix("torch.") if isinstance(one, Tensor) else type(one).__name__
+            allowed = f"a module of {who} that returns a float tensor; this one returns {kind}"
+            raise ConfigError(KEY, path, allowed)
     return found
 
 

@@ -126,7 +126,9 @@ class QATModule(FineTuning):
         self.backend, self.overrides = backend, dict(overrides or {})
         self.quantizers, self.algorithms = quantizers, tuple(algorithms)
         types = (str(dtype).removeprefix("torch.") for dtype in given)
-        self._about_model = [("model", f"is {one} and is quantized from a float32 copy") for one in types]
+        self._about_model = [
+            ("model", f"has {one} values and is quantized from a float32 copy") for one in types
+        ]
         # In a tuple, so that it is not a submodule. An already traced graph is changed in place and can be
         # prepared only once.
         self._made_of: tuple[nn.Module | Captured, ...] = (
@@ -366,8 +368,9 @@ class QATModule(FineTuning):
         other = model if teacher is None else in_single_precision(teacher)[0].cpu().eval()
         self.teacher, self._tapped = (other,), ()
         if pairs and self.of_stage(OBSERVED):
-            allowed = "[] with an algorithm that rescales the compared channels (smooth_quant)"
-            raise ConfigError("schedule.distill_features", ", ".join(pairs), allowed)
+            names = " and ".join(type(one).__name__ for one in self.of_stage(OBSERVED))
+            allowed = f"[] with {names}, because the compared channels may be rescaled"
+            raise ConfigError("schedule.distill_features", list(pairs), allowed)
         if pairs:
             probe = with_drawn_norms(model)
             fused = self.run_algorithms(

@@ -241,7 +241,9 @@ def _check(model: nn.Module, scope: Sequence[str]) -> None:
         inside = next((other for other in scope if path.startswith(f"{other}.")), None)
         if inside is not None:
             raise ConfigError(
-                "model.scope", path, reason=f"it lies inside '{inside}', which is quantized as a whole"
+                "model.scope",
+                path,
+                reason=f"the submodule lies inside '{inside}', which is quantized as a whole",
             )
 
 
@@ -268,12 +270,14 @@ def _first_calls(model: nn.Module, scope: Sequence[str], example: Any) -> dict[s
             handle.remove()
     for path in scope:
         if path not in seen:
-            raise ConfigError("model.scope", path, reason="the model never calls it for this example")
+            raise ConfigError(
+                "model.scope", path, reason="the model does not call this submodule for the example"
+            )
         if not flatten(seen[path].example):
             args, kwargs = arguments_of(seen[path].example)
             kinds = ", ".join(type(value).__name__ for value in (*args, *kwargs.values()))
             given = f", only ({kinds})" if kinds else ""
-            reason = f"the model passes no tensor to it{given}; name a module that gets one"
+            reason = f"the model passes no tensor to this submodule{given}; name a submodule that gets one"
             raise ConfigError("model.scope", path, reason=reason)
     return seen
 

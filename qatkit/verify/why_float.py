@@ -156,7 +156,7 @@ def _weight_reason(found: Weight) -> str:
     if found.dequantize is None:
         return "its weight is float in the file (no DequantizeLinear)"
     if found.between is not None:
-        return f"a {found.between.op_type} is between its weight's DequantizeLinear and the operator"
+        return f"{found.between.op_type} is between its weight's DequantizeLinear and the operator"
     return ""
 
 

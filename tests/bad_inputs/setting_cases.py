@@ -85,9 +85,9 @@ _TRAINING = [
          "expected a module of the model (did you mean conv"),
         ("schedule.distill_features=[fc:conv1]", "schedule.distill_features=fc:conv1: "
          "expected modules whose outputs have the same shape; fc returns"),
-        ("schedule.distill_features=[fc]", "algorithm=smooth_quant", "schedule.distill_features=fc: "
-         "expected [] with an"),
-        ("schedule.distill_features=[fc]", "algorithm=auto", "schedule.distill_features=[fc]: "
+         ("schedule.distill_features=[fc]", "algorithm=smooth_quant", "schedule.distill_features=[fc]: "
+          "expected [] with SmoothQuant"),
+         ("schedule.distill_features=[fc]", "algorithm=auto", "schedule.distill_features=[fc]: "
          "expected [] with algorithm_choice"),
         ("schedule.distill=0.5", "schedule.distill_teacher=resnet50",
          "schedule.distill_teacher=resnet50: expected a teacher with the 10 classes of the data; "
@@ -189,7 +189,7 @@ _KEYS = [
     ),
     bad(
         "verify.runtimes=[os.path]",
-        "verify.runtimes=os.path: expected the dotted path of a qatkit_verify.runtimes",
+        "verify.runtimes=os.path: expected the dotted path of an object of type qatkit_verify.runtimes",
     ),
     bad("verify.runtimes=[nowhere.X]", "verify.runtimes=nowhere.X: "),
     bad("verify.every=1", "verify.every=1: expected null with schedule.epochs=0"),

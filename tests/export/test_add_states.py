@@ -130,7 +130,7 @@ def test_what_hears_more_than_its_states_falls_short(tmp_path: Path) -> None:
     [
         (lambda: nn.Sequential(nn.Linear(BANDS, CLASSES)), FRAMES, "the model has no LSTM, GRU or RNN"),
         (lambda: Spotter("GRU", backwards=True), FRAMES, "reads a recording from its end"),
-        (lambda: Spotter("GRU"), "none", "exactly one free axis in addition to the batch"),
+        (lambda: Spotter("GRU"), "none", "exactly one dynamic axis in addition to the batch"),
     ],
 )
 def test_a_file_without_open_states_is_refused(make, axes, told: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

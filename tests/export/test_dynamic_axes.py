@@ -205,9 +205,8 @@ def test_no_size_is_taken_for_the_number_that_it_was(tmp_path: Path) -> None:
     model, example, path = resizable.HalfRows().eval(), drawn((2, 3, 32, 48)), tmp_path / "float.onnx"
     graph = Captured(model, example, "auto").graph()
     assert [axis.name for axis in graph.meta["free_axes"]] == ["height", "width"]
-    assert (
-        "because torch's exporter failed: an operator works only at the size of the example"
-        in export_onnx(graph, example, path)
+    assert "torch's exporter failed (an operator works only at the size of the example" in export_onnx(
+        graph, example, path
     )
     session, image = ort.InferenceSession(path), drawn((3, 3, 32, 48))
     assert dims(session) == ["batch,3,32,48"]

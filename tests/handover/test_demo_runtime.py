@@ -46,6 +46,6 @@ def test_nothing_there_says_what_brings_it(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_folder_that_is_not_whole_is_named_with_what_it_lacks(tmp_path: Path) -> None:
     dist = _package(tmp_path, FILES[0])
-    with pytest.raises(ConfigError, match=f"it lacks {FILES[1]}, {FILES[2]}") as refused:
+    with pytest.raises(ConfigError, match=f"dist lacks {FILES[1]}, {FILES[2]}") as refused:
         find_runtime(str(dist))
     assert str(dist) in str(refused.value)

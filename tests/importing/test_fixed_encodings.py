@@ -205,7 +205,10 @@ def one(dtype: str = "uint8", zero: int = 0, scale: Any = 0.05) -> Encoding:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"nothing": one(), "else": one()}, "the file names no tensor of the model (did you mean "),
+        (
+            {"nothing": one(), "else": one()},
+            "the model has none of the tensors that the file names, such as 'nothing' (did you mean ",
+        ),
         (
             {"input": one(), "features/relu:1": one()},
             "the model has no tensor 'features/relu:1' (did you mean features/relu:0",

@@ -47,7 +47,7 @@ def test_states_are_named_by_their_inputs(tmp_path: Path) -> None:
         ),
         (
             {"states": {"h": "hN"}, "fix": {"h": [[0.0] * 8]}},
-            "h: hN: model.kwargs.fix already sets the input 'h'; remove it there or here",
+            "h: hN: model.kwargs.fix already sets the input 'h'; remove the input from one of the two",
         ),
         ({"states": {"h": "y"}}, r"input 'h' is float32 \[n, 8\], but the output 'y' is float32 \[n, 1\]"),
         (

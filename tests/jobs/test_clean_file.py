@@ -138,7 +138,8 @@ def test_given_inputs_are_compared(net: Path, tmp_path: Path) -> None:
     assert told["outputs_db"] == {"y": None}  # all values are equal
     np.savez(tmp_path / "given.npz", x=drawn(3, 4, 9, 11))
     with pytest.raises(
-        ConfigError, match=r"clean.inputs=.*: expected an array 'x' of float32 \[batch, 3, height, width\]"
+        ConfigError,
+        match=r"clean.inputs=.*: expected an .npz file whose array 'x' is float32 \[batch, 3, height, width\]",
     ):
         quantize(replace(run_of(net, inputs=f"{tmp_path / 'given.npz'}"), output_dir=f"{tmp_path / 'other'}"))
 
@@ -182,7 +183,7 @@ def test_a_key_encrypts_the_cleaned_file(net: Path, tmp_path: Path) -> None:
         ({"fix_shapes": 3}, "clean.fix_shapes=3: expected sizes by name"),
         (
             {"fix_shapes": {"bach": 1}},
-            r"clean.fix_shapes.bach=1: expected the name of a size .*\(did you mean batch",
+            r"clean.fix_shapes.bach=1: the file has no size and no input of this name, .*\(did you mean batch",
         ),
         ({"custom_ops": ["none.so"]}, r"clean.custom_ops\[0\]=none.so: expected an existing library"),
         ({"inputs": "none.npz"}, "clean.inputs=none.npz: expected an .npz file that exists"),

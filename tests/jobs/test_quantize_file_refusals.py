@@ -162,10 +162,10 @@ BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "not finite": (spoiled, "a model with finite weights; the weight 'w' of 'conv' (Conv) contains NaN or infinity"),
     "a batch inside": (batch_inside, "ONNX Runtime failed on images [2, 3, 8, 8] ("),
     "nothing to quantize": (no_operator, "a model that has operators to quantize (Conv, Gemm, MatMul, LSTM"),
-    "unknown operator": (unknown_operator, f"ONNX Runtime {ort.__version__} can't load it: "),
+    "unknown operator": (unknown_operator, f"ONNX Runtime {ort.__version__} can't load the file ("),
     "unknown operator in a branch": (
         unknown_operator_in_a_branch,
-        f"ONNX Runtime {ort.__version__} can't load it: This is",
+        f"ONNX Runtime {ort.__version__} can't load the file (This is",
     ),
     "no upgrade": (no_upgrade, "a file of opset 7 to "),
     "a branch": (
@@ -215,7 +215,7 @@ def test_an_unknown_operator_is_named_with_its_domain_and_node(
     with pytest.raises(ConfigError) as raised:
         quantize_file.quantize(settings(path, "dynamic", tmp_path / "run"))
     message = str(raised.value)
-    told = r"(ONNX Runtime [\d.]+ can't load|onnx's checker refuses) it: "
+    told = r"(ONNX Runtime [\d.]+ can't load|onnx's checker refuses) the file \("
     assert re.match(told, message.removeprefix(f"onnx={path}: "))
     assert {"Mystery", "acme"} | named <= set(re.findall(r"\w+", message))
     assert "\n" not in message and tempfile.gettempdir() not in message.replace(str(tmp_path), "")

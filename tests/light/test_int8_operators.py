@@ -196,7 +196,7 @@ def test_what_a_bundle_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         told = speed.saturation(CheckInputs(folder, read_manifest(folder)))
         return told.verdict, told.seen
 
-    proven = "cannot saturate on any x86: proven from the integers of 1 operator"
+    proven = "uint8 x int8: no sum of two products saturates on x86, proven from the integers of 1 operator"
     assert found(np.full((8, 3), 64, np.int8)) == (OK, proven)
     weight = np.full((8, 3), 64, np.int8)
     weight[4:6, 1] = 127

@@ -115,4 +115,4 @@ def test_entries_of_floats_are_noted() -> None:
         "activation_encodings": [{"name": "x", "bw": 16, "dtype": "FLOAT", "enc_type": "PER_TENSOR"}],
     }
     found = aimet.from_dict(given)
-    assert (found.all, found.notes) == ({}, ("skipped, since only encodings of integers are supported: x",))
+    assert (found.all, found.notes) == ({}, ("skipped the encodings that are not of integers: x",))

@@ -11,7 +11,7 @@ from float_files import by_hand, settings
 
 from qatkit.jobs import quantize_file
 from qatkit.records.preprocessing_file import preprocessing_beside
-from qatkit_verify.errors import ConfigError
+from qatkit_verify.errors import ConfigError, as_typed
 
 RIGHT: dict[str, Any] = {
     "channels": 3,
@@ -64,7 +64,7 @@ def refused(folder: Path, text: str) -> str:
 @pytest.mark.parametrize(("key", "value", "expected"), WRONG, ids=lambda value: str(value)[:30])
 def test_a_wrong_value_is_named(key: str, value: Any, expected: str, tmp_path: Path) -> None:
     said = refused(tmp_path, json.dumps({"preprocessing": RIGHT | {key: value}}))
-    assert said.startswith(f"model.json: preprocessing.{key}={str(value)[:40]}")
+    assert said.startswith(f"model.json: preprocessing.{key}={as_typed(value)[:40]}")
     assert f": expected {expected}; correct or move " in said
 
 

@@ -225,11 +225,11 @@ def test_what_looks_like_boxes_is_not_taken_for_them(outputs: list[Array], names
     ("decision", "outputs", "message"),
     [
         ("boxes", [SCORES[..., :2]], r"expected outputs \[N, boxes, 4 .*'a' \[6, 336, 2\] .*, which"),
-        ("boxes", [np.concatenate([centers(CORNERS), SCORES], 2)], "expected layout=objectness if the fifth value"),
+        ("boxes", [np.concatenate([centers(CORNERS), SCORES], 2)], r"expected boxes\(layout=objectness\) if the"),
         ("boxes", [CORNERS, CORNERS], r"expected one output \[N, boxes, 4\] named like boxes"),
-        ("boxes", [CORNERS, SIGNED], r"expected scores within 0..1, but they are .* \(scores=sigmoid or"),
+        ("boxes", [CORNERS, SIGNED], r"expected scores within 0..1, or boxes\(scores=sigmoid\) or .*; they are "),
         ("boxes(layout=final)", LATER, "expected outputs with 6 values per box for layout=final"),
-        ("boxes(strides=8/16)", LATER, "expected size=HEIGHTxWIDTH of a picture with 336 cells at strides 8/16"),
+        ("boxes(strides=8/16)", LATER, r"expected boxes\(strides=8/16,size=HEIGHTxWIDTH\) with a picture of 336 cells"),
         ("boxes(background=9)", [CORNERS, SCORES], "expected a background from 0 to 4"),
     ],
 )  # fmt: skip

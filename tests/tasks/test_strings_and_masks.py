@@ -157,7 +157,7 @@ def test_masks_are_guessed_where_there_is_no_doubt(outputs: NDArray[np.float64],
             r"expected a blank from 0 to 3 .*'y' \[2, 5, 4\] .*, which suits argmax\(AXIS\)",
         ),
         ("strings", (3, 4), r"expected a first output \[N, steps, classes\]"),
-        ("mask(axis=2)", (2, 3, 8, 8), "expected axis=1 or axis=-1"),
+        ("mask(axis=2)", (2, 3, 8, 8), r"expected mask\(axis=1\) or mask\(axis=-1\)"),
         ("mask", (2, 8), r"which suits argmax\(AXIS\), threshold\(VALUE\), cosine\(LEAST\)$"),
     ],
 )

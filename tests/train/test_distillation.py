@@ -186,7 +186,9 @@ def test_float_features_cost_nothing_with_quantization_off(name: str, paths: lis
 
 def test_a_module_that_was_given_no_teacher_says_so() -> None:
     module = _module(ScheduleConfig(distill=0.5, distill_teacher="resnet50"))
-    with pytest.raises(ConfigError, match=r"schedule.distill_teacher=resnet50: distillation needs a teacher"):
+    with pytest.raises(
+        ConfigError, match=r"schedule.distill_teacher=resnet50: distillation needs a teacher; pass it to"
+    ):
         module.loss(IMAGES, LABELS)
 
 

@@ -188,7 +188,7 @@ def test_weight_behind_a_reshape(tmp_path: Path) -> None:
     graph = QdqGraph()
     result = audit(graph.save(tmp_path / "bad.onnx", _reshaped_weight(graph), TOKENS, 3))
     assert result.problems == (
-        "float MatMul 'fc': a Reshape is between its weight's DequantizeLinear and the operator;"
+        "float MatMul 'fc': Reshape is between its weight's DequantizeLinear and the operator;"
         " its weight (1.0 kB) is dequantized on every run",
     )
 

@@ -166,7 +166,7 @@ def test_a_runtime_that_fails_costs_its_own_figures_alone() -> None:
     assert results.runtimes["broken"].failed.startswith("RuntimeError: no kernel for this; ")
     (told,) = RuntimesCheck().shortfalls(files().subject.settings, results)
     assert told.line.startswith(
-        "verify.runtimes=broken: it cannot run the INT8 file (RuntimeError: no kernel"
+        "verify.runtimes=broken: broken cannot run the INT8 file (RuntimeError: no kernel"
     )
     assert any(row.lstrip().startswith("broken") for row in RuntimesCheck().lines(results))
 
@@ -186,7 +186,10 @@ def test_at_the_first_export_each_runs_the_file_once() -> None:
             ["openvno"],
             r"verify.runtimes=openvno: expected one of onnxruntime, openvino, or .*\(did you mean openvino\?\)",
         ),
-        (["other_runtimes.SPOILED"], "the dotted path of a qatkit_verify.runtimes.base.Runtime"),
+        (
+            ["other_runtimes.SPOILED"],
+            "the dotted path of an object of type qatkit_verify.runtimes.base.Runtime",
+        ),
         (["other_runtimes.SLOW", "other_runtimes.SLOW"], "two runtimes named 'slow'; remove one"),
         (
             ["other_runtimes.ABSENT"],

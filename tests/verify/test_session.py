@@ -27,7 +27,7 @@ def test_what_cannot_be_loaded_is_one_line(tmp_path: Path) -> None:
         open_session(tmp_path / "absent.onnx", threads=1)
     broken = tmp_path / "broken.onnx"
     broken.write_bytes(b"not a model")
-    with pytest.raises(ConfigError, match=r"broken\.onnx: ONNX Runtime .* can't load it") as error:
+    with pytest.raises(ConfigError, match=r"broken\.onnx: ONNX Runtime .* can't load the file") as error:
         open_session(broken, threads=1)
     assert "\n" not in str(error.value) and str(error.value).count(str(broken)) == 1
     classifier(tmp_path / "good.onnx")

@@ -123,7 +123,8 @@ def _shape(name: str, shape: Sequence[Any], batch: int) -> tuple[int, ...]:
     if not all(isinstance(size, int) for size in known):
         sizes = ", ".join("?" if size is None else str(size) for size in shape)
         reason = (
-            f"its shape [{sizes}] has dynamic axes; give an array for it (--inputs, or input_shape in Python)"
+            f"the shape [{sizes}] of input '{name}' has dynamic axes; give an array for this input (--inputs FILE.npz,"
+            " or input_shape in Python)"
         )
         raise ConfigError("input", name, reason=reason)
     return tuple(known)

@@ -7,7 +7,7 @@ from qatkit_verify.errors import counted
 
 def never_on_x86(operators: str) -> str:
     """Says that sums of two uint8 x int8 products cannot saturate; `operators` is such as "20 operators"."""
-    return f"cannot saturate on any x86: proven from the integers of {operators}"
+    return f"uint8 x int8: no sum of two products saturates on x86, proven from the integers of {operators}"
 
 
 def never_on_arm(operators: int) -> str:

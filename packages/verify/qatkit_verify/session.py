@@ -107,7 +107,7 @@ def open_session(
         full = None if optimized_path is None else no_room(Path(optimized_path))
         if full is not None:  # the optimized graph could not be written
             raise full from error
-        reason = f"ONNX Runtime {ort.__version__} can't load it: {refusal(error)}"
+        reason = f"ONNX Runtime {ort.__version__} can't load the file ({refusal(error)})"
         raise ConfigError("onnx file", path, reason=reason) from error
 
 
@@ -130,7 +130,7 @@ def use_library(path: str | Path) -> None:
     try:
         ort.SessionOptions().register_custom_ops_library(str(library))
     except Exception as error:  # ONNX Runtime's exceptions have no public common base
-        reason = f"ONNX Runtime {ort.__version__} can't load the library: {refusal(error)}"
+        reason = f"ONNX Runtime {ort.__version__} can't load the library ({refusal(error)})"
         raise ConfigError("custom_ops", path, reason=reason) from error
     _LIBRARIES[str(library)] = None
 

@@ -62,5 +62,5 @@ class LearnedRounding(BlockAlgorithm):
         Range(0),
     )
     warm: float = setting(
-        0.2, "share of the steps, at the start, without the loss term that strength weights", Range(0, 1)
+        0.2, "share of the steps, at the start, that are computed with strength=0", Range(0, 1)
     )

@@ -139,6 +139,8 @@ def given(path: Path, wanted: Sequence[Port]) -> Feeds:
         if array.dtype != port.dtype or not fits:
             sizes = ", ".join("?" if size is None else str(size) for size in port.shape)
             held_text = f"{array.dtype} {list(array.shape)}"
-            allowed = f"an array '{port.name}' of {port.dtype} [{sizes}]; the file contains {held_text}"
+            allowed = (
+                f"an .npz file whose array '{port.name}' is {port.dtype} [{sizes}]; the array is {held_text}"
+            )
             raise ConfigError(KEY, path, allowed)
     return {port.name: found[port.name] for port in wanted}

@@ -75,7 +75,7 @@ def _places(
             allowed = f"a list of {counted(rank, 'size')}, one for each axis of the input"
             raise ConfigError(f"{KEY}.{key}", list(given), allowed)
         for axis, size in enumerate(given):
-            yield (key, axis), _size(key, size)
+            yield (key, axis), _size(f"{key}[{axis}]", size)
     elif found and found[1] in inputs:
         yield (found[1], int(found[2])), _size(key, given)
     elif key in inputs:
@@ -84,9 +84,9 @@ def _places(
         )
     else:
         known = [*sorted(symbols), *inputs]
-        listed = ", ".join(known) or "none"
-        allowed = f"the name of a size or an input of the file ({listed}){did_you_mean(key, known)}"
-        raise ConfigError(f"{KEY}.{key}", given, allowed)
+        listed = f", only {', '.join(known)}" if known else ""
+        reason = f"the file has no size and no input of this name{listed}{did_you_mean(key, known)}"
+        raise ConfigError(f"{KEY}.{key}", given, reason=reason)
 
 
 def _axis(key: str, axis: Any) -> int:
@@ -131,7 +131,7 @@ def _fix_named(model: ir.Model, named: Mapping[str, int]) -> list[str]:
                 if shape is not None and name is not None and name in named:
                     value.shape = shape = _with(shape, axis, named[name])
                     counts[name] += 1
-    return [f"{name} = {size} (places changed: {counts[name]})" for name, size in named.items()]
+    return [f"{name} = {size} ({counted(counts[name], 'place')} changed)" for name, size in named.items()]
 
 
 def _fix_placed(inputs: Mapping[str, ir.Value], placed: Mapping[Place, int]) -> list[str]:

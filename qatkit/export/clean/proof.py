@@ -104,7 +104,8 @@ def prove(  # noqa: PLR0913  independent settings of a comparison, by name
             least = "equal values are" if EQUAL in (bound, -ratio) else f"at least {bound:.0f} dB are"
             measured = "" if ratio == -EQUAL else f" (signal-to-noise ratio {ratio:.1f} dB)"
             reason = f"output '{name}' differs from the original file's{measured}, where {least} required"
-            raise ConfigError("clean", after.name, reason=f"{reason}, so nothing was written{hint}")
+            told = f"after cleaning, {reason}, so nothing was written{hint}"
+            raise ConfigError("onnx", before, reason=told)
     shapes = [{name: list(value.shape) for name, value in feeds.items()} for feeds in sets]
     return Proof(ratios, shapes, bound, inputs is None)
 

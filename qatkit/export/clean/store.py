@@ -62,5 +62,5 @@ def check(path: Path, source: Path) -> None:
         except Exception:
             return  # the checker does not accept the original either
         raise ConfigError(
-            "clean", source, reason=f"onnx's checker refuses the cleaned file ({one_line(error)})"
+            "onnx", source, reason=f"onnx's checker refuses the cleaned file ({one_line(error)})"
         ) from error

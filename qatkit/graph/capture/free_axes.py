@@ -292,7 +292,7 @@ class FreeAxes:
                 largest = max(relative_difference(*pair) for pair in answers)
             except Exception as error:  # like an error of the model
                 raise _NotFreeError(
-                    f"the graph fails at another size ({found}): {described(error)}"
+                    f"the graph fails at another size, {found} ({described(error)})"
                 ) from error
             if largest > _CLOSE:
                 raise _NotFreeError(

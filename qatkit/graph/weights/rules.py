@@ -179,7 +179,7 @@ def _einsum(builder: OperatorBuilder, node: fx.Node) -> str | None:
     ranks[weight] = value.ndim
     letters = parse(str(node.args[0]), ranks)
     if letters is None:
-        return f"einsum {node.args[0]!r} with a weight stays float"
+        return f"its equation {node.args[0]!r} is not supported with a weight, so it stays float"
     x, w = operands[1 - weight], operands[weight]
     return _contract(builder, node, x, w, letters[1 - weight], letters[weight], letters[2])
 

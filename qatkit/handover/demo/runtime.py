@@ -46,13 +46,13 @@ def find_runtime(typed: str | None) -> WebRuntime:
     """
     folder = Path(typed) if typed else _nearest(Path.cwd())
     if folder is None:
-        raise ConfigError("export.demo_runtime", "null", _ALLOWED)
+        raise ConfigError("export.demo_runtime", None, _ALLOWED)
     if (folder / "dist").is_dir():
         folder = folder / "dist"
     files = [folder / name for name in (_SCRIPT, _GLUE, _WASM)]
     missing = [path.name for path in files if not path.is_file()]
     if missing:
-        raise ConfigError("export.demo_runtime", str(folder), f"{_ALLOWED} (it lacks {', '.join(missing)})")
+        raise ConfigError("export.demo_runtime", typed, f"{_ALLOWED} ({folder} lacks {', '.join(missing)})")
     return WebRuntime(files[0], files[1], files[2], _version(folder.parent / "package.json"))
 
 

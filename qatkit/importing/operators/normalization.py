@@ -38,7 +38,7 @@ def batch_norm_module(node: Node, constants: Sequence[Array | None]) -> nn.Modul
 
 def _unknown(node: Node) -> str:
     if node.get("training_mode", 0):
-        return "it is in training mode"
+        return "BatchNormalization in training mode has no PyTorch equivalent"
     return (
         ""
         if node.get("spatial", 1)
@@ -79,7 +79,9 @@ def layer_norm_module(node: Node, constants: Sequence[Array | None]) -> nn.Modul
 
 def _with_mean(node: Node) -> str:
     several = sum(map(bool, node.outputs)) > 1
-    return "it also returns a mean or deviation, which has no PyTorch equivalent" if several else ""
+    return (
+        f"{node.op_type} that also returns a mean or deviation has no PyTorch equivalent" if several else ""
+    )
 
 
 @function("LayerNormalization", refuses=_with_mean)

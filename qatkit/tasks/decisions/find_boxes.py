@@ -43,8 +43,8 @@ def found(asked: BoxRequest, seen: Seen) -> Layout:
     _check_scores(layout, rows)
     if layout.form == CENTER and not layout.grids and (rows[..., 2:4] < 0).mean() > 0.01:
         raise MisfitError(
-            "strides=8/16/32,size=HEIGHTxWIDTH if the negative widths and heights are offsets from cells, or"
-            f" form={CORNERS} if they are corners"
+            "boxes(strides=8/16/32,size=HEIGHTxWIDTH) if the negative widths and heights are offsets from cells, or"
+            f" boxes(form={CORNERS}) if they are corners"
         )
     return replace(layout, background=_background(asked, layout, rows))
 
@@ -116,7 +116,9 @@ def _kind(rows: Array, transposed: bool) -> str:
         return "classes"
     if _raw(rows) or _three_anchors(rows):
         return "objectness"
-    raise MisfitError("layout=objectness if the fifth value is an objectness, else layout=classes")
+    raise MisfitError(
+        "boxes(layout=objectness) if the fifth value is an objectness, else boxes(layout=classes)"
+    )
 
 
 def _singles(seen: Seen) -> list[int]:
@@ -217,7 +219,9 @@ def _grids(asked: BoxRequest, layout: Layout, rows: Array) -> tuple[tuple[int, i
         return grids if offered and offsets(rows, grids) else ()
     if cells_in(grids) != boxes:
         told = "/".join(map(str, strides))
-        raise MisfitError(f"size=HEIGHTxWIDTH of a picture with {boxes} cells at strides {told}")
+        raise MisfitError(
+            f"boxes(strides={told},size=HEIGHTxWIDTH) with a picture of {boxes} cells at these strides"
+        )
     return grids
 
 
@@ -225,7 +229,7 @@ def _check_scores(layout: Layout, rows: Array) -> None:
     scores = rows[..., 4:5] if layout.kind == "final" else rows[..., 4:]
     if layout.scores == "as_they_are" and not _within(scores):
         told = f"they are {scores.min():.3g} to {scores.max():.3g}"
-        raise MisfitError(f"scores within 0..1, but {told} (scores=sigmoid or scores=softmax converts them)")
+        raise MisfitError(f"scores within 0..1, or boxes(scores=sigmoid) or boxes(scores=softmax); {told}")
 
 
 def _background(asked: BoxRequest, layout: Layout, rows: Array) -> int | None:

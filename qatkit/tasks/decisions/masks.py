@@ -54,7 +54,7 @@ class Mask(Request):
         if len(shape) == 3 or 1 in (shape[1], shape[3]):
             return _OneChannel(self.same, self.threshold)
         if self.axis not in (1, -1):
-            raise MisfitError("axis=1 or axis=-1, the axis of the classes")
+            raise MisfitError("mask(axis=1) or mask(axis=-1), where axis is that of the classes")
         return _Classes(self.same, self.axis)
 
 

@@ -71,10 +71,11 @@ def audit_line(audit: Audit, *, weights_alone: bool = False) -> str:
     alone = sum(node.precision == "weight-only" for node in matrix)
     if not int8 and (alone or weights_alone):
         bits = "" if audit.packed_bits is None else f" ({audit.packed_bits:.2f} bits per weight, with scales)"
-        return f"audit: {alone} of {len(matrix)} Conv/Gemm/MatMul multiply by packed weights{bits}, the others in float"
+        rest = ", the others in float" if alone < len(matrix) else ""
+        return f"audit: {alone} of {len(matrix)} Conv/Gemm/MatMul multiply by packed weights{bits}{rest}"
     wide, narrow = (sum(node.reason == why for node in matrix) for why in (SIXTEEN_BITS, NARROW_BIAS))
-    floats = {"have 16-bit inputs or outputs": wide, "have a bias of fewer than 32 bits": narrow}
-    told = "".join(f", {n} {what} and are computed in float" for what, n in floats.items() if n)
+    floats = {"16-bit inputs or outputs": wide, "a bias of fewer than 32 bits": narrow}
+    told = "".join(f", {n} in float because of {what}" for what, n in floats.items() if n)
     at_run_time = f"{counted(len(weights), 'weight')} ({megabytes:.1f} MB)" if weights else "no weight"
     return (
         f"audit: {int8} of {len(matrix)} Conv/Gemm/MatMul run in int8 {share}"

@@ -15,6 +15,7 @@ from qatkit.records.results import Results
 from qatkit.tasks.regression import Regression, columns
 from qatkit.verify.checks.base import Check, Shortfall, Subject
 from qatkit.verify.checks.requested import RequestedSettings
+from qatkit_verify.errors import counted
 
 if TYPE_CHECKING:
     from qatkit.tasks.base import Array
@@ -71,7 +72,7 @@ class BiasCheck(Check):
         told = [line for one in found["outputs"] for line in _texts(one, found["by"], results.label)]
         none = (
             f"the outputs of {results.label} have no mean shift against float beyond noise on"
-            f" {found['samples']:,} samples"
+            f" {counted(found['samples'], 'sample')}"
         )
         fix = fix_of(results)
         taken = [f"to correct the shift: {fix}"] if fix else []

@@ -100,9 +100,9 @@ def _line(found: dict[str, Any]) -> str:
     generated, equal = found["greedy"]
     return (
         f"decoder ({DECODER_FOLDER}/{DECODER_FILE}, {found['bytes'] / 1e6:.2f} MB): perplexity"
-        f" {found['perplexity']:.3f} on {found['windows']} windows ({found['whole']:.3f} without keys and values),"
-        f" same next token {100 * found['agreement']:.2f} %; tokens right one by one: {same} of {steps}, in a greedy"
-        f" text: {equal} of {generated}; {found['tokens_per_second']:.1f} tokens/s,"
+        f" {found['perplexity']:.3f} on {counted(found['windows'], 'window')} ({found['whole']:.3f} without keys and"
+        f" values), same next token {100 * found['agreement']:.2f} %; tokens right one by one: {same} of {steps}, in a"
+        f" greedy text: {equal} of {generated}; {found['tokens_per_second']:.1f} tokens/s,"
         f" {counted(found['threads'], 'thread')}{_level_text(found)}"
     )
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from qatkit.records.detections import METADATA_KEY, Suppression, nms_file
 from qatkit.records.results import Results
 from qatkit.verify.checks.base import Check, Shortfall, Subject
+from qatkit_verify.errors import counted
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -64,12 +65,11 @@ class DetectionsCheck(Check):
         if found is None:
             return []
         if not found["boxes"]:
-            return [
-                f"detections ({found['file']}): no box on {found['images']} images has a score above export.nms_score"
-            ]
+            where = f"no box on {counted(found['images'], 'image')}"
+            return [f"detections ({found['file']}): {where} has a score above export.nms_score"]
         return [
             f"detections ({found['file']}): {100 * _share(found):.2f} % of {found['boxes'] // 2:,} boxes on"
-            f" {found['images']} images match those of PyTorch's non-maximum suppression (IoU {_SAME:g})"
+            f" {counted(found['images'], 'image')} match those of PyTorch's non-maximum suppression (IoU {_SAME:g})"
         ]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from qatkit.records.results import FREE, Results
 from qatkit.verify.checks.base import Check, Subject
+from qatkit_verify.errors import counted
 from qatkit_verify.records import TaskNames
 from qatkit_verify.table import drawn
 
@@ -54,8 +55,8 @@ def heading(found: Mapping[str, Any], label: str) -> str:
     """Returns a description of what was compared."""
     count, steps = found["sequences"], found["horizons"][-1]["counted"]
     return (
-        f"drift: float and {label} each with their own states, {steps:,} steps of {count:,}"
-        f" sequence{'s' if count > 1 else ''}"
+        f"drift: float and {label} each with their own states, {counted(steps, 'step')} of"
+        f" {counted(count, 'sequence')}"
     )
 
 

@@ -68,11 +68,13 @@ class LatencyCheck(Check):
         if without := asked.without_kernels:
             told = f"runs in float here, at {int8.ratio:.2f} of float's speed: no kernel computes {without}"
             return [f"{results.label} {told}"]
-        fix = _fix(1.0, int8, results)
-        return [
-            f"{results.label} is slower than float here ({int8.ratio:.2f} of its speed)"
-            + (f"; to fix it: {fix}" if fix else "")
-        ]
+        slower = f"{results.label} is slower than float here ({int8.ratio:.2f} of its speed)"
+        if results.config and (reason := _why_float(asked)):
+            return [f"{slower}: {reason}"]
+        if _for_another(results):
+            return [f"{slower}; the file is for another runtime: measure it there"]
+        fix = either([*_placement(asked, results), *_speed_ways(asked, results)]) if results.config else ""
+        return [slower + (f"; to fix it: {fix}" if fix else "")]
 
 
 def _fix(bound: float, int8: Latency, results: Results) -> str:
@@ -81,15 +83,29 @@ def _fix(bound: float, int8: Latency, results: Results) -> str:
         return ""
     if reason := _why_float(asked):
         return f"verify.min_speedup=null ({reason})"
-    ways = []
+    longer, elsewhere = "", ""
     if int8.ratio_p90 >= bound:
         runs = 4 * int8.runs
-        ways.append(f"verify.latency_runs={runs} (the bound is within p10-p90 of the rounds: measure longer)")
-    if results.audit is not None and not results.audit.for_onnxruntime:
-        ways.append("verify.min_speedup=null (this file is for another runtime: measure it there)")
-    elif "session.qdqisint8allowed" in results.session_options and _is_x86(results):
+        longer = f"verify.latency_runs={runs} (the bound is within p10-p90 of the rounds: measure longer)"
+    if _for_another(results):
+        elsewhere = "verify.min_speedup=null (this file is for another runtime: measure it there)"
+    met = (
+        f"verify.min_speedup={math.floor(100 * int8.ratio) / 100} (the speed-up of this file on this machine)"
+    )
+    ways = [longer, elsewhere, *_speed_ways(asked, results)]
+    return either([*_placement(asked, results), *(ways if any(ways) else [met])])
+
+
+def _for_another(results: Results) -> bool:
+    return results.audit is not None and not results.audit.for_onnxruntime
+
+
+def _speed_ways(asked: RequestedSettings, results: Results) -> list[str]:
+    """Returns the settings and changes, except placement=measured, that may make the file faster."""
+    ways, ours = [], not _for_another(results)
+    if ours and "session.qdqisint8allowed" in results.session_options and _is_x86(results):
         ways.append("backend=fbgemm (signed activations are slow on x86; for ARM, measure there)")
-    elif results.audit is not None and results.audit.problems and not asked.mode:
+    elif ours and results.audit is not None and results.audit.problems and not asked.mode:
         ways.append("faster operators in place of those that the audit reports in float")
     if asked.left_float():
         ways.append(asked.without_float())
@@ -98,10 +114,7 @@ def _fix(bound: float, int8: Latency, results: Results) -> str:
         ways.append(f"{asked.mode_key}={faster}")
     if results.hardware is not None and not set(_FAST) & set(results.hardware.isa):
         ways.append("a CPU with VNNI (this one has no instructions for 8-bit products)")
-    met = (
-        f"verify.min_speedup={math.floor(100 * int8.ratio) / 100} (the speed-up of this file on this machine)"
-    )
-    return either([*_placement(asked, results), *(ways or [met])])
+    return ways
 
 
 def _why_float(asked: RequestedSettings) -> str:

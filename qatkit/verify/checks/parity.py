@@ -185,7 +185,8 @@ def divergence_line(divergence: Divergence) -> str:
     against = "" if divergence.reference == "the converted module" else f", against {divergence.reference}"
     steps = counted(tolerance, "step")
     if divergence.first is None:
-        return f"tensor by tensor: all {count} compared tensors agree within {steps}{against}"
+        agree = f"all {count} compared tensors agree" if count != 1 else "the compared tensor agrees"
+        return f"tensor by tensor: {agree} within {steps}{against}"
     first = divergence.first
     where = f" of operator '{divergence.operator}'" if divergence.operator else ""
     return (

@@ -11,6 +11,7 @@ from qatkit.records.results import ALONE, Divergence, InRuntime, Results
 from qatkit.verify.checks.base import Check, Shortfall, Subject
 from qatkit.verify.checks.parity import but_for_ties
 from qatkit.verify.checks.requested import RequestedSettings, either
+from qatkit_verify.errors import as_typed
 from qatkit_verify.foreign import described
 from qatkit_verify.records import Comparison, Latency, Scores, TaskNames
 from qatkit_verify.runtimes.base import REFERENCE, Runtime, other_runtimes
@@ -58,7 +59,10 @@ class RuntimesCheck(Check):
     def shortfalls(self, bounds: VerifyConfig, results: Results) -> list[Shortfall]:
         others = sorted(set(bounds.runtimes) - {REFERENCE})
         if others and not results.runtimes:
-            return [Shortfall(f"verify.runtimes={','.join(others)}: these were not measured")]
+            verb = "was" if len(others) == 1 else "were"
+            return [
+                Shortfall(f"verify.runtimes={as_typed(others)}: {' and '.join(others)} {verb} not measured")
+            ]
         found = [_shortfall(name, one, bounds, results) for name, one in results.runtimes.items()]
         return [one for one in found if one is not None]
 
@@ -233,14 +237,15 @@ def _ports(subject: Subject, name: str) -> ort.InferenceSession:
 def _shortfall(name: str, one: InRuntime, bounds: VerifyConfig, results: Results) -> Shortfall | None:
     if one.failed:
         return Shortfall(
-            f"verify.runtimes={name}: it cannot run the {results.label} file ({one.failed})", _without(name)
+            f"verify.runtimes={name}: {name} cannot run the {results.label} file ({one.failed})",
+            _without(name),
         )
     near, least = one.with_onnxruntime, bounds.min_agreement
     if near is None or least is None or near.held >= least:
         return None
     line = (
         f"verify.min_agreement={least}: {name} agrees with ONNX Runtime on {100 * near.held:.2f} % of"
-        f" {one.images} images{but_for_ties(near)}"
+        f" {one.images} {results.task.samples}{but_for_ties(near)}"
     )
     if one.divergence is not None and one.divergence.first is not None:
         line += f"; the first tensor that differs is '{one.divergence.first.name}'"

@@ -16,7 +16,7 @@ from qatkit.records.scores import with_key
 from qatkit.verify.checks.base import Check, Shortfall, Subject, capped
 from qatkit.verify.checks.requested import RequestedSettings
 from qatkit_verify.classification import NAMES
-from qatkit_verify.errors import as_typed, counted
+from qatkit_verify.errors import ConfigError, as_typed, counted
 from qatkit_verify.proofs import never_on_arm, never_on_x86
 from qatkit_verify.records import Metric, TaskNames
 
@@ -43,7 +43,8 @@ class SaturationCheck(Check):
         try:
             return results.with_measured(self.name, _measured(subject))
         except Exception as error:  # some graphs cannot be cut, and the other figures are worth more
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
+            reason = f"{kind}{' '.join(str(error).split())[:200]}"
             return replace(results, notes=(*results.notes, f"saturation: not measured ({reason})"))
 
     def shortfalls(self, bounds: VerifyConfig, results: Results) -> list[Shortfall]:
@@ -160,22 +161,23 @@ def saturation_lines(found: Mapping[str, Any], task: TaskNames = NAMES) -> list[
     proven, others = len(layers) - len(open_ones), found["others"]
     if not layers and not others:
         return _signed_lines(found.get("signed", {}))
-    said = f"without VNNI (AVX2): {proven} of {len(layers)} uint8 x int8 operators cannot saturate"
+    operators = counted(len(layers), "uint8 x int8 operator")
+    said = "without VNNI (AVX2): "
+    said += f"{proven} of {operators} cannot saturate, proven from their weights; " if proven else ""
     if not open_ones and not others:
-        return [never_on_x86(counted(proven, "uint8 x int8 operator"))]
+        return [never_on_x86(counted(proven, "operator"))]
     if not open_ones or not found["images"]:
         named = ", ".join([*open_ones, *others][:3])
         more = len(open_ones) + len(others) - 3
         listed = f"{named} and {more} more" if more > 0 else named
         how = " (verify.target_isa=avx2 emulates it)" if open_ones else ", since they cannot be emulated"
-        return [
-            f"{said}, proven from their weights; the effect of the others ({listed}) is not measured{how}"
-        ]
+        which = "the others" if proven else "operators that can saturate"
+        return [f"{said}the effect of {which} ({listed}) is not measured{how}"]
     clipped = sorted(
         (name for name in open_ones if layers[name]["clipped"]), key=lambda n: -layers[n]["relative_error"]
     )
     head = (
-        f"{said}, proven from their weights; {counted(len(clipped), 'operator')} saturated on"
+        f"{said}{counted(len(clipped), 'operator')} saturated on"
         f" {found['images']} {task.samples}: same answer as with VNNI on {100 * found['emulated']['agreement']:.2f} %"
     )
     exact, emulated = (task.main.of(found[name][task.main.key]) for name in ("exact", "emulated"))
@@ -222,7 +224,7 @@ def guard_line(guards: Mapping[str, Any]) -> str:
 def _layer(name: str, one: Mapping[str, Any]) -> str:
     return (
         f"{name}: {100 * one['clipped']:.3g} % of sums clipped ({one['can_saturate']} of {one['channels']} channels"
-        f" can be), error {one['mean_steps']:.3g} steps on average, {one['max_steps']:.3g} at most"
+        f" can saturate), error {one['mean_steps']:.3g} steps on average, {one['max_steps']:.3g} at most"
     )
 
 

@@ -68,7 +68,7 @@ def test_a_difference_beyond_the_bound_is_refused(
     else:
         with pytest.raises(
             ConfigError,
-            match=r"clean=after.onnx: output 'y' differs from the original file's \(.* dB\), and should",
+            match=r"onnx=.*before.onnx: after cleaning, output 'y' differs from the original file's \(.* dB\), where",
         ):
             proof()
 
@@ -79,7 +79,8 @@ def test_inputs_that_cannot_be_read_are_refused(name: str, tmp_path: Path) -> No
     (tmp_path / "cut.npz").write_bytes((tmp_path / "cut.npz").read_bytes()[:100])
     (tmp_path / "empty.npz").touch()
     np.save(tmp_path / "one.npy", drawn(2, 77))
-    with pytest.raises(ConfigError, match=f"clean.inputs=.*{name}: the file can't be read as .npz"):
+    told = "expected an .npz file that exists" if name == "missing.npz" else "the file can't be read as .npz"
+    with pytest.raises(ConfigError, match=f"clean.inputs=.*{name}: {told}"):
         given(tmp_path / name, [])
 
 
@@ -90,7 +91,7 @@ def test_other_whole_numbers_are_refused(tmp_path: Path) -> None:
 
     before, after = net("before.onnx", 1), net("after.onnx", 0)
     with pytest.raises(
-        ConfigError, match="output 'y' differs from the original file's, and should be equal in every value"
+        ConfigError, match="output 'y' differs from the original file's, where equal values are required"
     ):
         prove(before, after, ports(read(before, as_is=True), before), layout={}, names={"x": "x", "y": "y"}, bound=30,
               inputs=None, threads=1)  # fmt: skip

@@ -54,7 +54,10 @@ def test_sizes_are_fixed_throughout_the_file(net: Path, asked: dict[str, object]
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"hight": 6}, r"clean.fix_shapes.hight=6: expected the name of a size .* \(did you mean height"),
+        (
+            {"hight": 6},
+            r"clean.fix_shapes.hight=6: the file has no size and no input of this name, only .* \(did you mean height",
+        ),
         ({"x[1]": 4}, "axis 1 of input 'x' has size 3 in the file, not 4"),
         ({"x[4]": 7}, r"clean.fix_shapes.x\[4\]=7: input 'x' has no axis 4, only axes 0 to 3"),
         ({"x": [1, 3]}, "expected a list of 4 sizes, one for each axis of the input"),

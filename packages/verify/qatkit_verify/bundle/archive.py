@@ -92,7 +92,9 @@ def _check(path: Path, entries: list[zipfile.ZipInfo]) -> None:
     """Raises ConfigError for a zip that is not a bundle or is unsafe to unpack."""
     names = [told.filename for told in entries]
     if len(names) > _FILES or sum(told.file_size for told in entries) > _BYTES:
-        raise ConfigError("bundle", path, f"at most {_FILES} files and {_BYTES >> 30} GiB unpacked")
+        raise ConfigError(
+            "bundle", path, f"a zip of at most {_FILES:,} files and {_BYTES >> 30} GiB unpacked"
+        )
     if len({name.lower() for name in names}) != len(names):
         raise ConfigError("bundle", path, "a zip that contains each file once")
     for told in entries:
@@ -102,12 +104,14 @@ def _check(path: Path, entries: list[zipfile.ZipInfo]) -> None:
         except ValueError as error:
             raise ConfigError("bundle", path, f"a zip whose files stay in its folder ({error})") from error
         if kind not in (0, stat.S_IFREG):
-            raise ConfigError("bundle", path, f"regular files only ({told.filename} is a link or a device)")
+            raise ConfigError(
+                "bundle", path, f"a zip of regular files; {told.filename} is a link or a device"
+            )
         if told.file_size > _RATIO * max(told.compress_size, 1):
             raise ConfigError(
                 "bundle",
                 path,
-                f"files of plausible sizes ({told.filename} unpacks to {told.file_size:,} bytes)",
+                f"a zip with files of plausible sizes; {told.filename} unpacks to {told.file_size:,} bytes",
             )
     if MANIFEST not in names:
         raise ConfigError("bundle", path, f"a bundle that contains {MANIFEST}")

@@ -194,7 +194,7 @@ def _golden(arrays: Mapping[str, Array]) -> Golden:
 def _runs(arrays: Mapping[str, Array]) -> int:
     count = int(arrays["runs"]) if "runs" in arrays else 0
     if not 0 <= count <= len(arrays):
-        raise ValueError(f"{count} runs in {len(arrays)} arrays")
+        raise ValueError(f"its number of runs is {count}, but it has {counted(len(arrays), 'array')}")
     return count
 
 

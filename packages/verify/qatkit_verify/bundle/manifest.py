@@ -194,7 +194,7 @@ def check_files(folder: Path, manifest: Manifest) -> int:
     wrong = [*_wrong(folder, manifest.files), *_unlisted(folder, manifest.files)]
     if wrong:
         more = f", and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-        reason = f"its files differ from {MANIFEST} ({', '.join(wrong[:5])}{more})"
+        reason = f"its files differ from {MANIFEST} ({', '.join(wrong[:5])}{more}); get the complete bundle"
         raise ConfigError(_KEY, folder, reason=reason)
     return sum(one.size for one in manifest.files)
 

@@ -133,8 +133,9 @@ def _decoded(path: Path, text: str, size: int) -> bytes:
     except ValueError:
         found = b""
     if len(found) != size or base64.b64encode(found).decode() != text:
-        kind = "a public key" if size == 32 else "a signature"
-        raise ConfigError("bundle", path, f"{kind} of {size} bytes in base64")
+        kind = "public key" if size == 32 else "signature"
+        reason = f"the file is damaged: it has no {kind} of {size} bytes in base64; get the complete bundle"
+        raise ConfigError("bundle", path, reason=reason)
     return found
 
 

@@ -35,11 +35,13 @@ def preprocessing(asked: CheckInputs) -> Found:
     made, raw = _prepared(golden, path)
     wanted = next(iter(golden.inputs.values()))
     if made.shape == wanted.shape and made.dtype == wanted.dtype and made.tobytes() == wanted.tobytes():
-        return Found("preprocessing", OK, f"{len(made)} {raw} are bit-identical")
-    apart = (
-        float(np.abs(made.astype(np.float64) - wanted).max()) if made.shape == wanted.shape else float("inf")
-    )
-    fix = "install the version of numpy that manifest.json names, and qatkit-verify in the version of qatkit there"
+        verb = "is" if len(made) == 1 else "are"
+        return Found("preprocessing", OK, f"{raw} {verb} bit-identical")
+    fix = "install the versions of numpy and of qatkit (for qatkit-verify) that manifest.json names"
+    if made.shape != wanted.shape:
+        seen = f"inputs have the shape {list(made.shape)} instead of {list(wanted.shape)}"
+        return Found("preprocessing", SHORT, seen, fix, {"max_abs_diff": float("inf")})
+    apart = float(np.abs(made.astype(np.float64) - wanted).max())
     return Found("preprocessing", SHORT, f"inputs differ by up to {apart:.3g}", fix, {"max_abs_diff": apart})
 
 
@@ -50,12 +52,13 @@ def _prepared(golden: Golden, path: Path) -> tuple[Array, str]:
         from qatkit_verify.sound import SoundPreprocess
 
         lengths = sorted({len(one) for one in golden.sounds})
-        told = f"recordings ({', '.join(map(str, lengths[:3]))} samples)"
+        told = f"{counted(len(golden.sounds), 'recording')} ({', '.join(map(str, lengths[:3]))} samples)"
         return SoundPreprocess.from_dict(how).batch(golden.sounds), told
     from qatkit_verify.preprocess import Preprocess
 
     sizes = {f"{one.shape[1]}x{one.shape[0]}" for one in golden.pixels}
-    return Preprocess.from_dict(how).batch(golden.pixels), f"images ({', '.join(sorted(sizes)[:3])})"
+    told = f"{counted(len(golden.pixels), 'image')} ({', '.join(sorted(sizes)[:3])})"
+    return Preprocess.from_dict(how).batch(golden.pixels), told
 
 
 def _inputs(asked: CheckInputs) -> Found:

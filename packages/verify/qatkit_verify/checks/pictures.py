@@ -76,7 +76,8 @@ def _samples(path: Path, rate: int) -> Samples:
         reason = f"the file is not a readable WAV or FLAC file ({first_line(error)})"
         raise ConfigError("recordings", path, reason=reason) from error
     if sound.rate != rate:
-        reason = f"the recording has {sound.rate} Hz, but the model of this bundle needs {rate} Hz"
+        told = f"the recording has {sound.rate} Hz, but the model of this bundle needs {rate} Hz"
+        reason = f"{told}; resample the recording"
         raise ConfigError("recordings", path, reason=reason)
     return sound.samples
 
@@ -128,7 +129,7 @@ def _labelled(
         reason = f"the bundle has no {LABELS_FILE} that names the classes; leave out --{kind}"
         raise ConfigError(kind, root, reason=reason)
     if not folders:
-        raise ConfigError(kind, root, f"one folder per class, such as {', '.join(labels[:3])}")
+        raise ConfigError(kind, root, f"a folder with one folder per class, such as {', '.join(labels[:3])}")
     for folder in folders:
         if folder.name not in numbers:
             raise ConfigError(

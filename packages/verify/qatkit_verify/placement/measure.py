@@ -89,10 +89,12 @@ def read_variants(folder: Path) -> Variants:
     for name, one in found.files.items():
         path = folder / one.file
         if not path.is_file():
-            raise ConfigError("variants", folder, f"{allowed}; {one.file} ({name}) is missing")
+            reason = f"{one.file} ({name}) is missing; copy the complete folder"
+            raise ConfigError("variants", folder, reason=reason)
         with path.open("rb") as stream:
             if hashlib.file_digest(stream, "sha256").hexdigest() != one.sha256:
-                raise ConfigError("variants", folder, f"{allowed}; {one.file} has other contents")
+                reason = f"{one.file} has other contents than when it was written; copy the folder again"
+                raise ConfigError("variants", folder, reason=reason)
     return found
 
 

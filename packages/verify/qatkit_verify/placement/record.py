@@ -118,7 +118,7 @@ class Placed:
         taken = (
             "the backend's table is kept"
             if self.chosen == TABLE
-            else "only a lead that this cannot explain was accepted"
+            else "a file had to be clearly faster than the backend's table to be chosen"
         )
         return f"the machine was busy with other work while files were timed{waited}, so {taken}"
 

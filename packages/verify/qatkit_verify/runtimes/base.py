@@ -62,7 +62,7 @@ def load_runtimes(names: Iterable[str]) -> dict[str, Runtime]:
         path = dotted(given)
         runtime = resolve(path, _KEY)
         if not isinstance(runtime, Runtime):
-            raise ConfigError(_KEY, given, f"the dotted path of a {__name__}.Runtime")
+            raise ConfigError(_KEY, given, f"the dotted path of an object of type {__name__}.Runtime")
         if runtime.name in {one.name for one in found.values()}:
             raise ConfigError(
                 _KEY, given, reason=f"the list has two runtimes named '{runtime.name}'; remove one"
