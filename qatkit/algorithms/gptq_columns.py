@@ -69,6 +69,9 @@ class Columns:
     Attributes:
         importance: the cost of each column's squared error after the others have compensated for it, [groups,
             inputs].
+
+    Raises:
+        ValueError: `form` is not finite, or not positive with any damping (`damped_factor`).
     """
 
     def __init__(self, form: Tensor, *, order: bool, damping: float) -> None:

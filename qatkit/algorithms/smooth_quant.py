@@ -53,7 +53,9 @@ class SmoothQuant(Algorithm):
         "the tensor without smoothing is also tried",
         COUNT,
     )
-    images: int = setting(128, "number of calibration images for the largest value of each channel", COUNT)
+    images: int = setting(
+        128, "number of calibration images in which the largest value of each channel is measured", COUNT
+    )
 
     def __call__(self, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:
         """Scales the channels; `changed` counts the sources that were scaled.

@@ -51,8 +51,10 @@ def _pad(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
     if given(node, 3) is None:
         return None
     axes, pads, shape = ints(node.inputs[3]), ints(node.inputs[1]), node.inputs[0].shape  # type: ignore[union-attr]
-    if axes is None or shape is None:
+    if axes is None:
         raise Newer("pads axes that are not constant")
+    if shape is None:
+        raise Newer("pads some axes of a tensor of unknown rank")
     places = [2 * len(axes)] * (2 * len(shape))  # the index of the zero, which follows the amounts
     for i, axis in enumerate(axes):
         places[axis % len(shape)] = i

@@ -245,7 +245,10 @@ class _Upload:
             if name != MANIFEST:
                 self.store.put_file(str(path), f"{self.target}/{name}")
                 if self.store.size(f"{self.target}/{name}") != path.stat().st_size:
-                    raise OSError(f"{name} was not uploaded completely")
+                    reason = (
+                        f"the store holds only a part of {name} after the upload; publish the bundle again"
+                    )
+                    raise ConfigError(KEY, self.place, reason=reason)
         if self._read(self.claim) != mine:
             raise self._at_work()
         with suppress(FileExistsError):

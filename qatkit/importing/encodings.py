@@ -60,9 +60,12 @@ def encodings_of(path: Path) -> Encodings:
 
     found = _Found(with_initializers(model))
     if not (found.activations or found.parameters or formats):
-        reason = "the file has no QuantizeLinear and DequantizeLinear with constant scales"
-        raise ConfigError("onnx", path, reason=f"{reason}{found.others()}")
-    notes = tuple(filter(None, (*found.notes, found.others().strip(" ()"))))
+        reason = "the file has no QuantizeLinear or DequantizeLinear with constant scales"
+        others = found.others()
+        raise ConfigError(
+            "onnx", path, reason=f"{reason}; scales of {others} cannot be read" if others else reason
+        )
+    notes = (*found.notes, *(f"not listed: {listed}" for listed in [found.others()] if listed))
     return Encodings(found.activations, found.parameters, formats, notes)
 
 
@@ -87,10 +90,9 @@ class _Found:
                 self._parameter(node)
 
     def others(self) -> str:
-        """Returns, in parentheses, the operators that quantize without QuantizeLinear; "" if there are none."""
+        """Returns the operators that quantize without QuantizeLinear, as text; "" if there are none."""
         count = Counter(node.op_type for node in self.nodes if _WITHOUT_PAIRS.fullmatch(node.op_type))
-        listed = ", ".join(f"{number} {kind}" for kind, number in sorted(count.items()))
-        return f" (not listed: {listed})" if listed else ""
+        return ", ".join(f"{number} {kind}" for kind, number in sorted(count.items()))
 
     def _quantized(self, node: ir.Node) -> None:
         value, encoding = node.inputs[0], _encoding(node)

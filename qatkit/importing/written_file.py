@@ -128,7 +128,10 @@ class WrittenFile:
         value = self.values.get(name) or self._inside.get(name)
         node = None if value is None else value.producer()
         if node is None:
-            raise refused(self.path, f"'{name}' is computed by no node, or by several nodes in branches")
+            raise refused(
+                self.path,
+                f"weights cannot be written back at '{name}', which no node or several nodes of branches compute",
+            )
         return node
 
     def constant(self, array: Any, name: str) -> ir.Value:
@@ -273,7 +276,7 @@ class WrittenFile:
         self.graph.register_initializer(value)
 
     def _inline(self, taken: dict[str, int]) -> None:
-        """Replaces an If with a constant condition by the branch that it takes."""
+        """Replaces every If whose condition is constant with the nodes of the branch that it takes."""
         while node := next((n for n in self.graph if n.op_type == "If" and _first(n) in taken), None):
             branch = node.attributes[("then_branch", "else_branch")[taken[_first(node)]]].as_graph()
             for value in list(branch.initializers.values()):

@@ -91,7 +91,7 @@ def check_machine(config: Config) -> None:
     Lightning would report a missing device late, and ONNX Runtime not at all.
 
     Raises:
-        ConfigError: something is missing, `output_dir` is not set for processes that are started from outside, or
+        ConfigError: something is missing, `output_dir` is not set for processes that Slurm or torchrun starts, or
             torch.compile does not work; the first problem is reported.
     """
     cores, wanted = os.cpu_count() or 1, config.trainer
@@ -140,7 +140,7 @@ def _check_folder(config: Config, tasks: str | None, processes: int) -> None:
         return
     if config.output_dir is None and config.resume in (None, "auto") and not config.search.trials:
         allowed = (
-            f"the same folder for all {processes} processes of this run, since they are started from outside"
+            f"the same folder for all {processes} processes of this run, since Slurm or torchrun starts them"
         )
         raise ConfigError("output_dir", None, allowed)
 

@@ -114,7 +114,7 @@ def _check_float_biases(config: Config) -> None:
 
 
 def _check_other_runtime(config: Config, backend: Backend) -> None:
-    """Rejects zero points, which other runtimes do not support, and 16-bit integers if this runtime does not either."""
+    """Rejects `activation_symmetric=false`, and 16-bit integers if the backend's runtime has at most 8 bits."""
     for place, one in _settings(config.backend):
         if one.activation_symmetric is False:
             allowed = f"null or true with {config.backend.target}, which does not support zero points"

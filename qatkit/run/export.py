@@ -112,7 +112,9 @@ def _written(graph: nn.Module, config: Config, inputs: Inputs, path: Path) -> li
         except ConfigError as error:
             if fixed:
                 raise
-            notes.append(f"the INT8 file is a new export instead of the edited given file ({error.problem})")
+            notes.append(
+                f"the INT8 file is a new export, since the given file could not be edited ({error.problem})"
+            )
     _check_fixed_batch(config, inputs)
     example, wanted = example_batch(config, inputs), config.export
     not_free = export_onnx(

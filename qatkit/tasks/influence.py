@@ -27,7 +27,7 @@ class ByInfluence(Task):
         """
 
     def noise(self, first: Array, second: Array) -> float:
-        """Returns the standard error of the difference between two models on the same samples."""
+        """Returns the standard error, in points, of the difference between two models' metrics on the same samples."""
         difference = self.influence(first) - self.influence(second)
         return 100 * float(difference.std()) / math.sqrt(len(difference))
 

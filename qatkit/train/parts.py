@@ -243,7 +243,7 @@ def _check(model: nn.Module, scope: Sequence[str]) -> None:
             raise ConfigError(
                 "model.scope",
                 path,
-                reason=f"the submodule lies inside '{inside}', which is quantized as a whole",
+                reason=f"the submodule lies inside '{inside}', which is quantized as a whole; list one of the two",
             )
 
 

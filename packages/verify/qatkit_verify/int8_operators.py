@@ -101,7 +101,7 @@ def _operators(
     folder: Path,
     signed: bool,
 ) -> Iterator[Int8Operator]:
-    """Yields the operators of a graph and of its inner graphs that multiply by int8 in pairs.
+    """Yields the operators of a graph and of its inner graphs that add products with int8 weights in pairs.
 
     Args:
         graph: a graph of the file that ONNX Runtime optimized.

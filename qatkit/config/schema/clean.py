@@ -81,6 +81,6 @@ class CleanConfig:
     )
     inputs: str | None = setting(
         None,
-        "npz file with inputs by name, on which the cleaned file is compared; null: random inputs",
+        "npz file with inputs by name, on which the cleaned file is compared with the original; null: random inputs",
         PLACE,
     )

@@ -1,1 +1,1 @@
-"""Converts the prepared graph to integers: its converted modules, and the removal of training-only operators."""
+"""Converts the prepared graph to integers, and removes operators that only training needs."""

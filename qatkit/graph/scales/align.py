@@ -169,8 +169,8 @@ def _unique(quantizers: Iterable[FakeQuantize]) -> list[FakeQuantize]:
 def _around(node: fx.Node) -> list[FakeQuantize] | None:
     """Returns the quantizers of all inputs and of the output; None if one of them can't be aligned.
 
-    With 16 bits an operator computes in float wherever the file runs. Ties are then so close to each other that no
-    scale keeps a float sum away from them.
+    Quantizers of 16 bits can't be aligned: their operators compute in float in every runtime, and ties are so close
+    to each other that no scale keeps a float sum away from them.
     """
     found = [*map(quantizer_of, node.all_input_nodes), quantizer_after(node)]
     return _with_integers([None if n is None else cast(FakeQuantize, module_of(n)) for n in found])

@@ -20,7 +20,7 @@ Kind = type[nn.Conv1d] | type[nn.Conv2d] | type[nn.Conv3d] | type[nn.Linear]
 
 
 class OperatorBuilder:
-    """A builder of operators for one graph; equal computations of the same tensors share one program."""
+    """Builds the operators of a graph; weights computed in the same way from the same tensors share one program."""
 
     def __init__(self, constants: Constants) -> None:
         self.constants, self.graph_module = constants, constants.graph_module

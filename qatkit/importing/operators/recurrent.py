@@ -41,7 +41,7 @@ class Recurrent(nn.Module):
     ) -> tuple[Tensor, ...]:  # fmt: skip
         x = x.transpose(0, 1) if self.batch_first else x
         if isinstance(lengths, np.ndarray) and (lengths != x.shape[0]).any():
-            raise UnsupportedError("sequences shorter than the input have no PyTorch equivalent")
+            raise UnsupportedError("its sequence_lens differ from the length of the input")
         x = torch.flip(x, (0,)) if self.reverse else x
         lstm = isinstance(self.inner, nn.LSTM)
         state = self._state(x, h, c) if lstm else self._state(x, h)

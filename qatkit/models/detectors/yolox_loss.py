@@ -37,7 +37,7 @@ class YoloxLoss:
         Args:
             logits: the logits of the classes, [N, boxes, classes].
             objectness: the logits of the objectness, [N, boxes, 1].
-            boxes: the corners of the predicted boxes, [N, boxes, 4].
+            boxes: the corners (x1, y1, x2, y2) of the predicted boxes in pixels, [N, boxes, 4].
             targets: the labelled boxes, [N, n, 6] (`qatkit.data.box_targets`).
         """
         found = torch.zeros_like(objectness)

@@ -167,7 +167,7 @@ def _ordered(boxes: Array) -> bool:
 
 
 def _surely_corners(boxes: Array) -> bool:
-    """Returns whether all rows are ordered corners, enough have an area, and some are not sorted."""
+    """Returns whether x1 <= x2 and y1 <= y2 in every row, enough rows have an area, and some are not ascending."""
     around = (boxes[..., 2:] > boxes[..., :2]).all(-1).sum() >= _FEWEST
     return _ordered(boxes) and bool(around) and not (np.diff(boxes, axis=-1) >= 0).all()
 

@@ -94,7 +94,9 @@ def _check(folder: Path, key: Any, signer: str) -> None:
     try:
         text = read_text(folder / SIGNATURE)
     except (OSError, ValueError) as error:
-        raise ConfigError("bundle", folder / SIGNATURE, f"a signature ({error})") from error
+        raise ConfigError(
+            "bundle", folder / SIGNATURE, reason=f"the signature can't be read ({error})"
+        ) from error
     try:
         key.verify(
             _decoded(folder / SIGNATURE, text.removesuffix("\n"), 64), (folder / MANIFEST).read_bytes()

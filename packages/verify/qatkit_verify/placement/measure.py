@@ -35,7 +35,7 @@ _SESSIONS, _RUNS = 3, 40
 
 @dataclass(frozen=True)
 class Variant:
-    """A file of the folder, with its SHA-256 and the operators that it places unlike the backend's table."""
+    """A file of the folder, with its SHA-256 and the operators that it places differently from the backend's table."""
 
     file: str
     sha256: str
