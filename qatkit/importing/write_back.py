@@ -341,7 +341,7 @@ class _Writer:
             self._output(place, self.file.link(self._source(source, chain), chain), source)
 
     def _declare_outputs(self) -> None:
-        """Sets the types and shapes that onnx cannot infer for outputs, because other domains' operators precede them."""
+        """Sets the types and shapes of outputs that onnx cannot infer because other domains' operators precede them."""
         outputs = self.file.graph.outputs
         if all(value.type is not None and value.shape is not None for value in outputs):
             return
