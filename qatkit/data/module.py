@@ -131,7 +131,7 @@ class DataModule(PreparedSplits, lightning.LightningDataModule):
         """
         COUNT.check(key, images)
         if images > len(self._train):
-            text = f"{key}={images}: all images of the train split are used, since it has only {len(self._train)}"
+            text = f"{key}={images}: the train split has only {len(self._train)}, and all of them are used"
             warnings.warn(text, stacklevel=2)
         return balanced(self._train_images.groups, self._train, images, "calibration", self.seed)
 

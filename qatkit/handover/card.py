@@ -146,7 +146,7 @@ def _calibration(report: Report, arrays: Mapping[str, Any] | None) -> str:
     samples += "" if count == 1 else "s"
     drawn = report["config"].get("data", {}).get("source") == DRAWN
     kind = f"random {samples}, not from real data" if drawn else f"training {samples}"
-    return f"## Calibration\n\nRanges come from {count} {kind}."
+    return f"## Calibration\n\nRanges come from at most {count} {kind}."
 
 
 def _speed(report: Report) -> str:

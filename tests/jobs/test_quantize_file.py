@@ -280,7 +280,7 @@ def test_the_command_line_quantizes_a_file(tmp_path: Path) -> None:
     done = run_script("export.py", f"onnx={float_files.trained()}", *typed, *quick, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (
-        "warning: calibration.images=200: all images of the train split are used, since it has only 128"
+        "warning: calibration.images=200: the train split has only 128, and all of them are used"
         in done.stderr
     )
     assert "INT8, ONNX Runtime" in done.stdout

@@ -102,6 +102,19 @@ def test_a_met_bound_leads_to_a_check_of_the_bundle(folder: Path) -> None:
     assert zipped.endswith("bundle.zip'")
 
 
+def test_a_bundle_of_a_slower_file_is_checked_without_its_speed(folder: Path) -> None:
+    """`qatkit-verify` requires a speed-up of 1 by default, which would fail right after a run that met its bounds."""
+    typed = ["recipe=resnet18_cifar10_ptq", "export.bundle=true", *CIFAR]
+    both = {
+        name: Latency(10.0, 9.5, 11.0, ratio, ratio, ratio, 1, 2, 50)
+        for name, ratio in (("float", 1.0), ("int8", 0.6))
+    }
+    command = proposed(typed, folder, lost=0.0, latency=both)[0]
+    assert _parser().parse_args(shlex.split(command)[3:]).min_speedup == 0
+    bounded = proposed([*typed, "verify.min_speedup=0.5"], folder, lost=0.0, latency=both)[0]
+    assert _parser().parse_args(shlex.split(bounded)[3:]).min_speedup is None
+
+
 def test_a_run_without_a_bundle_leads_to_one(folder: Path) -> None:
     typed = ["recipe=resnet18_cifar10_ptq", "export.bundle=false", "verify.max_drop=1", *CIFAR]
     made, trained = map(composed, proposed(typed, folder, lost=0.25))

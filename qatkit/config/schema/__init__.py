@@ -73,7 +73,10 @@ class Config:
     )
     checkpoint: str | None = setting(None, "export.py only: the checkpoint to export", PLACE)
     onnx: str | None = setting(
-        None, "export.py only, instead of a checkpoint: an ONNX file; mode says what is done with it", PLACE
+        None,
+        "a float ONNX file. export.py: the file to quantize, clean or describe (mode), instead of a checkpoint; "
+        "train.py: the model of recipe=onnx_ptq and recipe=onnx_qat",
+        PLACE,
     )
     mode: str | None = setting(
         None,
