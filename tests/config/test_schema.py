@@ -350,10 +350,7 @@ def test_an_output_dir_inside_a_file_is_refused(tmp_path: Path) -> None:
 
 
 def _run_folder(name: str, config: Config, *, age: int, done: bool = False, saved: bool = True) -> Path:
-    """Returns a new run folder with a checkpoint that is `age` seconds older than a fixed time.
-
-    If `done`, it has a report.json; if `saved`, a config.yaml.
-    """
+    """Returns a run folder whose checkpoint is `age` s old; `done` adds a report, `saved` a config.yaml."""
     folder = Path("outputs", config.name, name)
     folder.mkdir(parents=True)
     checkpoint = folder / "last.ckpt"
