@@ -110,7 +110,7 @@ def test_pact_leaves_a_range_below_zero_to_its_observer() -> None:
 def test_a_weights_scales_have_the_gradients_that_autograd_finds(
     granularity: Callable[[int], Granularity], shape: tuple[int, ...], axis: int
 ) -> None:
-    """Covers output channels on axis 0, on axis 1 (transposed convolutions), and weights processed in parts."""
+    """Covers output channels on axis 0 and 1 (transposed convolutions), and weights processed in parts."""
     spec = QuantSpec("int4", symmetric=True, granularity=granularity(axis))
     quantizer = LSQWeightFakeQuantize(spec, shape)
     weight, g = noise(*shape), noise(*shape, seed=2)
