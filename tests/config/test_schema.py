@@ -75,7 +75,7 @@ def composed(recipe: str) -> Config:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_names_what_exists(recipe: str) -> None:
-    """Dotted paths can be imported, and the weights exist in torchvision or in the model's own package."""
+    """Dotted paths can be imported; torchvision has the model and its weights, or another package the weights."""
     config = composed(recipe)
 
     for key in DOTTED:
