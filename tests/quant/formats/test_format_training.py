@@ -40,7 +40,10 @@ class Net(nn.Module):
 
 
 def saturated(weight: Tensor, name: str) -> Tensor:
-    """Returns which values, divided by their block's scale, round beyond the format's largest number."""
+    """Returns which values, divided by their block's scale, round beyond the format's largest number.
+
+    Formats that are not in `BEYOND` have scales with which none does.
+    """
     if name not in BEYOND:
         return torch.zeros_like(weight, dtype=torch.bool)
     size, emax = FORMATS[name].block or 1, FORMATS[name].element.largest_exponent

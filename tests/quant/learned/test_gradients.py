@@ -80,7 +80,7 @@ def test_lsq_plus_is_the_papers_formula() -> None:
 
 
 def test_pact_is_the_papers_formula() -> None:
-    """Choi et al. 2018, equation 3: the clipping value gets the sum of the gradients it clips."""
+    """Choi et al. 2018, equation 3: the clipping value's gradient is the sum over all clipped values."""
     quantizer = begun(PACTFakeQuantize, (0.0, None))
     assert isinstance(quantizer, PACTFakeQuantize)
     backward(quantizer)
