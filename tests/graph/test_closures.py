@@ -1,4 +1,7 @@
-"""Tests of hooks that refer to their model: its copies store separately, its graph does what hooks do."""
+"""Tests of hooks that refer to their model.
+
+Copies of the model store activations of their own, and its graph does what the hooks do.
+"""
 
 from __future__ import annotations
 

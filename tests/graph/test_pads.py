@@ -1,4 +1,4 @@
-"""Tests of padding: in the file, zero padding is part of the convolution; other padding runs in 8 bits."""
+"""Tests of padding: the file has zero padding in its convolutions; any other Pad runs in 8 bits."""
 
 from __future__ import annotations
 
