@@ -75,7 +75,7 @@ def composed(recipe: str) -> Config:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_names_what_exists(recipe: str) -> None:
-    """Dotted paths can be imported; torchvision has the model and its weights, or another package the weights."""
+    """Dotted paths can be imported; torchvision, or the model's own package, has the model and its weights."""
     config = composed(recipe)
 
     for key in DOTTED:

@@ -1,4 +1,4 @@
-"""Tests of preparing a graph for QAT: dtypes, per-channel weights, phases, and gradients of a training step."""
+"""Tests of preparing a graph for QAT: dtypes, per-channel weights, phases, and gradients in training."""
 
 from __future__ import annotations
 

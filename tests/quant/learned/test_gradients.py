@@ -25,7 +25,7 @@ UINT8 = QuantSpec()
 
 
 def begun(kind: type[FakeQuantize], bounds: Bounds = (None, None), spec: QuantSpec = UINT8) -> FakeQuantize:
-    """Returns a learning quantizer calibrated on a narrower range than `X`, so that it clips on both sides."""
+    """Returns a learning quantizer calibrated on a narrower range than `X`, so that it clips at both ends."""
     quantizer = kind(spec, MinMaxObserver(), bounds)
     quantizer.features = 243
     quantizer.observe(X.clamp(-1.5, 2.5))
