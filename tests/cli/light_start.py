@@ -1,9 +1,9 @@
-"""Runs command lines in forks of a process that has only imported the command line, as a fresh start does.
+"""Runs commands in forks of a process that has imported `qatkit.cli.command_line` alone, as a new start does.
 
     stdin, a line each:   {"script": "/.../train.py", "typed": ["--help"], "folder": "/..."}
     stdout, a line each:  {"status": 0, "said": "the text of stderr", "imported": ["hydra", ...]}
 
-"imported" lists top-level packages. Forks save importing Hydra again for each command line.
+"imported" lists top-level packages. Thanks to the forks, Hydra is not imported again for each command.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from qatkit.config.schema import Config
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """Returns the checkpoint in a run's folder, as training leaves it."""
+    """Returns an empty checkpoint in a run's folder, next to the config.yaml that training leaves there."""
     config = Config(name="mine", seed=7, output_dir="elsewhere", resume="gone.ckpt")
     config.schedule.lr = 0.25
     (tmp_path / "run").mkdir()

@@ -1,4 +1,4 @@
-"""Checks that `--help` and docs/configuration.md have each key's type, default, limits and meaning."""
+"""Checks that `--help` and the pages of docs/configuration list every key as the schema describes it."""
 
 from __future__ import annotations
 

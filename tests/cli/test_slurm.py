@@ -27,7 +27,7 @@ MINUTES = 25 * 60  # a requeued job waits two minutes before Slurm starts it
 
 @pytest.fixture
 def environment() -> dict[str, str]:
-    """Returns the environment with the tests' model and one thread, since sums depend on their number."""
+    """Returns variables that make the tests' model importable and set one thread, as sums depend on it."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
     return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
@@ -103,7 +103,10 @@ def test_runs_restarted_by_slurm_end_as_local_runs_do(
 @pytest.mark.slow
 @pytest.mark.timeout(2 * MINUTES)
 def test_an_interrupted_sweep_lists_its_runs_and_rejoins_them(slurm: dict[str, str], tmp_path: Path) -> None:
-    """One run is done, one trains, one is queued. The command is interrupted, then killed, then completes."""
+    """The command is interrupted while one run is done, one trains and one is queued.
+
+    Repeated, it is killed while it waits; repeated again, it completes.
+    """
     typed = [
         "-m",
         "launcher=slurm",

@@ -1,4 +1,4 @@
-"""Checks that help and errors of the command line do not import libraries that take seconds to load."""
+"""Checks that help and errors import no library they do not need, since some take seconds to load."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_what_the_command_line_says_needs_no_torch(
 def test_what_is_wrong_with_a_file_is_said_without_torch(
     write: Callable[[Path], object], says: str, unwanted: set[str], started: Started, tmp_path: Path
 ) -> None:
-    """Runs mode=static, which imports the file, wherever it refuses the file too."""
+    """Runs mode=static, which also imports the file, except for the file that only mode=dynamic refuses."""
     write(tmp_path / "file.onnx")
     mode = "dynamic" if write is with_branches else "static"
     status, said, imported = started(
@@ -217,7 +217,10 @@ for path, message in found.items():
 
 @pytest.mark.slow
 def test_a_component_of_ours_is_looked_up_as_importing_it_would() -> None:
-    """Checks every path in conf, with and without a typo, in a process that has imported none of them."""
+    """Checks paths in conf, with and without a typo, in a process that has imported none of them.
+
+    Algorithms are left out: they are imported to check their settings.
+    """
     texts = [path.read_text() for path in CONF.glob("*/*.yaml")]
     named = {path for text in texts for path in re.findall(r"\bqatkit(?:_verify)?(?:\.\w+)+", text)}
     paths = sorted(path for path in named if not path.startswith("qatkit.algorithms."))  # these are imported

@@ -1,4 +1,4 @@
-"""Tests of commands in adverse surroundings: full disks, closed pipes and terminals, other encodings."""
+"""Tests of commands on full disks, with long names, closed pipes and terminals, and other encodings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of repeating the command of a stopped sweep: finished runs are not repeated."""
+"""Tests of repeating the command of a stopped sweep with resume=auto: finished runs are not repeated."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MINUTES = 25 * 60
 
 
 class Job:
-    """Writes the files of a run, and stops as if by Ctrl-C at the seed `stop_at`."""
+    """Writes the files of a run; seed 2 misses a bound, and seed `stop_at` stops as if by Ctrl-C."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, str]] = []
@@ -94,7 +94,10 @@ def test_resume_lists_finished_runs_and_makes_only_the_others(
 def test_a_finished_run_in_the_folder_is_reported_not_repeated(
     seed: int, launch: Launch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It may have been killed just before its end. Without resume=auto, the run itself refuses the folder."""
+    """A run may be killed after it wrote its report.
+
+    Without resume=auto or with another setting, the job is called; a real one would refuse the folder.
+    """
     job, typed = Job(), (f"seed={seed}", "output_dir=mine")
     assert launch(job, *typed) == seed // 2  # seed 2 falls short
     assert launch(job, *typed, "resume=auto") == seed // 2

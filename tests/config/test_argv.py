@@ -1,4 +1,7 @@
-"""Tests of commands that are printed for the user to type: quoted, and without the keys of this run."""
+"""Tests of commands that are printed for the user to type.
+
+They are quoted for a shell, and leave out keys that only concern the current run, such as output_dir.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks that types of biases and scales that the backend or another setting cannot have are refused."""
+"""Checks that bias and scale types are refused where the backend or another setting does not support them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the documentation and limits of settings, which every place that takes a value must enforce."""
+"""Tests of the documentation and limits of settings; the schema and library code enforce the same limits."""
 
 from __future__ import annotations
 

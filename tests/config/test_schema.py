@@ -1,4 +1,4 @@
-"""Tests of the schema, its groups and recipes, the limits of values, saved configurations and run folders."""
+"""Tests of the configuration schema, option groups, recipes, limits, saved configurations and run folders."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def composed(recipe: str) -> Config:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_names_what_exists(recipe: str) -> None:
-    """Dotted paths can be imported, and the weights exist in torchvision or in the model's own package."""
+    """Dotted paths can be imported; torchvision, or the model's own package, has the model and its weights."""
     config = composed(recipe)
 
     for key in DOTTED:
@@ -350,7 +350,7 @@ def test_an_output_dir_inside_a_file_is_refused(tmp_path: Path) -> None:
 
 
 def _run_folder(name: str, config: Config, *, age: int, done: bool = False, saved: bool = True) -> Path:
-    """Creates a run's folder, whose checkpoint is `age` seconds older than a fixed time, and returns it."""
+    """Returns a run folder whose checkpoint is `age` s old; `done` adds a report, `saved` a config.yaml."""
     folder = Path("outputs", config.name, name)
     folder.mkdir(parents=True)
     checkpoint = folder / "last.ckpt"
@@ -383,7 +383,7 @@ def test_resume_auto_finds_the_newest_equal_unfinished_run(
 def test_a_run_whose_bundle_is_missing_is_not_finished(
     made: str, shortfalls: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such a run was killed after it wrote its report. A run that falls short makes no bundle."""
+    """Such a run was killed after it wrote its report. A run that missed a bound needs no bundle."""
     monkeypatch.chdir(tmp_path)
     config = Config(name="mine", export=ExportConfig(bundle=True))
     folder = _run_folder("run", config, age=5)

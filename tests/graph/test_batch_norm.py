@@ -107,8 +107,8 @@ def test_with_quantization_what_ships_is_normalised_again() -> None:
 @pytest.mark.parametrize("batch_norm", ["freeze", "train"])
 @pytest.mark.parametrize("oscillation", ["ignore", "freeze"])
 def test_learned_scales_keep_integers_when_the_deviation_moves(batch_norm: str, oscillation: str) -> None:
-    """The variances start at 0.2 to 9 times their values. Re-estimation must keep the converted integers, so
-    that only the normalization of the network changes.
+    """The variances start at 0.2 to 9 times their values. Re-estimation must keep nearly all converted
+    integers, so that only the normalization of the network changes.
     """
     quantizers = Quantizers(weight=LSQWeightFakeQuantize, activation=LSQFakeQuantize)
     schedule = ScheduleConfig(batch_norm=batch_norm, oscillation=oscillation)
@@ -138,7 +138,7 @@ def test_learned_scales_keep_integers_when_the_deviation_moves(batch_norm: str, 
 
 @pytest.mark.parametrize("granularity", ["per_channel", "per_tensor"])
 def test_algorithm_integers_stay_when_the_deviation_moves(granularity: str) -> None:
-    """Scales and roundings are fixed. A per-tensor scale cannot follow deviations that differ per channel."""
+    """A per-tensor scale can only follow a common factor, so all deviations change alike in that case."""
     per_channel = granularity == "per_channel"
     overrides = {"*": OverrideConfig(weight_dtype="int4", weight_granularity=granularity)}
     module = QATModule(

@@ -1,4 +1,7 @@
-"""Tests of hooks that refer to their model: its copies use their own storage, its graph has their effects."""
+"""Tests of hooks that refer to their model.
+
+Copies of the model store activations of their own, and its graph does what the hooks do.
+"""
 
 from __future__ import annotations
 
@@ -157,7 +160,7 @@ def test_hooks_of_copies_keep_in_the_copy(hooks: Callable[..., Any]) -> None:
 
 
 class Hooks:
-    """Stores features as timm does: in partials of a method, in order for each device."""
+    """Stores features as timm does: the hooks are partials of a method, and each device has its own dict."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.found: dict[Any, dict[int, Tensor]] = defaultdict(OrderedDict)

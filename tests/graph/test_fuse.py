@@ -1,4 +1,4 @@
-"""Tests of fusing: all BatchNorms of real networks fold without changing outputs; others get a reason."""
+"""Tests of fusing BatchNorms: those of real networks all fold; where one cannot, a reason is given."""
 
 from __future__ import annotations
 

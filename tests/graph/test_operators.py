@@ -29,7 +29,7 @@ from qatkit.verify.audit import audit
 
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Removes what a test registers after the test."""
+    """After the test, removes the operators that it has registered."""
     monkeypatch.setattr(operators, "_TABLE", dict(operators._TABLE))
     yield
     monkeypatch.undo()

@@ -31,7 +31,10 @@ Sizes = dict[str, tuple[int, ...]]
 
 
 class Case(NamedTuple):
-    """A network that is converted and exported with and without padded channels."""
+    """A network that is converted and exported with and without padded channels.
+
+    `graph` is the graph before conversion, and `want` the expected result of `widened`.
+    """
 
     graph: fx.GraphModule
     padded: fx.GraphModule
@@ -77,7 +80,7 @@ class Stream(nn.Module):
 
 
 class Around(nn.Module):
-    """A depthwise convolution of 28 channels between two others, and optionally another reader."""
+    """A depthwise convolution between two others; `what` names an additional use of its output."""
 
     def __init__(self, what: str = "", inner: int = 28) -> None:
         super().__init__()
@@ -134,7 +137,7 @@ def converted_both(graph: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModul
 
 
 def widened(padded: fx.GraphModule, plain: fx.GraphModule) -> Sizes:
-    """Returns the numbers of output and input channels of the weights that were padded."""
+    """Returns the numbers of output and input channels of each padded weight, by path."""
     sizes = {}
     for path, module in padded.named_modules():
         if isinstance(module, Quantized):
@@ -188,7 +191,7 @@ def test_wider_modules_and_files_compute_the_same_numbers(case: Case) -> None:
 
 
 def test_an_image_is_padded_as_bytes(case: Case) -> None:
-    """The Pad comes between the only QuantizeLinear and the stem, before the layout changes."""
+    """An RGB image is padded after its QuantizeLinear, before the layout changes; a grey one is not."""
     optimized = run_optimized(case.padded_file)
     pads = [node for node in optimized.graph if node.op_type == "Pad" and "input" in str(node.name)]
     assert len(pads) == (1 if case.images.shape[1] == 3 else 0)

@@ -1,4 +1,4 @@
-"""Tests of padding: in the file, zero padding is part of the convolution; other padding runs in 8 bits."""
+"""Tests of padding: the file has zero padding in its convolutions; any other Pad runs in 8 bits."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Padded(nn.Module):
 
 
 def check(done: Shipped) -> list[onnx.NodeProto]:
-    """Checks that module and file agree, with and without optimizations, and returns the file's Pad nodes."""
+    """Checks that the file agrees with the module and is near the float model; returns its Pad nodes."""
     plain = run_ort(done.path, done.images, optimize=False)
     np.testing.assert_allclose(plain, run_ort(done.path, done.images), atol=1e-6)
     np.testing.assert_allclose(plain, run_torch(done.converted, done.images), atol=1e-6)

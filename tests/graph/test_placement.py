@@ -58,14 +58,14 @@ class Square(TwoConvs):
 
 
 class Flipped(TwoConvs):
-    """A flip, which the table does not know. It is float, and the transpose after it keeps its range."""
+    """A flip, which stays float, as the operator table lacks it; the transpose after it keeps its range."""
 
     def forward(self, x: Tensor) -> Tensor:
         return cast(Tensor, self.last(self.pool(self.conv(x)).flip(-1).transpose(2, 3)))
 
 
 class Cropped(TwoConvs):
-    """A crop, whose range is that of the remaining values: dropped ones must not be quantized."""
+    """A crop, after which its input is quantized, so that dropped values do not widen the range."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.gelu(self.conv(x))
@@ -193,7 +193,7 @@ def test_the_residual_stream_of_a_transformer_stays_float() -> None:
 
 
 def test_every_operator_of_a_transformer() -> None:
-    """All outputs of arithmetic are quantized, including the residual stream and attention's products."""
+    """With `everywhere`, arithmetic between tensors is quantized, including the residual stream."""
     graph = prepared(small_vit(), noise(2, 3, 32, 32), FBGEMM.everywhere())
     names = set(fake_quantizers(graph))
     layer = "encoder.layers.encoder_layer_{}."

@@ -1,4 +1,4 @@
-"""Checks that a settled graph computes what the prepared one does in inference, but rounds weights once."""
+"""Checks that a settled graph, with weights rounded in advance, infers what the prepared graph does."""
 
 from __future__ import annotations
 

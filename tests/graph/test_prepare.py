@@ -1,4 +1,4 @@
-"""Tests of preparing: dtypes by backend, per-channel weights, phases, and gradients of a training step."""
+"""Tests of preparing a graph for QAT: dtypes, per-channel weights, phases, and gradients in training."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_one_step_reaches_every_parameter(name: str, batch_norm: str) -> None:
 def test_training_with_fake_quantization_learns_as_float_does() -> None:
     """Ten steps on one batch reduce the loss as much with fake quantization as without it.
 
-    Guarded weights start with larger steps, so their first losses differ, but decrease as far.
+    With weights guarded against saturation, which have larger steps, the loss also falls below a tenth.
     """
     x, curves = noise(8, 3, 32, 32), []
     for quantize, backend in ((False, FBGEMM), (True, FBGEMM.reduced(False)), (True, FBGEMM)):

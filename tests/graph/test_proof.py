@@ -1,4 +1,4 @@
-"""Checks that the proof distinguishes faulty graphs from those with other rounding errors."""
+"""Checks that `prove` rejects faulty graphs, but not those that only differ from the model by rounding."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_rounding_that_float64_enlarges_too_is_no_fault() -> None:
 
 
 def test_a_model_that_changes_between_calls_is_refused() -> None:
-    """It is captured with one constant, and proven with another."""
+    """It is captured with one constant, and compared with another."""
     import itertools
 
     def forward(self: Any, x: Any) -> Any:

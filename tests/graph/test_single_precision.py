@@ -13,7 +13,7 @@ from qatkit.train.module import QATModule
 
 
 class Casts(nn.Module):
-    """A model that names its dtype in all possible ways."""
+    """A model that names its dtype in several ways."""
 
     def __init__(self, dtype: torch.dtype, method: str, old: str) -> None:
         super().__init__()

@@ -53,7 +53,7 @@ CALLS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 
 def _of_the_original(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the state under the names of MultiheadAttention, whose first Linear is two parameters."""
+    """Returns the state with the names of MultiheadAttention, which has two parameters instead of `qkv`."""
     return {name.replace(".qkv.", ".in_proj_"): value for name, value in state.items()}
 
 

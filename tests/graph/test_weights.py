@@ -174,7 +174,7 @@ def test_the_file_stores_the_weight_once_in_int8_and_agrees(name: str) -> None:
 
 
 def test_a_kernel_that_its_module_holds_alone() -> None:
-    """The operator replaces the module, whose buffer is removed."""
+    """The result must stay the same although the operator replaces the module and its buffer is removed."""
 
     class Blur(nn.Module):
         def __init__(self) -> None:

@@ -69,7 +69,7 @@ def test_every_branch_trains_and_is_merged(name: str, batch_norm: str) -> None:
 
 
 def test_gradients_are_those_of_the_model() -> None:
-    """Compares with the model's training path, with BatchNorms in inference mode."""
+    """Compares gradient norms with the model's training path, with BatchNorms in inference mode."""
     model = branched("frozen parameters")
     graph = fuse(model, IMAGES[:2], "freeze").graph.train()
     for module in model.modules():

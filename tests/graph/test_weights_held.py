@@ -37,7 +37,7 @@ class Plain(nn.Module):
 
 
 class Doubled(nn.Module):
-    """A user's parametrization."""
+    """A user's parametrization, which doubles the weight."""
 
     def forward(self, weight: Tensor) -> Tensor:
         return weight * 2

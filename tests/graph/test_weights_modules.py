@@ -1,4 +1,4 @@
-"""Tests of operators that replace functional weights: their paths, sharing, and treatment by other passes."""
+"""Tests of operators that replace function calls with weights: paths, sharing and later passes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class OwnLinear(nn.Linear):
 
 
 class StandardizedConv(nn.Conv2d):
-    """A convolution whose weight is standardized at each step."""
+    """A convolution whose weight is standardized in each forward pass."""
 
     def forward(self, x: Tensor) -> Tensor:
         flat = self.weight.reshape(1, self.out_channels, -1)

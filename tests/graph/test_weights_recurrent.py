@@ -64,7 +64,7 @@ class Sequences(nn.Module):
 
 
 def rounded(module: nn.RNNBase) -> nn.RNNBase:
-    """Returns a plain copy whose weights are rounded to multiples of 1/127 of each row's largest value."""
+    """Returns a plain copy whose weights are rounded to 1/127 of each row's largest absolute value."""
     settings = ("input_size", "hidden_size", "num_layers", "bias", "batch_first", "bidirectional")
     given = {name: getattr(module, name) for name in settings}
     if module.mode.startswith("RNN"):

@@ -134,7 +134,7 @@ def test_the_file_of_a_transposed_convolution_is_int8(name: str) -> None:
 
 
 class Words(nn.Module):
-    """An embedding of 200 rows, indexed by the truncated input, and a tied head."""
+    """An embedding of 200 rows, indexed by the scaled and truncated input, and a tied head."""
 
     def __init__(self, *, functional: bool = False) -> None:
         super().__init__()

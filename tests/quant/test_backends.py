@@ -1,4 +1,4 @@
-"""Tests of the TensorRT backend: its files have TensorRT's form and the numbers of the converted module."""
+"""Tests of the TensorRT backend: files have Q/DQ pairs as TensorRT needs them, and the module's outputs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,11 @@ def maker(value: ir.Value | None) -> ir.Node:
 
 
 def assert_symmetric(path: Path) -> ir.Graph:
-    """Checks that all pairs are int8 with zero_point 0, activations are per-tensor, and biases stay float."""
+    """Returns the graph of a file after checking its form for TensorRT.
+
+    All Q/DQ pairs must be int8 with zero_point 0, activations per-tensor, weights of Conv and Gemm per-channel
+    and their biases float. A Sum, which other backends use as a barrier, must not occur.
+    """
     graph = read_model(path).graph
     for node in graph:
         if node.op_type not in ("QuantizeLinear", "DequantizeLinear"):

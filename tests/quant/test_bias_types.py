@@ -43,7 +43,7 @@ def test_a_bias_is_within_half_a_step_of_the_type(dtype: str, per_channel: bool,
 
 
 def test_one_value_per_scale_is_nearly_kept() -> None:
-    """Rounding to 127 steps alone would lose up to 1/254."""
+    """Integer and multiplier are chosen together; rounding to 127 steps alone would lose up to 1/254."""
     step = steps(True)
     bias = drawn(step)
     spec = QuantSpec("int8", symmetric=True, bias_dtype="int8")

@@ -1,4 +1,4 @@
-"""Tests of FakeQuantize: plain when disabled, ranges set by observing, absorbed activations unchanged."""
+"""Tests of FakeQuantize (off, observing, with absorbed activations) and of WeightFakeQuantize."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_weight_quantization_is_off_at_first_and_follows_weights() -> None:
 
 
 def test_a_clipped_weight_and_its_gradient_match_numpy() -> None:
-    """With 7 bits, clipping pays off only for the channel that has a 9 among 100,000 normal weights."""
+    """With 7 bits, clipping pays off most for the channel that has a 9 among 100,000 normal weights."""
     spec = QuantSpec("int8", symmetric=True, granularity=PerChannel(0), reduce_range=True)
     w = torch.randn(2, 100_000, generator=torch.Generator().manual_seed(0)).clamp_(-3, 3)
     w[0, 0] = 9.0
@@ -147,7 +147,7 @@ def test_a_clipped_weight_and_its_gradient_match_numpy() -> None:
 
 
 def test_given_integers_ship_and_move_with_the_weight() -> None:
-    """They may be far from weight / scale, are clipped, and move with floor(w / s) in training."""
+    """They may be far from weight / scale, are clipped to the type, and follow floor(w / s) in training."""
     spec = QuantSpec("int8", symmetric=True, granularity=PerChannel(0))
     weight = torch.tensor([[0.26, -0.31, 0.5, -5.0], [1.0, 2.5, -0.1, 9.0]])
     scale, integers = torch.tensor([0.1, 0.5]), torch.tensor([[7, -3, -2, -127], [2, 4, 0, 30]])

@@ -50,7 +50,7 @@ def index_of_scale(
 ) -> tuple[int, ...]:
     """Returns the index of an element's scale as the ONNX standard defines it.
 
-    Blocks are those of the weight as a matrix [out, inputs].
+    `PerBlock` counts blocks in the weight as a matrix [out, inputs], `AlongAxis` along one axis.
     """
     if isinstance(granularity, PerChannel):
         return (place[granularity.axis],)

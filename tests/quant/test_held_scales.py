@@ -1,4 +1,4 @@
-"""Tests of scales as files store them, against NumPy."""
+"""Tests of scales rounded to the types in which files store them (float16, uint8), against NumPy."""
 
 from __future__ import annotations
 

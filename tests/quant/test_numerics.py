@@ -28,7 +28,7 @@ def onnx_run(
 ) -> NDArray[Any]:
     """Returns the result of a QuantizeLinear (opset 13) or DequantizeLinear in onnx.reference.
 
-    Its oldest DequantizeLinear is that of opset 19, which is identical for 8-bit inputs and float32 scales.
+    The oldest DequantizeLinear there is that of opset 19, equal to opset 13's for 8-bit inputs and float32 scales.
     """
     elements = [helper.np_dtype_to_tensor_dtype(a.dtype) for a in (x, scale, zero_point)]
     infos = [
@@ -51,7 +51,7 @@ def onnx_run(
 
 
 def awkward(scale: float) -> Tensor:
-    """Returns ties between all levels, values far outside the range, signed zeros, and ordinary numbers."""
+    """Returns ties between all integers, values far outside the range, signed zeros, and ordinary numbers."""
     ties = (torch.arange(-400, 400) + 0.5) * scale
     rest = torch.randn(4000, generator=torch.Generator().manual_seed(0)) * 60 * scale
     return torch.cat([ties, rest, torch.tensor([0.0, -0.0, 1e7 * scale, -1e7 * scale, 1e-30])])

@@ -1,4 +1,4 @@
-"""Tests that a weight quantized in parts has the same values as the whole."""
+"""Tests of weights quantized in parts or by looked-up rows: values are those of the whole weight."""
 
 from __future__ import annotations
 

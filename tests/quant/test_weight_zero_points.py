@@ -44,7 +44,7 @@ def quantizer(spec: QuantSpec) -> WeightFakeQuantize:
 def by_numpy(
     weight: NDArray[np.float32], ends: tuple[int, int], axes: tuple[int, ...], share: float = 1.0
 ) -> tuple[NDArray[np.float32], NDArray[np.float64], NDArray[np.float32]]:
-    """Returns scale, zero_point and values for each group of `axes`; `share` of the range is kept."""
+    """Returns scales and zero_points over `axes`, and dequantized values; `share` of the range is kept."""
     low, high = (
         np.minimum(weight.min(axes, keepdims=True), 0),
         np.maximum(weight.max(axes, keepdims=True), 0),

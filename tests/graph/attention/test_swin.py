@@ -225,7 +225,7 @@ class Segments(nn.Module):
 
 
 def test_a_dictionary_of_outputs() -> None:
-    """Auxiliary heads, as named by torchvision, are left out. All other outputs are exported, in order."""
+    """Heads that torchvision or the model marks as auxiliary are left out; other outputs stay in order."""
     x = noise(2, 3, 4, 4)
     model = Segments("out", "aux").eval()
     model.aux_classifier = model.heads["aux"]

@@ -215,7 +215,7 @@ def test_capture_under_inference_mode_and_no_grad() -> None:
 
 
 def test_models_on_other_threads_are_not_disturbed() -> None:
-    """Their calls are not recorded, and no function mode slows them down."""
+    """Their calls are not recorded, and their results stay the same."""
     other, x, found = nn.Sequential(nn.Linear(6, 6), nn.ReLU()), noise_of(2, 6), []
     expected = other(x)
 

@@ -242,7 +242,7 @@ def test_what_fixes_an_axis_is_named_with_its_line() -> None:
 
 
 def test_an_inferred_size_that_is_fixed_is_a_number() -> None:
-    """The exporter infers another size after a bidirectional LSTM (timm's sequencer2d_s)."""
+    """After a bidirectional LSTM (timm's sequencer2d_s), a reshape names its last size; -1 infers another."""
     graph = captured(resizable.Sequencer(), drawn(*IMAGE))
     assert list(axes_of(graph)) == ["height", "width"]
     shapes = [node.args[1:] for node in graph.graph.nodes if node.target == "reshape"]

@@ -1,4 +1,4 @@
-"""Tests of the recorder: what code may ask of tensors, and the tensors that it creates."""
+"""Tests of the recorder: which properties and values of tensors a model may read, and tensors it creates."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ class Config:
 
 
 def test_objects_lambdas_and_references_to_modules() -> None:
-    """The recorder ignores everything but tensors, such as configurations, lambdas and weak references."""
+    """Configurations, lambdas and weak references do not disturb the recorder, which follows only tensors."""
 
     def forward(self: Any, x: Any) -> Any:
         config, owner = self.config, self.owner()
@@ -314,7 +314,7 @@ def test_values_that_decide_are_refused_with_module_and_line(function: Callable[
 
 
 def test_constants_of_the_model_are_buffers_of_the_graph() -> None:
-    """They move to the graph's device, and are in no state_dict."""
+    """As buffers, they move with the graph; they must not be in the state_dict."""
     graph = trace(Of(CASES["made_of_nothing"]), noise_of(2, 3, 4, 6))
     assert isinstance(graph, fx.GraphModule)
     assert set(graph.state_dict()) == {f"{m}.{p}" for m in ("before", "after") for p in ("weight", "bias")}

@@ -47,7 +47,7 @@ def test_shape_and_type_are_those_of_the_module(module: nn.Module, shape: tuple[
     ],
 )
 def test_what_else_there_is_is_run(module: nn.Module, x: Tensor) -> None:
-    """Invalid calls are left to the module, which refuses them."""
+    """Invalid calls, and valid ones for which no output is drawn, are left to the module itself."""
     assert drawn_output(module, (x,), {}) is None
 
 

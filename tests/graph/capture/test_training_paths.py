@@ -146,7 +146,7 @@ class Follows(nn.Module):
 
 @pytest.mark.parametrize("norm", [lambda: nn.BatchNorm2d(3), Follows], ids=["torch's", "its own"])
 def test_statistics_behind_detached_features_stay(norm: Any) -> None:
-    """Only a second head trains the features, so their modules run in training mode for the comparison."""
+    """Only a second head trains the features, so capture runs their modules in training mode as well."""
 
     def forward(self: Any, x: Tensor) -> Any:
         y = self.norm(x)

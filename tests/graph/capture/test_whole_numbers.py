@@ -1,4 +1,4 @@
-"""Tests of integer inputs: the values drawn for capture and proof are valid for the model."""
+"""Tests of integer inputs: values drawn to capture the model and to check the graph are valid for it."""
 
 from __future__ import annotations
 

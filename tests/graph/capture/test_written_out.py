@@ -154,7 +154,7 @@ def test_products_of_stacked_groups() -> None:
 
 
 def test_rows_behind_the_last_group_are_zero() -> None:
-    """The kernel leaves them uninitialized."""
+    """PyTorch's own `grouped_mm` leaves these rows uninitialized; the decomposition fills them with zeros."""
     ends = torch.tensor([2, 2, 4], dtype=torch.int32)
     weight = nn.Parameter(noise_of(3, 8, 8))
     model = Calls(lambda m, x: F.grouped_mm(x.mean(0), m.weight, offs=m.ends), weight=weight)

@@ -59,7 +59,7 @@ def of(dtype: str, scale_type: str = "float", per_tensor: bool = False) -> Shipp
 
 
 def biases(path: Path) -> Iterator[tuple[str, onnx.TensorProto, np.ndarray | None]]:
-    """Yields the operator, the tensor and the scale of each bias."""
+    """Yields the operator, the tensor and the scale of each bias; a float bias has the scale None."""
     graph = onnx.load(str(path)).graph
     constants = {one.name: one for one in graph.initializer}
     makers = {name: node for node in graph.node for name in node.output}

@@ -31,9 +31,9 @@ x86 = pytest.mark.skipif(
 def _session(
     operator: str, dtype: str, shapes: list[list[int]], pairs: list[Pair], read: float, folder: Path
 ) -> ort.InferenceSession:
-    """Returns a session of DQ(a), DQ(b) → operator → Q(pairs[2]) → DQ(read), which runs as one int8 kernel.
+    """Returns a session of DQ(a), DQ(b) → operator → Q(pairs[2]), which run as one int8 kernel, and a DQ.
 
-    A second shape of [] makes b a constant, the largest integer of the dtype.
+    The last DQ has the scale `read`. If the second shape is [], b is a constant, the dtype's largest integer.
     """
     info, kind = torch.iinfo(getattr(torch, dtype)), getattr(TensorProto, dtype.upper())
     constants = [numpy_helper.from_array(np.array(read, np.float32), "read")]
@@ -181,7 +181,7 @@ def test_weights_and_biases_are_those_of_the_folded_convolutions() -> None:
 def test_onnx_runtime_quantizes_a_float_conv_without_the_barrier(
     barrier: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the barrier, the audit must report the convolution that was quantized by ONNX Runtime."""
+    """A barrier after the float convolution prevents it; without the barrier, the audit must report it."""
     if not barrier:
         monkeypatch.setattr(converting, "_would_be_fused", lambda node: False)
     torch.manual_seed(0)

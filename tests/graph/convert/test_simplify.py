@@ -14,7 +14,7 @@ from qatkit.graph.nodes import op_class
 
 
 class Scaled(nn.Module):
-    """A Linear whose output is multiplied by a γ of the given shape."""
+    """A Linear whose output is multiplied by a γ of the given shape, and read once more if `twice`."""
 
     def __init__(self, shape: tuple[int, ...], *, twice: bool = False) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def test_any_other_factor_stays(model: Scaled) -> None:
 
 
 class Constants(nn.Module):
-    """A model with constants other than tensors: a device, a dtype, a size, and parts of a parameter."""
+    """A model with constants that are not tensors: a device, a dtype, a size, and tuples of tensors."""
 
     def __init__(self) -> None:
         super().__init__()

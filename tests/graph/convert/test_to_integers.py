@@ -1,10 +1,9 @@
 """Tests of converting: int8 weights, int32 biases, and agreement with the simulation and with ONNX Runtime.
 
-The converted module computes with integers what ONNX Runtime's 8-bit kernels compute: with all
-optimizations, they must agree bit for bit on x86. The simulation, and ONNX Runtime without optimizations, sum
-in float. They may round a tie the other way, by one step, and the simulation does not round biases to int32.
-In a deep network of random weights such single steps grow, so each of its operators is compared with the
-simulation on the same input.
+The converted module computes with integers what ONNX Runtime's 8-bit kernels compute. With all optimizations,
+both must agree bit for bit on x86, unless the network has float operators such as softmax. The simulation,
+and ONNX Runtime without optimizations, sum in float, and may round a tie the other way, by one step. Such steps
+grow in a deep network of random weights, so its operators are compared one by one with the simulation.
 """
 
 from __future__ import annotations
@@ -251,7 +250,7 @@ def test_a_module_called_twice_has_one_bias_scale_a_place() -> None:
 
 
 def test_three_dimensional_linears_are_flattened_around() -> None:
-    """[N, T, C] is flattened to [N·T, C] for the Gemm, and restored after it."""
+    """All axes but the last become one for the Gemm, and are restored after it."""
     for shape in ((6, 12), (3, 2, 12)):
         torch.manual_seed(0)
         x = noise(8, *shape)

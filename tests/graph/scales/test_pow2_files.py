@@ -74,7 +74,7 @@ def test_symmetric_activations_have_powers_too() -> None:
 
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_a_weights_exponents_have_the_least_error(symmetric: bool) -> None:
-    """Compares with NumPy over all exponents."""
+    """No exponent from -20 to 4 has a smaller squared error in NumPy, at the zero_point of the weight."""
     case = of("residual", by_shifts(FBGEMM, symmetric=symmetric, pairs=False))
     for _, operator, fake in quantized_operators(case.simulated):
         weight = operator.weight.detach()

@@ -21,7 +21,7 @@ KINDS = ("float16", "int16")
 
 
 def is_of(kind: str, scale: np.ndarray) -> bool:
-    """Returns whether all scales are float16 numbers, have 15 bits at most, or are powers of two."""
+    """Returns whether scales are all float16, 15-bit integers times powers of two, or powers of two."""
     if kind == "float16":
         return bool((scale.astype(np.float16).astype(np.float64) == scale).all())
     whole = np.frexp(scale.astype(np.float64))[0] * 2 ** (15 if kind == "int16" else 1)

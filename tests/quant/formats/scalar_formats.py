@@ -1,6 +1,7 @@
-"""Number formats computed one value at a time with exact fractions, from the tables of their specifications.
+"""Number formats computed one value at a time, from the tables of their specifications.
 
-Every bit pattern of an element is decoded, and a value is rounded to the nearest of them.
+Every bit pattern of an element type is decoded, and a value is rounded to the nearest decoded number. Numbers
+are exact fractions, except NVFP4's scales, which are float32.
 """
 
 from __future__ import annotations
@@ -14,7 +15,11 @@ import numpy as np
 
 
 class Bits(NamedTuple):
-    """The layout of an element by its specification; `kind` says what the highest exponent encodes."""
+    """The layout of an element type by its specification.
+
+    `kind` says what the highest exponent encodes: infinity and NaN ("ieee"), numbers and one NaN ("nan"), or
+    only numbers ("none"). `least` is the smallest positive number.
+    """
 
     exponent: int
     mantissa: int
@@ -48,7 +53,7 @@ BLOCKS = {
 
 @cache
 def patterns(name: str) -> tuple[Fraction | None, ...]:
-    """Returns the values of all bit patterns with sign 0, in bit order; None where it is no number."""
+    """Returns the values of all bit patterns with sign 0, in bit order; None for infinity and NaN."""
     exponent_bits, mantissa_bits, bias, kind, *_ = ELEMENTS[name]
     found: list[Fraction | None] = []
     for code in range(2 ** (exponent_bits + mantissa_bits)):
@@ -88,7 +93,7 @@ def nearest(x: float, name: str) -> float:
 
 
 def block(values: list[float], name: str) -> list[float]:
-    """Returns the values of one block after rounding to an MX format or to BFP16."""
+    """Returns a block rounded to an MX format or to BFP16; all NaN if a value is not finite."""
     element, _, emax = BLOCKS[name]
     if not all(map(math.isfinite, values)):
         return [math.nan] * len(values)
@@ -105,7 +110,7 @@ def block(values: list[float], name: str) -> list[float]:
 
 
 def nvfp4(values: list[float], tensor: np.float32) -> list[float]:
-    """Returns the values of one block after rounding to NVFP4 in float32; `tensor` is the tensor's scale."""
+    """Returns a block rounded to NVFP4 with the tensor's scale `tensor`; all NaN if a value is not finite."""
     if not all(map(math.isfinite, values)):
         return [math.nan] * len(values)
     amax = np.float32(max(map(abs, values)))

@@ -1,4 +1,4 @@
-"""Tests of low-bit floats against the tables of their specifications, ml_dtypes and PyTorch's own types."""
+"""Tests of element types (floats, int8) against their specifications, ml_dtypes and PyTorch's own types."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of training through number formats: steps, and gradients of the rounded network within its range."""
+"""Tests of training through number formats: gradients at the rounded weights, 0 where they saturate."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ class Net(nn.Module):
 
 
 def saturated(weight: Tensor, name: str) -> Tensor:
-    """Returns whether each value exceeds the largest of its block, by the definition of its scale."""
+    """Returns which values, divided by their block's scale, round beyond the format's largest number.
+
+    Formats that are not in `BEYOND` have scales with which none does.
+    """
     if name not in BEYOND:
         return torch.zeros_like(weight, dtype=torch.bool)
     size, emax = FORMATS[name].block or 1, FORMATS[name].element.largest_exponent

@@ -1,7 +1,7 @@
-"""Tests of optimizers that move learned quantizer parameters by shares of their size.
+"""Tests of optimizers that update learned quantizer parameters by relative steps.
 
-Learned parameters move as if Adam moved their logarithms. Weights may move as if Adam moved them in units of
-their channels; all other weights move as with torch's optimizer.
+Learned parameters are updated by Adam on their logarithms. With `schedule.relative_lr`, weights are updated by
+Adam in units of their channel's root mean square; otherwise by torch's optimizer.
 """
 
 from __future__ import annotations

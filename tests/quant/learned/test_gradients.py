@@ -25,7 +25,7 @@ UINT8 = QuantSpec()
 
 
 def begun(kind: type[FakeQuantize], bounds: Bounds = (None, None), spec: QuantSpec = UINT8) -> FakeQuantize:
-    """Returns a learning quantizer calibrated on a narrower range than `X`, so that it clips on both sides."""
+    """Returns a learning quantizer calibrated on a narrower range than `X`, so that it clips at both ends."""
     quantizer = kind(spec, MinMaxObserver(), bounds)
     quantizer.features = 243
     quantizer.observe(X.clamp(-1.5, 2.5))
@@ -80,7 +80,7 @@ def test_lsq_plus_is_the_papers_formula() -> None:
 
 
 def test_pact_is_the_papers_formula() -> None:
-    """Choi et al. 2018, equation 3: the clipping value receives the gradients of all values that it clips."""
+    """Choi et al. 2018, equation 3: the clipping value's gradient is the sum over all clipped values."""
     quantizer = begun(PACTFakeQuantize, (0.0, None))
     assert isinstance(quantizer, PACTFakeQuantize)
     backward(quantizer)
@@ -110,7 +110,7 @@ def test_pact_leaves_a_range_below_zero_to_its_observer() -> None:
 def test_a_weights_scales_have_the_gradients_that_autograd_finds(
     granularity: Callable[[int], Granularity], shape: tuple[int, ...], axis: int
 ) -> None:
-    """Covers rows, weights that are processed in parts, and the columns of a transposed convolution."""
+    """Covers output channels on axis 0 and 1 (transposed convolutions), and weights processed in parts."""
     spec = QuantSpec("int4", symmetric=True, granularity=granularity(axis))
     quantizer = LSQWeightFakeQuantize(spec, shape)
     weight, g = noise(*shape), noise(*shape, seed=2)

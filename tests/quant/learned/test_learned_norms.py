@@ -1,4 +1,4 @@
-"""Tests of learned weight scales before trained BatchNorms: only the images set the running variance."""
+"""Tests of learned weight scales before a trained BatchNorm: its variance must follow only the images."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Tests of initial values and limits of learned scales.
 
-They cover channels of zeros, weights that are quantized in two ways, and signed integers.
+They cover channels of zeros, a weight that two layers quantize differently, and signed activations.
 """
 
 from __future__ import annotations

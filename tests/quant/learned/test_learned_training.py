@@ -1,4 +1,4 @@
-"""Tests of fine-tuning with learned quantizers: scales aligned at every step, resume, frozen weights."""
+"""Tests of fine-tuning with learned quantizers: aligned scales, resuming, weight decay and shared weights."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_scales_are_learned_and_what_ships_is_what_was_trained(kind: str, tmp_pa
 
 
 def test_the_scale_of_the_images_stays_as_calibrated(tmp_path: Path) -> None:
-    """Holds whatever images training uses; the input of the first operator needs no gradient."""
+    """The scale does not follow the training images, and the first operator's input needs no gradient."""
     module = module_of("lsq", freeze_observers=1.0)
     images, *others = fake_quantizers(module.graph).values()
     before = float(images.scale)
@@ -72,7 +72,7 @@ def test_the_scale_of_the_images_stays_as_calibrated(tmp_path: Path) -> None:
 
 
 def test_scales_are_aligned_at_every_step(tmp_path: Path) -> None:
-    """After each optimizer step, the scales are those that `align` would set."""
+    """The scales that each training step uses are those that `align` would set."""
     module, seen = module_of("lsq"), []
 
     class Watch(lightning.Callback):

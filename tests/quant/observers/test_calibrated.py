@@ -1,4 +1,4 @@
-"""Tests of observers with a histogram: fixed after calibration, independent of order, idle in training."""
+"""Tests of observers with a histogram: independent of batch order, fixed once calibration ends."""
 
 from __future__ import annotations
 

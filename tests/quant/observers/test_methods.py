@@ -112,7 +112,7 @@ def test_distribution_is_mean_and_deviation(name: str, deviations: float) -> Non
 
 
 def quantization_error(x: Values, low: float, high: float, spec: QuantSpec) -> float:
-    """Returns the mean squared error of quantizing every value."""
+    """Returns the mean squared error of quantizing `x` with the range from `low` to `high`."""
     low, high = min(low, 0.0), max(high, 0.0)
     if spec.symmetric:
         scale, zero, ends = max(-low, high) / 127, 0, (-128, 127)
@@ -143,7 +143,10 @@ def test_mse_is_as_good_as_a_grid_of_all_ranges(name: str, spec: QuantSpec) -> N
 
 
 def reference_entropy(x: Values, width: float, levels: int) -> tuple[float, Values]:
-    """Returns the threshold of Migacz's search and all divergences, computed bin by bin and level by level."""
+    """Returns the threshold of Migacz's search and the divergences, computed threshold by threshold.
+
+    A divergence's index is the number of bins that are kept; it is infinite where that number is not tried.
+    """
     counts = np.histogram(np.abs(x), np.arange(math.floor(np.abs(x).max() / width) + 2) * width)[0].astype(
         float
     )
@@ -198,7 +201,7 @@ def test_percentile_100_clips_nothing_of_a_huge_tensor() -> None:
     "values", [[-0.4242, 2.8215], [0.0, 0.25, 0.5, 0.75, 1.0], [-1.0, 0.0, 1.0], [0.0, 3.0]], ids=str
 )
 def test_entropy_of_a_few_values_keeps_them_all(values: list[float]) -> None:
-    """Beyond the first spike, all thresholds have the same KL divergence up to rounding: the largest wins."""
+    """For a few values, many thresholds have the same KL divergence up to rounding; the largest is chosen."""
     made = histogram(torch.tensor(values).repeat_interleave(1000))
     assert Entropy().range_of(made, UINT8) == pytest.approx((min(values), max(values)), abs=made.width)
 
