@@ -1,4 +1,4 @@
-"""Small ONNX graphs with patterns of real files, and the expected result of quantizing them."""
+"""Small ONNX graphs with patterns of real files, and a class for what their quantized files must contain."""
 
 from __future__ import annotations
 

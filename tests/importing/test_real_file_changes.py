@@ -1,4 +1,7 @@
-"""Checks which nodes of real files change, apart from Q/DQ pairs, 8-bit weights and 32-bit biases."""
+"""Tests of quantized real files: which nodes change, and whether their SQNR holds at other image sizes.
+
+Q/DQ pairs, 8-bit weights and 32-bit biases do not count as changes.
+"""
 
 from __future__ import annotations
 
