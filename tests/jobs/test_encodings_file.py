@@ -1,4 +1,4 @@
-"""Tests of `export.py onnx=FILE mode=encodings` and of runs with given encodings (calibration.encodings)."""
+"""Tests of encodings, the scales and zero points of tensors: mode=encodings and calibration.encodings."""
 
 from __future__ import annotations
 

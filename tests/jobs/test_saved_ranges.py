@@ -1,4 +1,4 @@
-"""Tests of saved ranges of an ONNX file: restored by another run, refused with another file or other data."""
+"""Tests of saved activation ranges of an ONNX file: another run restores them, unless file or data differ."""
 
 from __future__ import annotations
 
