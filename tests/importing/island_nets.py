@@ -201,7 +201,7 @@ def words(path: Path) -> Path:
 
 
 def hashes(path: Path) -> Path:
-    """Writes a table lookup by the hash of integers."""
+    """Writes an embedding lookup by the hashes of integer ids."""
     nodes = [
         helper.make_node("MurmurHash3", ["ids"], ["hash"], "/hash", domain="com.microsoft", positive=1),
         node("Cast", ["hash"], ["wide"], to=INT64),

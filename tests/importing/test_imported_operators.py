@@ -1,4 +1,4 @@
-"""Checks each operator that can be imported against ONNX Runtime, in its forms since opset 7."""
+"""Tests of imported operators against ONNX Runtime, in forms of opsets 9 to 21 and of com.microsoft."""
 
 from __future__ import annotations
 

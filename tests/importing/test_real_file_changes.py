@@ -127,7 +127,7 @@ _OTHERS = {
 
 
 def _pages(height: int, width: int) -> Tensor:
-    """Returns photographs and scans of text as values from -1 to 1."""
+    """Returns up to 8 photographs and scans of text, [n, 3, height, width] in -1..1."""
     with zipfile.ZipFile(_PAGES) as archive:
         names = sorted(name for name in archive.namelist() if name.endswith((".jpg", ".png")))[:8]
         pictures = [Image.open(archive.open(name)).convert("RGB").resize((width, height)) for name in names]

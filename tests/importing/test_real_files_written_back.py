@@ -1,6 +1,6 @@
 """Tests of real files that are quantized and written back.
 
-Their outputs are those of the module and, at three sizes, of an export, and their products run in int8.
+Their outputs are those of the module and, for two files at three sizes, of an export; products run in int8.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _feeds(source: Path, sizes: tuple[int, int] | None = None, count: int = 1) -
     """Returns a random value per input: normal floats, or integers from 0 to 255.
 
     sizes: the height and width; None for those of the file.
-    count: the size of every other dynamic axis.
+    count: the size of each dynamic axis that `sizes` does not give.
     """
     graph = onnx.load(str(source)).graph
     constants = {one.name for one in graph.initializer}

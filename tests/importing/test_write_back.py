@@ -189,9 +189,9 @@ def test_every_backend(backend: Backend, tmp_path: Path) -> None:
     ],
 )
 def test_activations_of_16_bits(case: str, opset: int, tmp_path: Path) -> None:
-    """ONNX Runtime computes operators in float and rounds only activations, to 16 bits.
+    """ONNX Runtime computes such operators in float and rounds their activations to 16 bits.
 
-    It must not fuse a MatMul into a kernel that would round its activations to 8 bits.
+    It must not fuse a MatMul into a kernel that would round them to 8 bits.
     """
     source, feeds = saved(replace(CASES[case], opset=opset), tmp_path)
     written = write(source, feeds, backend=FBGEMM.with_activations("uint16").reduced("auto"))
