@@ -200,7 +200,7 @@ def test_at_one_size_what_follows_from_it_is_a_constant(
 
 
 def test_no_size_is_taken_for_the_number_that_it_was(tmp_path: Path) -> None:
-    """PyTorch's exporter derives the pool's kernel from the example, which is wrong at other sizes."""
+    """PyTorch's exporter derives the pool's kernel from the example, so the file has to keep that size."""
     torch.manual_seed(0)
     model, example, path = resizable.HalfRows().eval(), drawn((2, 3, 32, 48)), tmp_path / "float.onnx"
     graph = Captured(model, example, "auto").graph()

@@ -53,7 +53,7 @@ def log_mel() -> Case:
 
 
 def quiet_mel() -> Case:
-    """Returns the same for samples so quiet that their power is zero in float16."""
+    """Returns the same spectrogram for samples so quiet that their power is zero in float16."""
     nodes, weights = log_mel()
     return nodes, weights | {"loud": number(1e-4), "eps": number(1e-14)}
 
@@ -91,7 +91,7 @@ def where_masked() -> Case:
 
 
 def normalized() -> Case:
-    """Returns a LayerNorm of large values, written in parts; its epsilon matters for the image of zeros."""
+    """Returns a LayerNorm in parts, of large values; its epsilon matters for the image of zeros."""
     nodes = [FLAT, node("MatMul", "f a", "x"), node("ReduceMean", "x", "mean", axes=[1]), node("Sub", "x mean", "c"),
              node("Pow", "c two", "c2"), node("ReduceMean", "c2", "var", axes=[1]), node("Add", "var eps", "v"),
              node("Sqrt", "v", "d"), node("Div", "c d", "h"), HEAD]  # fmt: skip

@@ -149,7 +149,7 @@ SIZE = 48
 
 
 def recurrent(path: Path, kind: str, *, both: bool) -> Path:
-    """Writes a recurrent operator, the rows of whose weights differ in range, over image rows, and a Gemm."""
+    """Writes a recurrent operator over image rows and a Gemm; the operator's weight rows differ in range."""
     directions, rows = 1 + both, GATES[kind] * SIZE
     ranges = uneven(rows)[None, :, None] + np.float32(0.05)
     weights = {
@@ -231,7 +231,7 @@ def test_recurrent_weights_are_computed_at_load(tmp_path: Path) -> None:
 
 
 def test_weights_that_int8_would_enlarge_stay_float(tmp_path: Path) -> None:
-    """A row of one int8 value and its scale takes 5 bytes, one more than a float."""
+    """A row of one int8 value and its scale takes 5 bytes, one more than the float itself."""
     nodes = [node("Conv", "input w", "c", group=3), node("Conv", "c v", "output")]
     weights = {"w": drawn(3, 1, 1, 1), "v": drawn(16, 3, 3, 3)}
     target = tmp_path / "made.onnx"

@@ -1,4 +1,4 @@
-"""Tests of each rule that rewrites a graph of opset 18 for a lower opset: ONNX Runtime's outputs stay."""
+"""Tests of the rules that rewrite graphs of opset 18 for lower opsets without changing their outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of node names: calls of functions become modules, and nodes are named MODULE/OPERATOR uniquely."""
+"""Tests of node names: calls of functions become modules, and nodes get unique names MODULE/OPERATOR."""
 
 from __future__ import annotations
 
