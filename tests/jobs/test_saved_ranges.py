@@ -1,4 +1,4 @@
-"""Tests of saved activation ranges of an ONNX file: another run restores them, unless file or data differ."""
+"""Tests of activation ranges saved for an ONNX file: restored by a second run, refused if file or data differ."""
 
 from __future__ import annotations
 

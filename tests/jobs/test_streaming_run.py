@@ -1,4 +1,4 @@
-"""Tests of a recurrent keyword spotter, from WAV files to a bundle whose file takes recordings in chunks."""
+"""Tests of a recurrent keyword spotter, from WAV files to a bundle with a file for chunks of a recording."""
 
 from __future__ import annotations
 
