@@ -69,7 +69,7 @@ def test_a_file_with_a_state_is_quantized_along_sequences(recipe: str, tmp_path:
 
 
 def test_precision_is_chosen_by_free_runs(tmp_path: Path) -> None:
-    """Each file has to use its own states: with those of the float file, accumulated errors would not show."""
+    """Each file has to use its own states: with the float file's, accumulated errors would not show."""
     file, root = save_gru(tmp_path / "gru.onnx", WEIGHTS), tmp_path / "data"
     root.mkdir()
     for index in range(4):

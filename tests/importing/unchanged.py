@@ -121,7 +121,7 @@ def _inputs(graph: Graph) -> set[str]:
 def _origin(value: str, graph: Graph, known: set[str] | None = None) -> str:
     """Follows a value back through Identity and Dropout.
 
-    If `known` is given, also through Q/DQ pairs, and through each Sum and Clip whose output is not in `known`.
+    If `known` is given, also through Q/DQ pairs and each Sum or Clip whose output is not in `known`.
     """
     while value in graph.makers:
         node = graph.makers[value]
