@@ -271,7 +271,7 @@ def test_ranges_of_least_error_ship(tmp_path: Path) -> None:
 
 @newer
 def test_sums_beyond_float32_are_those_of_the_runtime() -> None:
-    """Sums of 2,000 products with weights of up to 255 steps exceed the integers that float32 holds exactly."""
+    """Sums of 2,000 products with weights of up to 255 steps are too large to be exact in float32."""
     torch.manual_seed(0)
     first = nn.Linear(2000, 4)
     first.weight.data.uniform_(0.9, 1.0)

@@ -141,7 +141,7 @@ def test_the_float_file_takes_the_same_sizes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("make", [resizable.Heads, resizable.Sequencer])
 def test_float_files_of_images_take_other_sizes(make: Callable[[], nn.Module], tmp_path: Path) -> None:
-    """`Heads` has an inner axis of size 1 for the example, which torch's exporter would take for a constant."""
+    """In `Heads`, an inner size is 1 for the example, which torch's exporter would take for a constant."""
     torch.manual_seed(0)
     model, example = make().eval(), drawn((2, 3, 64, 64))
     graph = float_baseline(Captured(model, example, "auto").graph(), example)
