@@ -1,4 +1,4 @@
-"""Tests of activation ranges saved for an ONNX file: restored by a second run, refused if file or data differ."""
+"""Tests of activation ranges saved for an ONNX file: a second run restores them, other files or data fail."""
 
 from __future__ import annotations
 
