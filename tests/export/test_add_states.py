@@ -1,4 +1,7 @@
-"""Tests of streaming files: states match torch's layers, and chunks of any length give the whole output."""
+"""Tests of files for streaming, whose recurrent states are inputs and outputs.
+
+States match those of torch's layers, and after chunks of any length, the output is that for the whole input.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,10 @@ FRAMES = {"input": {1: "frames"}}
 
 
 class Spotter(nn.Module):
-    """A recurrent layer between Linears; with `mean`, its output averages all frames of a chunk."""
+    """Two recurrent layers between Linears.
+
+    The last Linear reads the last frame or, with `mean`, the mean of the frames that are fed at once.
+    """
 
     def __init__(self, kind: str, mean: bool = False, backwards: bool = False) -> None:
         super().__init__()

@@ -44,7 +44,10 @@ ROWS = PerChannel(0)
 
 
 def weights(dtype: str, *, symmetric: bool = False, granularity: Granularity = ROWS) -> QuantSpec:
-    """Returns a spec with 7 bits for int8 where 8 saturate, since no guard protects asymmetric weights."""
+    """Returns a spec, with 7 bits for int8 on CPUs that saturate sums of 8-bit products.
+
+    No guard against saturation supports zero points.
+    """
     return QuantSpec(dtype, symmetric, granularity, reduce_range=dtype == "int8" and saturates_here())
 
 
@@ -233,7 +236,7 @@ def test_tables_and_recurrent_weights_have_zero_points(tmp_path: Path) -> None:
     ids=lambda one: type(one).__name__,
 )
 def test_what_algorithms_find_ships(tmp_path: Path, algorithm: Algorithm) -> None:
-    """Each algorithm beats rounding to nearest, and the file has the integers it finds."""
+    """Each algorithm has less output error than rounding to nearest, and the file gives its outputs."""
     model, images = small("residual")
     shifted = backend("int4")
     plain = convert(calibrated(model, images, shifted)).graph
@@ -268,7 +271,7 @@ def test_ranges_of_least_error_ship(tmp_path: Path) -> None:
 
 @newer
 def test_sums_beyond_float32_are_those_of_the_runtime() -> None:
-    """Each sum has 2,000 products with positive weights of up to 255 steps."""
+    """Sums of 2,000 products with weights of up to 255 steps are too large to be exact in float32."""
     torch.manual_seed(0)
     first = nn.Linear(2000, 4)
     first.weight.data.uniform_(0.9, 1.0)

@@ -1,4 +1,7 @@
-"""Tests of node-by-node decomposition, including the programs that are left to torch's exporter."""
+"""Tests of decomposing operators node by node, without a second trace of the program.
+
+Some programs are left to the decomposition of torch's exporter.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +106,7 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def check(function: Callable[[Tensor], Any], path: Path) -> None:
-    """Exports a model for any batch size and compares the file with it at a size other than the example's."""
+    """Exports a model for any batch size and compares the file with it at another one than the example's."""
     model = Function(function).eval()
     x = noise(3, 4, 6, 6, seed=1)
     with torch.no_grad():

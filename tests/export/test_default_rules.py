@@ -1,4 +1,4 @@
-"""Checks that rewrite rules tried only where they can match give the same as when tried everywhere."""
+"""Tests that rewrite rules give the same file if each is tried only at the operators that it can match."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of packed products as DequantizeLinear and MatMul, in ONNX Runtime and onnx's reference evaluator."""
+"""Tests of rewriting MatMulNBits as DequantizeLinear and MatMul, in ONNX Runtime and onnx's evaluator."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def test_the_float_file_takes_the_same_sizes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("make", [resizable.Heads, resizable.Sequencer])
 def test_float_files_of_images_take_other_sizes(make: Callable[[], nn.Module], tmp_path: Path) -> None:
-    """A size of 1 in the example is a constant for torch's exporter."""
+    """In `Heads`, an inner size is 1 for the example, which torch's exporter would take for a constant."""
     torch.manual_seed(0)
     model, example = make().eval(), drawn((2, 3, 64, 64))
     graph = float_baseline(Captured(model, example, "auto").graph(), example)
@@ -200,7 +200,7 @@ def test_at_one_size_what_follows_from_it_is_a_constant(
 
 
 def test_no_size_is_taken_for_the_number_that_it_was(tmp_path: Path) -> None:
-    """PyTorch's exporter derives the pool's kernel from the example, which is wrong at other sizes."""
+    """PyTorch's exporter derives the pool's kernel from the example, so the file has to keep that size."""
     torch.manual_seed(0)
     model, example, path = resizable.HalfRows().eval(), drawn((2, 3, 32, 48)), tmp_path / "float.onnx"
     graph = Captured(model, example, "auto").graph()

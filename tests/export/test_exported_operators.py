@@ -234,14 +234,14 @@ def test_operators_of_a_newer_opset_are_refused_and_work_there(name: str, tmp_pa
 
 
 class Pooled(nn.Module):
-    """The indices of an adaptive pool, which no ONNX operator returns."""
+    """A model that returns the indices of an adaptive pool, which no ONNX operator returns."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.adaptive_max_pool2d(x, 3, return_indices=True)[1].float()
 
 
 class Doubtful(nn.Module):
-    """A branch that depends on values."""
+    """A model with a branch that depends on values."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x if bool(x.sum() > 0) else -x

@@ -41,7 +41,7 @@ Case = tuple[list[NodeProto], dict[str, NDArray[Any]]]
 
 
 def log_mel() -> Case:
-    """Returns a log-mel spectrogram of loud samples: power spectrum, filters and logarithm."""
+    """Returns the nodes and weights of a log-mel spectrogram of loud samples."""
     nodes = [FLAT, node("Mul", "f loud", "x"), node("MatMul", "x cos", "re"), node("MatMul", "x sin", "im"),
              node("Mul", "re re", "re2"), node("Pow", "im two", "im2"), node("Add", "re2 im2", "power"),
              node("MatMul", "power mel", "m"), node("Add", "m eps", "e"), node("Log", "e", "log"),
@@ -53,7 +53,7 @@ def log_mel() -> Case:
 
 
 def quiet_mel() -> Case:
-    """Returns the same for samples so quiet that their power is zero in float16."""
+    """Returns the same spectrogram for samples so quiet that their power is zero in float16."""
     nodes, weights = log_mel()
     return nodes, weights | {"loud": number(1e-4), "eps": number(1e-14)}
 
@@ -91,7 +91,7 @@ def where_masked() -> Case:
 
 
 def normalized() -> Case:
-    """Returns a LayerNorm in parts for large values, whose epsilon matters for the image of zeros."""
+    """Returns a LayerNorm in parts, of large values; its epsilon matters for the image of zeros."""
     nodes = [FLAT, node("MatMul", "f a", "x"), node("ReduceMean", "x", "mean", axes=[1]), node("Sub", "x mean", "c"),
              node("Pow", "c two", "c2"), node("ReduceMean", "c2", "var", axes=[1]), node("Add", "var eps", "v"),
              node("Sqrt", "v", "d"), node("Div", "c d", "h"), HEAD]  # fmt: skip
@@ -149,7 +149,7 @@ def write(path: Path, nodes: list[NodeProto], weights: dict[str, NDArray[Any]]) 
 @pytest.mark.parametrize("given", [True, False], ids=["images", "drawn"])
 @pytest.mark.parametrize("case", CASES)
 def test_values_beyond_float16_stay_float32(case: str, given: bool, tmp_path: Path) -> None:
-    """Ranges from drawn values do not include the image of zeros."""
+    """Without images, ranges come from random inputs, none of which is all zeros."""
     source, target = write(tmp_path / "float.onnx", *CASES[case]()), tmp_path / "half.onnx"
     kept = ort_modes.float16(source, target, [IMAGES[:8], IMAGES[8:]] if given else [])
     assert bool(kept.names) == (case != "mask of -inf")

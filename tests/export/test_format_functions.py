@@ -1,4 +1,4 @@
-"""Tests of number formats in ONNX files: their functions equal the simulation bit for bit."""
+"""Tests of number formats, such as mxfp4, in ONNX files: their functions equal the simulation bit for bit."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def file_of(name: str, axis: int, rank: int, opset: int) -> onnx.ModelProto:
 
 
 def values(shape: tuple[int, ...], seed: int) -> NDArray[np.float32]:
-    """Returns any bits, tiny numbers, ties and usual numbers, with zeros of both signs and infinities."""
+    """Returns random bits, tiny numbers, ties, ordinary numbers, zeros of both signs and infinities."""
     draw = np.random.default_rng(seed)
     kinds = [
         draw.integers(0, 2**32, shape, dtype=np.uint32).view(np.float32),

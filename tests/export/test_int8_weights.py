@@ -37,7 +37,7 @@ def node(kind: str, inputs: str, output: str, **settings: Any) -> NodeProto:
 def write(
     path: Path, nodes: list[NodeProto], weights: dict[str, Any], shape: list[Any] | None = None
 ) -> Path:
-    """Writes a model of [N, 3, 8, 8] whose output "output" has any shape."""
+    """Writes a model from "input" [N, 3, 8, 8] to "output"; its shape is unknown unless given."""
     graph = helper.make_graph(
         nodes,
         "net",
@@ -63,7 +63,7 @@ def integers(path: Path) -> dict[str, NDArray[Any]]:
 
 
 def up(groups: int, outputs: int) -> Callable[[Path], Path]:
-    """Returns the writer of a ConvTranspose of 12 channels whose output channels differ in range by 1,000."""
+    """Returns the writer of a Conv and a ConvTranspose, whose output channels differ 1,000-fold in range."""
     weight = drawn(12, outputs // groups, 4, 4)
     ranges = uneven(outputs).reshape(groups, outputs // groups)
     weight *= np.repeat(ranges, 12 // groups, axis=0)[:, :, None, None]
@@ -81,7 +81,10 @@ def gemm(transposed: int) -> Callable[[Path], Path]:
 
 
 def stack(first: bool) -> Callable[[Path], Path]:
-    """Returns the writer of a MatMul by 3 matrices whose columns (rows if `first`) differ in range."""
+    """Returns the writer of a MatMul with 3 matrices on the right (on the left if `first`).
+
+    Their columns (rows if `first`) differ in range.
+    """
     weight = drawn(3, 8, 24) * uneven(72).reshape(3, 1, 24)
     turned = node("Transpose", "m", "t", perm=[0, 1, 2, 3] if first else [0, 1, 3, 2])
     nodes = [node("MatMul", "w input" if first else "input w", "m"), turned, node("Reshape", "t s", "output")]
@@ -122,7 +125,10 @@ CASES: dict[str, Callable[[Path], Path]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_output_channel_is_near_float(case: str, tmp_path: Path) -> None:
-    """With 8 bits, normal values reach 38 dB; with a per-tensor scale, small channels would be below 0."""
+    """Weights drawn from a normal distribution reach 38 dB with 8 bits and a scale per channel.
+
+    With a per-tensor scale, the channels with small ranges would be below 0 dB.
+    """
     source, target = CASES[case](tmp_path / "float.onnx"), tmp_path / "made.onnx"
     ort_modes.weight_only(source, target)
     assert sqnr(source, target) > 36
@@ -143,7 +149,7 @@ SIZE = 48
 
 
 def recurrent(path: Path, kind: str, *, both: bool) -> Path:
-    """Writes a recurrent operator over the image's rows, whose weight rows differ in range, and a Gemm."""
+    """Writes a recurrent operator over image rows and a Gemm; the operator's weight rows differ in range."""
     directions, rows = 1 + both, GATES[kind] * SIZE
     ranges = uneven(rows)[None, :, None] + np.float32(0.05)
     weights = {
@@ -225,7 +231,7 @@ def test_recurrent_weights_are_computed_at_load(tmp_path: Path) -> None:
 
 
 def test_weights_that_int8_would_enlarge_stay_float(tmp_path: Path) -> None:
-    """A row of one int8 value and its scale takes 5 bytes, one more than a float."""
+    """A row of one int8 value and its scale takes 5 bytes, one more than the float itself."""
     nodes = [node("Conv", "input w", "c", group=3), node("Conv", "c v", "output")]
     weights = {"w": drawn(3, 1, 1, 1), "v": drawn(16, 3, 3, 3)}
     target = tmp_path / "made.onnx"

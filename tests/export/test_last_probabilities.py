@@ -1,4 +1,4 @@
-"""Checks that the scores of a float16 file keep the order of their logits, against the float file."""
+"""Tests that confident scores of a float16 file stay distinct and close to those of the float file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from qatkit.export.last_probabilities import last_probabilities
 
 
 class Scores(nn.Module):
-    """Scores of confident boxes as in YOLOX (objectness times class) and SSD (softmax with background)."""
+    """Confident scores as in YOLOX (objectness times class) or SSD (softmax with background), or a gate."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Tests of 4-bit weights and activations: the file has the module's integers and gives its outputs."""
+"""Tests of weights and activations of 4 bits or fewer: the file has the module's integers and outputs."""
 
 from __future__ import annotations
 

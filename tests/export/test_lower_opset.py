@@ -1,4 +1,4 @@
-"""Tests of each lowering rule: ONNX Runtime's outputs before and after, for hand-built graphs of opset 18."""
+"""Tests of the rules that rewrite graphs of opset 18 for lower opsets without changing their outputs."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_a_batch_first_layer_is_the_evaluators(kind: str) -> None:
 
 
 def test_groups_are_normed_as_the_specification_says() -> None:
-    """NumPy is the reference, since opset 18's form (a factor per group) has no kernel and is illegal now."""
+    """NumPy is the reference: ONNX Runtime has no kernel for opset 18's form, with a scale per group."""
     case = Case(
         [op("GroupNormalization", "x,g,b", num_groups=3)], {"g": floats(3), "b": floats(3)}, (2, 6, 5, 7)
     )
@@ -204,7 +204,7 @@ def test_groups_are_normed_as_the_specification_says() -> None:
 
 
 def branching(*nodes: NodeProto) -> onnx.ModelProto:
-    """Returns a model whose branches compute `nodes`, from "x" to "z", or the negative of the input."""
+    """Returns a model with an If: one branch runs `nodes`, from "x" to "z", the other one negates "x"."""
     made = onnx.ValueInfoProto(name="z")
     negative = onnx.ValueInfoProto(name="n")
     then = helper.make_graph(list(nodes), "then", [], [made])

@@ -1,4 +1,4 @@
-"""Tests of node names: functions get the path of their site, and nodes a unique MODULE/OPERATOR."""
+"""Tests of node names: calls of functions become modules, and nodes get unique names MODULE/OPERATOR."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_split_outputs_are_numbered() -> None:
 
 
 def places(path: Path) -> dict[str, str]:
-    """Returns the module path or site in the name of each node, tensor and constant of a file."""
+    """Returns the module path or site within the name of each node, tensor and constant, by that name."""
     graph = read_model(path).graph
     found = {str(node.name): str(node.name).rpartition("/")[0] for node in graph}
     ends = {value.name for value in (*graph.inputs, *graph.outputs)}
@@ -178,7 +178,7 @@ def test_constants_are_named_after_what_reads_them(tmp_path: Path) -> None:
 
 def test_a_barrier_and_the_size_of_the_batch_have_a_place(tmp_path: Path) -> None:
     class Turned(nn.Module):
-        """A GELU after a Transpose that ONNX Runtime would move past it."""
+        """A GELU after a Transpose, which ONNX Runtime would move behind the GELU."""
 
         def __init__(self) -> None:
             super().__init__()

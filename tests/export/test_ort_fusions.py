@@ -62,7 +62,10 @@ def _share(found: Any, expected: Any) -> float:
 
 
 def test_zeros_before_a_max_pool_are_numbers() -> None:
-    """ONNX Runtime before 1.32 merges the Pad into the pool, which ignores it, so the maximum is negative."""
+    """ONNX Runtime before 1.32 merges the Pad into the MaxPool, which ignores padding.
+
+    Maxima at the border are then negative instead of zero.
+    """
     graph = helper.make_graph(
         [
             helper.make_node("Pad", ["x", "amounts"], ["padded"]),

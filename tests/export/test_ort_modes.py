@@ -1,4 +1,4 @@
-"""Tests of each mode against the float file and against its own arithmetic in NumPy or PyTorch."""
+"""Tests of each export mode against the float file and against the mode's arithmetic in NumPy or PyTorch."""
 
 from __future__ import annotations
 
@@ -197,7 +197,10 @@ def test_a_type_that_the_quantizer_does_not_have_is_refused(
 
 
 def test_the_tool_has_no_zero_points_of_channels(tmp_path: Path) -> None:
-    """It would silently make such weights symmetric; per-tensor weights can have a zero point."""
+    """ONNX Runtime's quantizer would silently make per-channel weights symmetric.
+
+    Per-tensor weights can have a zero point.
+    """
     backend = replace(FBGEMM, weight=spec.QuantSpec("int8", granularity=PerChannel(0)))
     message = r"backend=fbgemm: weight\.symmetric=false: expected true with mode=static"
     with pytest.raises(ConfigError, match=message):

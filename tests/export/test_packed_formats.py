@@ -1,4 +1,7 @@
-"""Tests of packed weights in number formats: the simulation's bits in both evaluators, and small files."""
+"""Tests of packed weights in number formats, such as mxfp4.
+
+ONNX Runtime and onnx's evaluator unpack the simulation's bits, and the file holds no float weight.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ from qatkit.quant.formats.table import DEQUANTIZED, FORMATS
 
 
 class Products(nn.Module):
-    """A Conv, a MatMul with a transposed weight and a Gemm, with full, shorter and single blocks."""
+    """Two Convs, a MatMul with a transposed weight and a Gemm, with full, shorter and single blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +59,7 @@ def made(name: str) -> Shipped:
 
 
 def weights(path: Path, evaluator: str) -> list[NDArray[np.float32]]:
-    """Computes the weights that Conv, MatMul and Gemm read, in one of two evaluators."""
+    """Computes the weights that Conv, MatMul and Gemm read, in onnx's evaluator ("onnx") or ONNX Runtime."""
     model = onnx.load(path)
     names = [n.input[1] for n in model.graph.node if n.op_type in ("Conv", "MatMul", "Gemm")]
     ends = {one.name for one in model.graph.initializer}

@@ -1,4 +1,4 @@
-"""Tests of type promotion without running a program again: files are the same as with torch's own pass."""
+"""Tests of type promotion that runs only operators with a rule: files are the same as with torch's pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Tests of operator tables built once for all exports: files stay the same, and exports stay independent."""
+"""Tests of building the operator table of torch's exporter once for all exports.
+
+Files stay the same, and an export does not affect the next one.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from qatkit.export.torch_to_onnx import export_onnx
 
 
 class Gated(nn.Module):
-    """A model of operators from several files of the table."""
+    """A model whose operators are defined in several source files of the table."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.softmax(nn.functional.layer_norm(x, (8,)), 1) * x.sigmoid().cumsum(1).clamp(min=0)

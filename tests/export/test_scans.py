@@ -1,4 +1,4 @@
-"""Tests of cumulative products, maxima, minima and log-sums against torch, in two evaluators."""
+"""Tests of cumulative products, maxima, minima and log-sum-exps in ONNX Runtime and onnx's evaluator."""
 
 from __future__ import annotations
 

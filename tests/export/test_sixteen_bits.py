@@ -1,4 +1,8 @@
-"""Tests of 16-bit integers: they follow the formula, are equal in every form, and are never requantized."""
+"""Tests of 16-bit integers.
+
+They follow QuantizeLinear's formula and agree in simulation, converted module and file; operators on them run
+in float.
+"""
 
 from __future__ import annotations
 

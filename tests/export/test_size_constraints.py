@@ -1,4 +1,4 @@
-"""Tests of the arithmetic of sizes during an export, against Python's own."""
+"""Tests of simplified quotients of dynamic sizes during an export, against Python's integer division."""
 
 from __future__ import annotations
 

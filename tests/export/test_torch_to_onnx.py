@@ -256,7 +256,7 @@ def test_float_models_export_too(tmp_path: Path) -> None:
 
 
 class _GridSample(nn.Module):
-    """An operator that ONNX has had since opset 16."""
+    """A model of an operator that ONNX has had since opset 16."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.grid_sample(x, x[:, :2].permute(0, 2, 3, 1), align_corners=False)
@@ -273,7 +273,7 @@ def _(x: Tensor) -> Tensor:
 
 
 class _Mystery(nn.Module):
-    """An operator that ONNX does not have."""
+    """A model of an operator that ONNX does not have."""
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = torch.ops.qatkit_tests.mystery(x)

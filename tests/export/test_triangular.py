@@ -16,7 +16,7 @@ from qatkit.export.torch_to_onnx import export_onnx
 
 
 class Solved(nn.Module):
-    """A triangular system from an input [batch, size, size], whose other half must not be read."""
+    """Solves a triangular system from an input [batch, size, size] whose other triangle must not be read."""
 
     def __init__(self, upper: bool, left: bool, unit: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Tests of weights in the files that modes write: they match the float file's, or are reported by name."""
+"""Tests of weights in the files of each export mode: they match the float file's, or are reported by name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HEAD = [
 
 
 def uneven(*shape: int) -> NDArray[np.float64]:
-    """Returns filters whose ranges are between 0.02 and 50."""
+    """Returns normally distributed filters whose standard deviations rise from 0.02 to 50."""
     values = np.random.default_rng(0).normal(size=shape)
     return values * np.geomspace(0.02, 50, shape[0]).reshape(-1, *[1] * (len(shape) - 1))
 

@@ -1,4 +1,4 @@
-"""ONNX files with parts that PyTorch cannot compute, most of them between two convolutions."""
+"""ONNX files with parts that PyTorch cannot compute (islands), most of them between two convolutions."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def node(operator: str, inputs: Sequence[str], outputs: Sequence[str], **attribu
 
 
 def info(name: str, kind: int = FLOAT, shape: Sequence[Any] | None = None) -> onnx.ValueInfoProto:
-    """Returns the value info of an input or output of a body."""
+    """Returns the value info of an input or output of a subgraph, such as the body of a Loop."""
     return helper.make_tensor_value_info(name, kind, shape)
 
 
 def _between(
     path: Path, middle: Sequence[onnx.NodeProto], constants: Mapping[str, Array] | None = None, **more: Any
 ) -> Path:
-    """Writes a convolution to `a`, the nodes of `middle` from `a` to `m`, and a convolution of `m`."""
+    """Writes a convolution to `a`, the nodes of `middle`, which compute `m`, and a convolution of `m`."""
     nodes = [
         node("Conv", ["x", "w0"], ["a"], pads=[1, 1, 1, 1]),
         *middle,
@@ -48,7 +48,7 @@ def _between(
 
 
 def loop(path: Path) -> Path:
-    """Writes a Loop with a computed trip count, whose body reads a weight of the outer graph."""
+    """Writes a Loop with a computed trip count; its body reads a constant and a value of the outer graph."""
     body = helper.make_graph(
         [
             node("Mul", ["state", "decay"], ["scaled"]),
@@ -182,7 +182,7 @@ def boxes(path: Path) -> Path:
 
 
 def words(path: Path) -> Path:
-    """Writes an embedding lookup whose ids come from a table of strings."""
+    """Writes an embedding lookup by the codes of strings, which the input selects from a table."""
     table = numpy_helper.from_array(np.array(["ZERO", "One", "two"], object), "table")
     nodes = [
         node("Constant", [], ["table"], value=table),
@@ -201,7 +201,7 @@ def words(path: Path) -> Path:
 
 
 def hashes(path: Path) -> Path:
-    """Writes a table lookup by the hash of integers."""
+    """Writes an embedding lookup by the hashes of integer ids."""
     nodes = [
         helper.make_node("MurmurHash3", ["ids"], ["hash"], "/hash", domain="com.microsoft", positive=1),
         node("Cast", ["hash"], ["wide"], to=INT64),
@@ -237,7 +237,7 @@ def lengths(path: Path) -> Path:
 
 
 def turned_back(path: Path) -> Path:
-    """Writes an index computed from a sequence's length, which stays in the island with the sequence."""
+    """Writes a SequenceAt whose index, computed from the sequence's length, is part of the island too."""
     middle = [
         node("SplitToSequence", ["a", "one"], ["parts"], axis=1),
         node("SequenceLength", ["parts"], ["length"]),

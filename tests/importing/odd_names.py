@@ -1,7 +1,8 @@
-"""Small ONNX files with colons, slashes, brackets, spaces, JSON or qatkit's selector prefixes in their names.
+"""Small ONNX files whose nodes and tensors have odd names.
 
-Each file is quantized like `export.py` does and then read with onnx for the operators that stay float and the
-type, scale and zero_point of each tensor.
+The names contain colons, slashes, brackets, spaces, JSON or qatkit's selector prefixes. Each file is
+quantized like `export.py` does. `Read` then finds the operators that stay float and the type, scale and
+zero_point of a tensor.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ _CHANNELS = 4
 
 
 def build(folder: Path, name: str) -> Path:
-    """Writes the file of that name in FILES."""
+    """Writes the file `name` of FILES."""
     draw = np.random.default_rng(0)
     nodes, constants = [], {}
     for kind, label, inputs, output in FILES[name]:

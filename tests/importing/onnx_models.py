@@ -1,4 +1,4 @@
-"""Helpers that write ONNX files for tests of the importer and compare their outputs with ONNX Runtime."""
+"""Helpers that write ONNX files for tests of the importer and compare its modules with ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def save(
     opset: int = 17,
     **more: Any,
 ) -> Path:
-    """Writes a model whose inputs are given as example arrays or as a type and sizes, which may be names."""
+    """Writes a model; each input is an example array or a type and a shape, whose sizes may be names."""
     given = []
     for name, one in inputs.items():
         kind, shape = (onnx_type(one), one.shape) if isinstance(one, np.ndarray) else one
@@ -84,7 +84,7 @@ def imported(path: Path, feeds: Mapping[str, Array], fixed: Mapping[str, Any] | 
 def check(
     path: Path, feeds: Mapping[str, Array], *, least: float = 110.0, fixed: Mapping[str, Any] | None = None
 ) -> None:
-    """Checks the module against ONNX Runtime: floats by at least `least` dB, everything else exactly."""
+    """Checks the imported module against ONNX Runtime: floats by an SQNR of `least` dB, the rest exactly."""
     wanted, found = in_onnxruntime(path, feeds, fixed), imported(path, feeds, fixed)
     assert len(wanted) == len(found)
     for a, b in zip(wanted, found, strict=True):

@@ -22,7 +22,10 @@ def integers(held: Array, bits: int, count: int) -> Array:
 
 
 def dequantized(held: Array, scale: Array, zero: Array | None, bits: int, inputs: int) -> Array:
-    """Unpacks a weight [out, in] from bytes [out, blocks, bytes], scales [out, blocks] and zero points."""
+    """Unpacks a weight [out, in] from bytes [out, blocks, bytes], scales [out, blocks] and zero points.
+
+    zero: None for zero points of 2^(bits - 1).
+    """
     rows, blocks, size = held.shape
     offset = np.full((rows, blocks), 2.0 ** (bits - 1))
     if zero is not None:

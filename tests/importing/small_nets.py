@@ -1,4 +1,4 @@
-"""Small ONNX graphs with patterns of real files, and the expected result of quantizing them."""
+"""Small ONNX graphs with patterns of real files, and a class for what their quantized files must contain."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Case:
         gone, changed: number of removed and of changed nodes.
         new: number of added nodes by operator.
         opset: opset of the source.
-        steps: tolerance as in `same`; 1 where a float sum may make a quantizer round the other way.
+        steps: tolerance as in `same`; 1 where another order of float sums may change a rounding.
     """
 
     build: Callable[[Net], tuple[str, ...]]

@@ -1,4 +1,4 @@
-"""Tests of each bias type in given ONNX files."""
+"""Tests that a given ONNX file is written back with biases of each type."""
 
 from __future__ import annotations
 

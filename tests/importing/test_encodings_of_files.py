@@ -97,7 +97,10 @@ def test_pairs_of_a_pytorch_model_are_listed_once_a_tensor() -> None:
 
 
 def test_constants_with_equal_bytes_keep_their_names(tmp_path: Path) -> None:
-    """Tools store equal constants once, under the first one's name."""
+    """Tools store equal constants once, under the first one's name.
+
+    The names then have to come from the outputs or scales of the DequantizeLinears.
+    """
     text = f"""{HEAD} net (float[1, 4] x) => (float[1, 4] y) {{
       w_DequantizeLinear_Output = DequantizeLinear (w_quantized, s)
       v_DequantizeLinear_Output = DequantizeLinear (w_quantized, t)

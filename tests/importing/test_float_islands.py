@@ -1,4 +1,7 @@
-"""Tests of parts that PyTorch cannot compute: ONNX Runtime runs them, and their nodes stay in the file."""
+"""Tests of islands, the parts of an ONNX file that PyTorch cannot compute.
+
+The imported module runs them in ONNX Runtime, and the quantized file keeps their nodes.
+"""
 
 from __future__ import annotations
 
@@ -179,7 +182,7 @@ def test_gradients_go_around_an_island(tmp_path: Path) -> None:
 
 
 def _beside(path: Path) -> Path:
-    """Writes a convolution with two outputs: its result and the indices of its positive values."""
+    """Writes a file with two outputs: the result of a convolution and the indices of its positive values."""
     nodes = [
         helper.make_node("Conv", ["x", "w"], ["y"], "conv"),
         helper.make_node("Relu", ["y"], ["r"], "relu"),

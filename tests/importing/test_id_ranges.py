@@ -1,4 +1,4 @@
-"""Tests of the range of ids, which follows from the tables that an input indexes."""
+"""Tests of the upper bound of an input's ids, inferred from the tables, depths or ranges that they index."""
 
 from __future__ import annotations
 

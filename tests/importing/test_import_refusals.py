@@ -1,4 +1,4 @@
-"""Tests of files that cannot be imported: one line names the file, the node and the reason."""
+"""Tests of files that cannot be imported: one line names the file, the reason and, if known, the node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of graphs from other tools: names, types, node order, forms of weights, branches and functions."""
+"""Tests of importing the forms in which tools write graphs: names, types, weights, branches, functions."""
 
 from __future__ import annotations
 

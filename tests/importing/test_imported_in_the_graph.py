@@ -1,4 +1,4 @@
-"""Tests of an imported file in the same graph as any model: names, PTQ, export and any batch size."""
+"""Tests that an imported file is traced, quantized and exported like any model, at any batch size."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def floats(*shape: int) -> Array:
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """A small network with a residual connection, a state, two outputs and constants for any batch size."""
+    """A small network with a residual connection, inputs image and state, two outputs and any batch size."""
     nodes = [
         helper.make_node("Conv", ["image", "w"], ["a"], "/stem/Conv", pads=[1, 1, 1, 1]),
         helper.make_node("BatchNormalization", ["a", "s", "b", "m", "v"], ["n"], "/stem/Norm"),

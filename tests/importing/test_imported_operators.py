@@ -1,4 +1,4 @@
-"""Checks each operator that can be imported against ONNX Runtime, in its forms since opset 7."""
+"""Tests of imported operators against ONNX Runtime, in forms of opsets 9 to 21 and of com.microsoft."""
 
 from __future__ import annotations
 
@@ -26,7 +26,17 @@ def positive(*shape: int) -> np.ndarray[Any, Any]:
 
 
 class Case(NamedTuple):
-    """A node: its inputs and constants by position (None: a constant or left out), attributes and opset."""
+    """A node to test.
+
+    Attributes:
+        operator: its type.
+        inputs: its inputs by position; None for a constant or an optional input that is left out.
+        constants: its constant inputs, by position.
+        attributes: its attributes.
+        opset: the opset of `domain`.
+        outputs: number of outputs.
+        domain: its domain; "" for the standard operators.
+    """
 
     operator: str
     inputs: list[Any]

@@ -1,4 +1,8 @@
-"""Checks that the kernels of an imported file and of the written file are assigned to their sites."""
+"""Tests that each kernel of an imported file and of its quantized file belongs to a site of the model.
+
+A site is the name by which the model knows an operator; it must be found whatever the file's nodes are
+called.
+"""
 
 from __future__ import annotations
 

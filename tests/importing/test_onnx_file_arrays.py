@@ -1,4 +1,4 @@
-"""Tests of train.py with a float ONNX file of any inputs and samples that are arrays by input name."""
+"""Tests of train.py with a float ONNX file and samples from .npz files, which hold an array per input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Tests of bundles for models of arrays: any inputs and outputs, verification without torch, and damage."""
+"""Tests of bundles of models whose inputs are arrays instead of pictures.
+
+They have any inputs and outputs, are verified without torch, and damage to them is detected.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ ALONE = (
 
 
 def _file(path: Path) -> Path:
-    """Writes a model of ids and a mask [n, 6], a state [2, n, 8] and a gain without a batch axis."""
+    """Writes a model with inputs ids and mask [n, 6], state [2, n, 8] and gain [8] without a batch axis."""
     draw = np.random.default_rng(3)
     nodes = [
         helper.make_node("Gather", ["table", "ids"], ["embedded"], "/embed/Gather"),

@@ -1,4 +1,4 @@
-"""Tests of the decision by which train.py compares two files, for a detector with two outputs."""
+"""Tests of verify.decision, by which train.py compares the float and the quantized file, for a detector."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _detector(path: Path) -> Path:
 
 
 def _f1(float_file: Path, int8_file: Path, images: Array, least: float) -> float:
-    """Returns the F1 score between both files' boxes, found with torchvision."""
+    """Returns the F1 score between both files' boxes with scores above `least`, after torchvision's NMS."""
     found, matched, count = [], 0, 0
     for file in (float_file, int8_file):
         scores, boxes = map(

@@ -1,4 +1,4 @@
-"""Tests of train.py with float ONNX files that take one sample per run or have integer outputs."""
+"""Tests of train.py with ONNX files that accept one sample at a time, return integers or read float ids."""
 
 from __future__ import annotations
 

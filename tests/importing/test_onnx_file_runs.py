@@ -37,7 +37,7 @@ SETTINGS = (
 
 
 def _detector(path: Path, seed: int = 0) -> Path:
-    """Writes a detector with two outputs per position, of different magnitude: boxes and scores in 0..1."""
+    """Writes a detector with two outputs per position: boxes with large values, and scores from 0 to 1."""
     draw = np.random.default_rng(seed)
 
     def weights(*shape: int) -> Array:
@@ -78,7 +78,7 @@ def _images() -> Array:
 
 
 def _quality(float_file: Path, folder: Path) -> list[float]:
-    """Returns the SQNR of each output of a run's file."""
+    """Returns the SQNR in dB of each output of a run's INT8 file against the float file."""
     images = _images()
     exact = ort.InferenceSession(str(float_file)).run(None, {"image": images})
     session = ort.InferenceSession(str(folder / "model.int8.onnx"))

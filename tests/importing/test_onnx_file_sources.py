@@ -32,7 +32,10 @@ def _train(folder: Path, *settings: str) -> str:
 
 
 def _file(path: Path, inputs: dict[str, tuple[int, Sequence[int | str]]]) -> Path:
-    """Writes a model of a wave in frames of 64 and two Convs; an input `ids` adds rows of a table."""
+    """Writes a model that cuts its input `wave` into frames of 64 values and applies two Convs.
+
+    If `inputs` has `ids`, it adds the mean of the table rows that these select.
+    """
     draw = np.random.default_rng(3)
     constants: dict[str, Array] = {
         "flat": np.array([-1, 1, 64], np.int64),

@@ -1,4 +1,7 @@
-"""Tests of train.py with a stateful float ONNX file: calibration with its own states, and free runs."""
+"""Tests of train.py with a stateful float ONNX file.
+
+Calibration uses the float file's states; in a free run, a file is fed the states that it computes itself.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,10 @@ def _command(file: Path, root: Path, states: str, *more: str) -> list[str]:
 
 
 def _free_run(file: Path, x: Any, state: tuple[str, str], start: Any) -> list[Any]:
-    """Runs a file along a sequence with its own state and returns each output, stacked."""
+    """Runs a file step by step, feeds its state back, and returns each output stacked over the steps.
+
+    state: the input and the output of the state.
+    """
     session, found = ort.InferenceSession(str(file)), []
     names = [one.name for one in session.get_outputs()]
     given = [one.name for one in session.get_inputs() if one.name != state[0]]
@@ -63,7 +69,7 @@ def test_a_file_with_a_state_is_quantized_along_sequences(recipe: str, tmp_path:
 
 
 def test_precision_is_chosen_by_free_runs(tmp_path: Path) -> None:
-    """With the float file's states, an error that accumulates along a calibration sequence would not show."""
+    """Each file has to use its own states: with the float file's, accumulated errors would not show."""
     file, root = save_gru(tmp_path / "gru.onnx", WEIGHTS), tmp_path / "data"
     root.mkdir()
     for index in range(4):

@@ -1,4 +1,7 @@
-"""Tests of given files with packed weights against NumPy, the float file and their module."""
+"""Tests of given ONNX files that are written back with quantized weights and float activations.
+
+Their outputs are compared with NumPy, the float file and the converted module.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +98,10 @@ def test_operator_that_an_override_leaves_float_is_as_given(tmp_path: Path) -> N
 
 
 def words(folder: Path) -> Path:
-    """Writes a model with a table that ids of any rank look up and that is also the head's weight."""
+    """Writes a model that looks up ids [n, t], and the same ids flattened, in a table.
+
+    The last MatMul multiplies by a transposed copy of the table.
+    """
     net = Net()
     table = net.constant(floats(50, 72))
     found = net.add("Gather", table, "ids")

@@ -1,4 +1,7 @@
-"""Checks which nodes of real files change, apart from Q/DQ pairs, 8-bit weights and 32-bit biases."""
+"""Tests of quantized real files: which nodes change, and whether their SQNR holds at other image sizes.
+
+Q/DQ pairs, 8-bit weights and 32-bit biases do not count as changes.
+"""
 
 from __future__ import annotations
 
@@ -124,7 +127,7 @@ _OTHERS = {
 
 
 def _pages(height: int, width: int) -> Tensor:
-    """Returns photographs and scans of text as values from -1 to 1."""
+    """Returns up to 8 photographs and scans of text, [n, 3, height, width] in -1..1."""
     with zipfile.ZipFile(_PAGES) as archive:
         names = sorted(name for name in archive.namelist() if name.endswith((".jpg", ".png")))[:8]
         pictures = [Image.open(archive.open(name)).convert("RGB").resize((width, height)) for name in names]

@@ -1,4 +1,7 @@
-"""Checks that real files, written back, compute the same as their modules at all sizes they allow."""
+"""Tests of real files that are quantized and written back.
+
+Their outputs are those of the module and, for two files at three sizes, of an export; products run in int8.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,11 @@ def _source(name: str, folder: Path) -> Path:
 
 
 def _feeds(source: Path, sizes: tuple[int, int] | None = None, count: int = 1) -> Mapping[str, Tensor]:
-    """Returns normally distributed values, or bytes for integer inputs."""
+    """Returns a random value per input: normal floats, or integers from 0 to 255.
+
+    sizes: the height and width; None for those of the file.
+    count: the size of each dynamic axis that `sizes` does not give.
+    """
     graph = onnx.load(str(source)).graph
     constants = {one.name for one in graph.initializer}
     feeds = {}
@@ -73,7 +80,7 @@ def test_real_file_gives_what_its_module_gives(name: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", _SIZES)
 def test_real_file_equals_an_export_at_three_sizes(name: str, tmp_path: Path) -> None:
-    """Float operators of the converted module may round differently, but those of its export may not."""
+    """The reference is an export, since float operators round differently in PyTorch."""
     torch.manual_seed(2)
     source = _source(name, tmp_path)
     written = write(source, _feeds(source, _SIZES[name]))

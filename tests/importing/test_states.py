@@ -1,4 +1,7 @@
-"""Tests of states of ONNX files: which inputs can be states, and which of their axes is the batch."""
+"""Tests of states of ONNX files, inputs that get an output of the previous step.
+
+They check which inputs can be states and which of their axes is the batch.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +97,10 @@ def test_one_output_is_no_state_of_two_inputs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layers", [1, 2])
 def test_layers_of_a_state_are_no_batch(layers: int, tmp_path: Path) -> None:
-    """A file for one stream has a state [layers, 1, hidden]; with one layer, its first axis is 1 too."""
+    """In a file for one stream, a state is [layers, 1, hidden].
+
+    With one layer, its first axis has size 1 too, but must not be taken for the batch.
+    """
     net, steps = Net(), "x"
     parts = net.add("Split", "h", outputs=layers, axis=0) if layers > 1 else "h"
     for index in range(layers):

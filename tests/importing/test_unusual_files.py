@@ -1,4 +1,4 @@
-"""Checks that files that few exporters write are imported with proof, quantized by PTQ and written back."""
+"""Tests of files that few exporters write: import, proved against ONNX Runtime, PTQ and writing back."""
 
 from __future__ import annotations
 

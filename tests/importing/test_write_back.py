@@ -1,4 +1,4 @@
-"""Tests of small graphs that are written back: outputs, kernels, and differences from the source file."""
+"""Tests of small ONNX files that are quantized and written back: outputs, kernels and changed nodes."""
 
 from __future__ import annotations
 
@@ -189,7 +189,10 @@ def test_every_backend(backend: Backend, tmp_path: Path) -> None:
     ],
 )
 def test_activations_of_16_bits(case: str, opset: int, tmp_path: Path) -> None:
-    """ONNX Runtime computes in float and rounds to 16 bits; it must not fuse a MatMul that rounds to 8."""
+    """ONNX Runtime computes such operators in float and rounds their activations to 16 bits.
+
+    It must not fuse a MatMul into a kernel that would round them to 8 bits.
+    """
     source, feeds = saved(replace(CASES[case], opset=opset), tmp_path)
     written = write(source, feeds, backend=FBGEMM.with_activations("uint16").reduced("auto"))
     same(written, feeds, steps=0.02)

@@ -1,4 +1,4 @@
-"""Tests of files that are written back: names, metadata, branches, weights in any place, and refusals."""
+"""Tests of quantized copies of ONNX files: names, metadata, branches, functions, layers and refusals."""
 
 from __future__ import annotations
 

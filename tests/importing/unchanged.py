@@ -1,4 +1,4 @@
-"""Node-by-node comparison of a written file with its source, which sees through Q/DQ pairs and integers."""
+"""Compares a quantized file with its source node by node, as if Q/DQ pairs were not there."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ class Graph:
 
 @dataclass
 class Changes:
-    """All changes except Q/DQ pairs, 8-bit weights within half a step of the float ones, and 32-bit biases.
+    """All changes except Q/DQ pairs and integer weights and biases within half a step of the float values.
 
     Attributes:
         gone, new: number of removed and of added nodes, by operator.
         operators: number of nodes with another operator, by (before, after).
         attributes: number of nodes with other attributes, by operator.
         folded: number of convolutions into whose weight and bias the next BatchNormalization is folded.
-        weights: names of nodes whose weight or bias differs from the source's.
-        inputs: names of nodes that read another value.
+        weights: names of nodes with a constant, such as a weight, that differs from the source's.
+        inputs: names of nodes that read another computed value.
     """
 
     gone: Counter[str] = field(default_factory=Counter)
@@ -77,7 +77,7 @@ def key(node: onnx.NodeProto, known: Collection[str] = ()) -> str:
 
 
 def changes(source: Path, target: Path) -> Changes:
-    """Compares a written file with its source at the same opset."""
+    """Compares a quantized file with its source, which must have the same opset."""
     before = Graph.of(source)
     after = Graph.of(target, {name for name, node in before.nodes.items() if not node.name})
     found = Changes()
@@ -119,7 +119,10 @@ def _inputs(graph: Graph) -> set[str]:
 
 
 def _origin(value: str, graph: Graph, known: set[str] | None = None) -> str:
-    """Returns the value that reaches this one through Q/DQ pairs, barriers and nodes that pass it on."""
+    """Follows a value back through Identity and Dropout.
+
+    If `known` is given, also through Q/DQ pairs and each Sum or Clip whose output is not in `known`.
+    """
     while value in graph.makers:
         node = graph.makers[value]
         link = (

@@ -24,9 +24,9 @@ class Unusual:
         outputs: names of the outputs, in order.
         feeds: values by input name.
         inputs: types and shapes of the inputs; by default those of `feeds` with a dynamic first axis.
-        fixed: inputs that become constants.
+        fixed: values of inputs that become constants, by name.
         pairs: minimum number of quantized values.
-        steps: tolerance between the file and its module as in `same`; larger with int8 kernels of functions.
+        steps: tolerance between the file and its module as in `same`; larger if int8 kernels are less exact.
         least: minimum SQNR in dB of the INT8 file's outputs against the float file's.
         inlined: whether the written file replaces functions or fused operators by other nodes.
         opset, imports, more: arguments for `save`.

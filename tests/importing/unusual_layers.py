@@ -61,7 +61,11 @@ def _convolutions(net: Net) -> Unusual:
 
 
 def _recurrent(kind: str, **attributes: Any) -> Build:
-    """Returns the builder of a recurrent layer before a product, with initial states if `states` is true."""
+    """Returns the builder of a recurrent layer followed by a MatMul.
+
+    The options `states`, `peepholes` and `lengths` add these inputs. With `last`, the MatMul reads the last
+    hidden state instead of those of all steps.
+    """
     options = {name: attributes.pop(name, False) for name in ("states", "peepholes", "lengths", "last")}
     gates = {"LSTM": 4, "GRU": 3, "RNN": 1}[kind]
     sides = 2 if attributes.get("direction") == "bidirectional" else 1

@@ -1,4 +1,4 @@
-"""Files with weights in unusual places, and with functions, branches, bodies, sequences and optional values."""
+"""Files with weights in unusual places, or with functions, branches, loops, sequences or optional values."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def _step(values: Array) -> float:
 
 
 def for_sizes(written: Written, feeds: Feeds) -> fx.GraphModule:
-    """Converts the same module for other sizes, which are constants in a traced graph."""
+    """Converts the same module for the sizes of `feeds`, since a traced graph holds sizes as constants."""
     module = QATModule(written.model, feeds)
     module.load_state_dict(written.module.state_dict())
     return module.convert().graph
@@ -158,7 +158,11 @@ class Difference:
 
 
 def difference(source: Path, target: Path) -> Difference:
-    """Compares two files and checks that inputs, outputs, metadata, doc strings and node order agree."""
+    """Compares two files.
+
+    Checks that inputs, output names, metadata, doc strings and the order of kept nodes agree and that no int8
+    matrix is stored twice.
+    """
     old, new = onnx.load(str(source)), onnx.load(str(target))
     constants = {one.name for one in old.graph.initializer}
     for one in old.graph.input:

@@ -1,4 +1,4 @@
-"""Tests of `export.py onnx=FILE mode=clean` and of clean services that run before another mode."""
+"""Tests of `export.py onnx=FILE mode=clean` and of settings of `clean` that apply before another mode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of a detector from training to the bundle, against ONNX Runtime, torchvision and pycocotools."""
+"""Tests of a detector from training to the bundle, against ONNX Runtime and torchvision."""
 
 from __future__ import annotations
 

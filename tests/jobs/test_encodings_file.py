@@ -1,4 +1,4 @@
-"""Tests of `export.py onnx=FILE mode=encodings` and of runs with given encodings (calibration.encodings)."""
+"""Tests of encodings, the scales and zero points of tensors: mode=encodings and calibration.encodings."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_a_run_takes_over_the_scales_of_another_tool(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_pytorch_run_comes_back_and_so_does_its_cache(tmp_path: Path) -> None:
-    """Checks that runs on other images have a first file's encodings, given by the file or by a cache."""
+    """Checks that two runs calibrated on fewer images take over a file's encodings and share a cache."""
     first = calibrate_only(tmp_path / "first")
     assert pipeline.train(first) == 0
     file = tmp_path / "first" / "model.int8.onnx"

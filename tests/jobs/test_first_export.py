@@ -16,7 +16,7 @@ from qatkit.run.loop import fit
 
 
 class Table(Net):
-    """A network whose head is a bmm with 200,000 weights, an operator that no backend has a rule for."""
+    """A network whose head, with 200,000 weights, is a bmm, for which no backend has a rule."""
 
     def __init__(self, num_classes: int = 10) -> None:
         super().__init__(16)
@@ -102,7 +102,7 @@ def test_size_is_held_of_every_kind_of_file(
 
 
 class Half(Net):
-    """A network with a second head, a bmm, that no backend has a rule for."""
+    """A network with a second head, which is a bmm, for which no backend has a rule."""
 
     def __init__(self, num_classes: int = 10) -> None:
         super().__init__(num_classes)

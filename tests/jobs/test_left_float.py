@@ -41,7 +41,7 @@ def stored(path: Path) -> dict[str, NDArray[Any]]:
 
 
 def recurrent_branches(path: Path, kind: str) -> Path:
-    """Writes a graph that runs one of two recurrent operators on steps [n, 8, 4], and then a MatMul."""
+    """Writes a graph that runs one of two recurrent operators on an input [n, 8, 4], and then a MatMul."""
     rows = {"LSTM": 32, "GRU": 24, "RNN": 8}[kind]
     layers = {
         name: [

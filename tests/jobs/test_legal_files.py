@@ -1,4 +1,4 @@
-"""Tests of legal files with infinite constants, names like those of the tools or nodes in any order."""
+"""Tests of legal files with infinite constants, names that quantization tools give, or unsorted nodes."""
 
 from __future__ import annotations
 

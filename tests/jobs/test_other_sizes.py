@@ -1,4 +1,4 @@
-"""Tests of runs whose files accept other image sizes: checked and timed there, bundled and exported again."""
+"""Tests of runs whose files accept other image sizes: checks and times at these, and a second export."""
 
 from __future__ import annotations
 

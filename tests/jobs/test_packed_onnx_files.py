@@ -1,4 +1,4 @@
-"""Tests of float ONNX files packed to low-bit weights: what the command chooses, writes and refuses."""
+"""Tests of float ONNX files whose weights are packed to few bits: what the command chooses and refuses."""
 
 from __future__ import annotations
 

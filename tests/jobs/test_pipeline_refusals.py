@@ -1,4 +1,4 @@
-"""Tests of refusals: in one line, before any training, and without a file left behind."""
+"""Tests of mistakes that a run refuses: in one line, before any training, and without leaving a file."""
 
 from __future__ import annotations
 
@@ -325,7 +325,7 @@ def test_a_folder_that_holds_a_run_is_not_written_over(finished: Path) -> None:
 
 @pytest.mark.parametrize("made", ["another run", "a finished one"])
 def test_resume_auto_does_not_continue_another_run(made: str, finished: Path, tmp_path: Path) -> None:
-    """Checks a run with another learning rate, both unfinished and with its report written."""
+    """Checks a folder with a run of another learning rate, unfinished (without a report) or finished."""
     folder = tmp_path / "run"
     folder.mkdir()
     for path in finished.iterdir():

@@ -66,7 +66,7 @@ def save(
 
 
 def several(path: Path) -> tuple[Path, Arrays]:
-    """Returns a file from ids of any length, a mask and a vector to features, a sum and the largest id."""
+    """Returns a file, from ids [n, t], a mask and a vector to features, a sum and an id, and its samples."""
     nodes = [
         node("Gather", "table ids", "embedded"),
         node("Cast", "mask", "weights", to=FLOAT),
@@ -93,7 +93,7 @@ def several(path: Path) -> tuple[Path, Arrays]:
 
 
 def stateful(path: Path) -> tuple[Path, Arrays]:
-    """Returns a recurrent network run step by step: a frame and a state, both without a batch axis."""
+    """Returns one step of a recurrent network, from a frame and a state for a batch of 1, and its samples."""
     nodes = [
         node("MatMul", "frame a", "x"),
         node("Concat", "x state", "both", axis=-1),
@@ -360,7 +360,10 @@ def test_the_command_line_takes_arrays_and_fixed_inputs(tmp_path: Path) -> None:
 
 
 def test_a_conv_without_a_name_may_stay_float(tmp_path: Path) -> None:
-    """Checks a Conv that ONNX Runtime fuses with the next Relu, under a name made from those in the file."""
+    """Checks that an override and the audit find the Conv by its generated name.
+
+    ONNX Runtime fuses the Conv with the next Relu.
+    """
     nodes = [
         node("Conv", "x w", "c", pads=[1, 1, 1, 1]),
         node("Relu", "c", "r"),

@@ -60,7 +60,7 @@ def test_the_bundle_tells_the_truth(mode: str, tmp_path: Path) -> None:
 
 
 def test_static_is_a_run_of_the_graph(tmp_path: Path) -> None:
-    """Checks that the file is the given one, edited: nodes and names stay; every Conv and Gemm is int8."""
+    """Checks that the file is the given one, edited: every Conv and Gemm keeps its name and runs in int8."""
     folder, source = tmp_path / "run", by_hand(tmp_path / "file.onnx")
     config = settings(source, "static", folder)
     config.verify.max_drop = None
@@ -326,7 +326,7 @@ def test_a_bundle_tells_how_the_images_of_its_file_were_prepared(tmp_path: Path)
 
 
 def test_the_command_line_leaves_a_bundle_its_own_images(launch: Launch, tmp_path: Path) -> None:
-    """Checks that the keys of a data group give way to model.json, while typed keys apply."""
+    """Checks that the keys of data=cifar10_folder give way to model.json, while keys that are typed apply."""
     seen: list[Config] = []
     path = by_hand(tmp_path / "model.float.onnx", shape=["N", 3, 28, 28])
     told = {"image_size": 28, "resize": 32, "mean": [0.1], "std": [0.9], "interpolation": "bilinear"}

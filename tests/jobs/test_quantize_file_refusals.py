@@ -80,7 +80,7 @@ def unknown_operator(path: Path) -> None:
 
 
 def unknown_operator_of_a_known_domain(path: Path) -> None:
-    """Writes an unknown operator with an opset for its domain, which leaves the refusal to ONNX Runtime."""
+    """Writes an unknown operator and imports an opset for its domain, so only ONNX Runtime can refuse it."""
     unknown_operator(path)
     model = onnx.load(str(path))
     model.opset_import.append(helper.make_opsetid("acme", 1))
@@ -88,12 +88,12 @@ def unknown_operator_of_a_known_domain(path: Path) -> None:
 
 
 def unknown_operator_in_a_branch(path: Path, *, matrix: bool = True, imported: bool = False) -> None:
-    """Writes an operator in a branch that is never taken; ONNX Runtime loads no such file.
+    """Writes an unknown operator in a branch that is never taken; ONNX Runtime refuses to load the file.
 
     Args:
         path: file to write.
         matrix: whether the branch that is taken has a Conv.
-        imported: whether the file says which opset the operator's domain has.
+        imported: whether the file imports an opset for the operator's domain.
     """
     model = onnx.load(str(with_branches(path, constant=True)))
     outer = next(node for node in model.graph.node if node.op_type == "If")

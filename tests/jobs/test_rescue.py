@@ -1,4 +1,7 @@
-"""Tests of a rescue on a few real images: rungs, figures, the file that is handed over, and a kill."""
+"""Tests of a rescue, which tries configurations (rungs) in turn until one meets the target.
+
+They check its rungs, their figures, the file that is handed over and the continuation of a killed rescue.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ FIRST = "placement"
 
 
 def climbing(folder: Path, **changes: Any) -> Config:
-    """Returns a climb that trains the float model and meets its target at the rung `placement`."""
+    """Returns the config of a rescue that trains the float model and meets its target at `placement`."""
     config = tiny(folder, rescue=RescueConfig(climb=True), target=TargetConfig(max_drop=100.0))
     config.schedule.epochs = 0
     # With the range -1 to 1 and 255 steps around zero, every pixel would lie between two steps.

@@ -1,4 +1,4 @@
-"""Tests of the rungs as configurations: what each adds, and where the user's settings apply."""
+"""Tests of a rescue's rungs, each a configuration: what each adds, and where the user's settings apply."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def asked(normalizes: bool = True, **changes: Any) -> RungInputs:
 
 
 def climbed(given: RungInputs, *names: str) -> dict[str, Config]:
-    """Returns the config of each rung, with every rung kept and `names` as the algorithms that were kept."""
+    """Returns the config of each rung, as if each rung before it and the algorithms `names` had been kept."""
     kept, found = given.config, {}
     for rung in RUNGS:
         found[rung.name] = rung.change(given, kept)

@@ -1,4 +1,4 @@
-"""Tests of saved ranges of an ONNX file: restored by another run, refused with another file or other data."""
+"""Tests of activation ranges saved for an ONNX file: a second run restores them, other files or data fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of a whole run with 16-bit activations, which the report says are computed in float."""
+"""Tests of a whole run with 16-bit activations, whose operators run in float, as the report says."""
 
 from __future__ import annotations
 

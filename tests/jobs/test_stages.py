@@ -1,4 +1,4 @@
-"""Tests of stages: what runs, what is restored, and how often a run traces, proves and builds its model."""
+"""Tests of a run's stages: which run or are restored, and how often a model is traced, proven and built."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from qatkit.train.module import QATModule
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Returns a counter of the traces and proofs of a model and of the modules built."""
+    """Returns a counter: how often a model is "traced", its trace "proven" and a QATModule "built"."""
     counts: Counter[str] = Counter()
 
     def count(owner: Any, name: str, what: str) -> None:
@@ -127,7 +127,7 @@ def test_copies_of_a_capture_follow_weights_and_match_the_model() -> None:
 
 
 def test_what_is_done_is_restored(tmp_path: Path) -> None:
-    """Checks that a stage that is done does not run, and that a stage with a status is the last."""
+    """Checks that a stage that is done does not run, and that no stage runs after one that sets a status."""
     seen: list[str] = []
 
     class Noted(Conditional):

@@ -1,4 +1,4 @@
-"""Tests of a recurrent keyword spotter from WAV files to a bundle with a file that takes chunks."""
+"""Tests of a recurrent keyword spotter, from WAV files to a bundle with a file for chunks of a recording."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from qatkit_verify.sound_files import read_sound
 
 
 class LooksAhead(StreamingGRU):
-    """A spotter whose frames depend on the next frame."""
+    """A spotter in which the features of each frame also depend on the next frame."""
 
     def __init__(self, num_classes: int, **sizes: Any) -> None:
         super().__init__(num_classes, **sizes)

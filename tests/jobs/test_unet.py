@@ -1,4 +1,4 @@
-"""Tests of the U-Net: logits of any size, and an INT8 file that stays int8 from first to last layer."""
+"""Tests of the U-Net: logits for images of any size, and a file that is int8 from first to last layer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ def test_logits_have_the_size_of_the_input(size: tuple[int, int]) -> None:
 
 
 def test_parameters_are_those_of_the_paper() -> None:
-    """Checks width 64 (31.0 M): the paper's, with BatchNorms for biases and 3x3 convolutions upwards."""
+    """Counts the paper's parameters at width 64 (31.0 M).
+
+    BatchNorms replace biases, and 3x3 convolutions after a resize replace the 2x2 up-convolutions.
+    """
     widths, wanted, before = [64, 128, 256, 512, 1024], 0, 3
     for width in widths:
         wanted, before = wanted + 9 * width * (before + width) + 4 * width, width

@@ -1,4 +1,4 @@
-"""Tests of the verification of a run: custom checks, and the first tensor with an export fault."""
+"""Tests of the verification of a run: custom checks, bounds, and the first tensor with an export fault."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of float32 instead of float16, channels last, another opset, unshared initializers and names."""
+"""Tests of cleaning a file's form: float32 for float16, layout, opset, unshared initializers and names."""
 
 from __future__ import annotations
 
