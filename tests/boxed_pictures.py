@@ -52,7 +52,7 @@ def annotation(name: str, boxes: Scene) -> str:
 
 
 def voc_folder(root: Path, train: int = 24, test: int = 8) -> Path:
-    """Writes such pictures in Pascal VOC's layout and returns their folder."""
+    """Writes the pictures of `scenes` in Pascal VOC's layout and returns their folder."""
     for part in ("JPEGImages", "Annotations", "ImageSets/Main"):
         (root / part).mkdir(parents=True)
     for part, found in scenes(train, test).items():

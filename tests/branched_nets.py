@@ -192,6 +192,6 @@ BLOCKS: dict[str, Callable[..., nn.Module]] = {
 
 
 def branched(name: str, channels: int = 8) -> nn.Module:
-    """Returns a settled network of the named blocks."""
+    """Returns a network of the named blocks with realistic BatchNorm statistics."""
     torch.manual_seed(0)
     return settle(Net(BLOCKS[name], channels), 3, 32, 32)

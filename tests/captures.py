@@ -22,7 +22,7 @@ from qatkit.graph.trace import copy_of, trace
 
 
 class Of(nn.Module):
-    """A model that calls a function between two Linears on a last axis of six; keywords become attributes."""
+    """A model that calls a function between two Linears of 6 features; keywords become attributes."""
 
     def __init__(self, function: Callable[..., Any], **state: Any) -> None:
         super().__init__()

@@ -60,14 +60,14 @@ def settle(model: nn.Module, *shape: int, seed: int = 0) -> nn.Module:
 
 
 def build(name: str, size: int, **kwargs: object) -> nn.Module:
-    """Returns a torchvision classifier of 10 classes with random weights and settled BatchNorms."""
+    """Returns a torchvision classifier of 10 classes with random weights, after `settle`."""
     torch.manual_seed(0)
     model = torchvision.models.get_model(name, num_classes=10, **kwargs)
     return settle(cast(nn.Module, model), 3, size, size)
 
 
 def small_vit() -> nn.Module:
-    """Returns torchvision's VisionTransformer with two encoder layers, 32 pixels and a random head."""
+    """Returns torchvision's VisionTransformer for 32 x 32 pixels, with two encoder layers and a random head."""
     torch.manual_seed(0)
     model = torchvision.models.VisionTransformer(
         image_size=32, patch_size=8, num_layers=2, num_heads=4, hidden_dim=32, mlp_dim=64, num_classes=10
@@ -95,7 +95,7 @@ def small_mvit(version: int) -> nn.Module:
 def reach(integers: Tensor) -> Tensor:
     """Returns [out]: the largest magnitude among a channel's integers and their pair sums.
 
-    A kernel without VNNI adds the pairs. The result is at most 128.
+    A kernel without VNNI adds the pairs. The result is at most 128 for weights guarded against saturation.
     """
     pairs = least_scale(integers.float(), per_channel=True) * 127.99
     return torch.maximum(integers.flatten(1).float().abs().amax(1), pairs.round())
@@ -108,7 +108,7 @@ def prepared(
     overrides: Overrides | None = None,
     batch_norm: str = "fold",
 ) -> fx.GraphModule:
-    """Returns the fused, stubbed and prepared graph; it is not calibrated."""
+    """Returns the graph after fuse, stub and prepare_qat, before calibration."""
     graph = stub(fuse(model, example, batch_norm, depthwise=True).graph, example).graph
     return prepare_qat(graph, backend, example, overrides).graph
 
@@ -156,7 +156,7 @@ def ship(
     batch_norm: str = "fold",
     opset: int = 13,
 ) -> Shipped:
-    """Runs all steps except training."""
+    """Prepares, calibrates, converts and exports a model; returns every stage."""
     graph = calibrated(model, images, backend, overrides, batch_norm)
     conversion = convert(graph)
     path = _folder() / f"{name}.onnx"
@@ -246,7 +246,7 @@ class Residual(nn.Module):
 
 
 class ConvFlattenLinear(nn.Module):
-    """conv, flatten, linear: the range passes through the flatten."""
+    """conv, flatten, linear: the output of the flatten has the range of its input."""
 
     def __init__(self) -> None:
         super().__init__()

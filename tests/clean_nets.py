@@ -35,7 +35,7 @@ def save(path: Path, text: str, weights: Arrays | None = None) -> Path:
 
 
 def cleaned(source: Path, **asked: Any) -> tuple[Cleaned, onnx.ModelProto]:
-    """Cleans a file into the folder `cleaned` next to it."""
+    """Cleans a file into the folder `cleaned` next to it; returns the record and the cleaned model."""
     folder = source.parent / "cleaned"
     folder.mkdir(exist_ok=True)
     found = clean(source, read(source, as_is=True), NOTHING._replace(**asked), folder / "model.clean.onnx", 1)

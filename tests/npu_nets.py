@@ -1,4 +1,4 @@
-"""Networks for `backend=npu_cnn`, and a reader of the scales around a file's operators that only uses onnx."""
+"""Networks for `backend=npu_cnn`, and a reader of the scales in a file, which only uses onnx."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class Pairs:
         return found
 
     def cuts(self) -> dict[str, int]:
-        """Returns the shift from the sum of products to the output for each Conv, ConvTranspose and Gemm."""
+        """Returns by name the shift from sum of products to output of each Conv, ConvTranspose and Gemm."""
         found = {}
         for node in self.of("Conv", "ConvTranspose", "Gemm"):
             source, weight, after = self.before(node), self.before(node, 1), self.after(node)

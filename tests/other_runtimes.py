@@ -46,7 +46,7 @@ def _open_spoiled(path: Path, threads: int) -> Execute:
 
 
 def _open_slow(path: Path, threads: int) -> Execute:
-    """Returns zeros, and takes `DELAY` longer for the INT8 file."""
+    """Opens a runtime that returns zeros, and takes `DELAY` longer for a quantized file."""
     model = onnx.load(str(path))
     print("noise on standard output is no answer")
     delay = DELAY if any(node.op_type == "QuantizeLinear" for node in model.graph.node) else 0.0
@@ -78,7 +78,7 @@ def _open_dying(path: Path, threads: int) -> Execute:
 
 
 def _open_fusing(path: Path, threads: int) -> Execute:
-    """Adds a Conv's output without quantizing it first, unless the quantized value is a graph output."""
+    """Opens a runtime that adds a Conv's output unquantized, unless the quantized one is a graph output."""
     model = onnx.load(str(path))
     outputs = {one.name for one in model.graph.output}
     made = {name: node for node in model.graph.node for name in node.output}

@@ -1,4 +1,4 @@
-"""Bundles of one product, y = x · W, whose weights and activations have any number of bits."""
+"""Bundles of y = x · W: int4 weights with float activations, or int8 weights with uint8 or uint16."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def bundle_of(folder: Path, *, golden: Any, told: Mapping[str, str] | None) -> P
 
     Args:
         folder: folder with model.onnx.
-        golden: outputs of the runtime that verified the optimized file.
+        golden: outputs, with optimizations, of the runtime that verified the file.
         told: session options in the manifest; None for a manifest of an older qatkit, which has none.
     """
     off = {"y": answers(folder / INT8_FILE, {}, "ORT_DISABLE_ALL")}

@@ -1,7 +1,7 @@
 """One process of a distributed training: `python rank.py FOLDER STEPS PROCESSES KEY=VALUE...`, once per rank.
 
 It fine-tunes the network of `tiny_run` on digits after the same calibration in every process. In FOLDER it
-writes a checkpoint, the final state (state.RANK.pt) and the images of each step (images.RANK.json).
+writes a checkpoint, the final state (state.RANK.pt) and the images of each batch (images.RANK.json).
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def states(folder: Path, processes: int) -> list[dict[str, torch.Tensor]]:
 
 
 def images(folder: Path, processes: int, accumulate: int = 1) -> list[list[int]]:
-    """Returns the sorted images of each step over all ranks."""
+    """Returns the sorted indices of each step's images over all ranks."""
     shares = [json.loads((folder / f"images.{rank}.json").read_text()) for rank in range(processes)]
     batches = [[*itertools.chain(*together)] for together in zip(*shares, strict=True)]
     steps = range(0, len(batches), accumulate)

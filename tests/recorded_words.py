@@ -32,5 +32,5 @@ def spoken(
 
 
 def seed_of(label: int, speaker: int, number: int) -> int:
-    """Returns the seed of a recording of `spoken` from the indices of its word and speaker."""
+    """Returns the seed of a recording of `spoken` from the indices of its word and speaker and its number."""
     return (label * 10 + speaker) * 1000 + number

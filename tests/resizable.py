@@ -255,7 +255,7 @@ class Streams(nn.Module):
 
 
 class Cached(nn.Module):
-    """One attention step over the keys and values of all previous steps."""
+    """Attention with a KV cache: new steps attend to cached and new keys and values, which are returned."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -58,7 +58,7 @@ class Tokens(nn.Module):
 
 
 class SequenceFirst(nn.Module):
-    """A time axis before the batch axis, [T, N, C], and a float mask without a batch axis."""
+    """Computes on [T, N, C], time before batch, and adds a bias [T, C] without a batch axis."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ class _FlatTwo(_Flat):
 
 
 def graph_of(model: nn.Module, example: Example) -> fx.GraphModule:
-    """Returns the graph that a call of the model records."""
+    """Returns the graph traced in a call, with the names of inputs and outputs and the batch axes."""
     tensors = flatten(example)
     graph = trace((_FlatOne if len(tensors) == 1 else _FlatTwo)(model, example), tensors)
     graph.meta["inputs"] = input_names(model, example)

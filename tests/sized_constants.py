@@ -26,7 +26,7 @@ class Positions(nn.Module):
 
 
 class PaddedToFrames(nn.Module):
-    """A causal convolution of a codec that computes, with tensors, the padding of the last frame."""
+    """A codec's causal convolution, for which the padding of the last frame is computed with tensors."""
 
     def __init__(self) -> None:
         super().__init__()

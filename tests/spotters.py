@@ -20,7 +20,10 @@ HOW = json.dumps({"axis": 1, "states": {"state_0": "state_0_next"}})
 
 
 def spotter(path: Path, *, stream: bool = False, told: str | None = HOW, gain: float = 1.0) -> None:
-    """Writes a GRU with x [N, T, bands] and y [N, classes]; `gain` scales the weights after it."""
+    """Writes a GRU with x [N, T, bands] and y [N, classes]; `gain` scales the weights after it.
+
+    With `stream`, the file also has a state as input and output, and the metadata `told` (None: none).
+    """
     draw = np.random.default_rng(0)
     shapes = {"w": (1, 3 * SIZE, BANDS), "r": (1, 3 * SIZE, SIZE), "b": (1, 6 * SIZE), "c": (SIZE, CLASSES)}
     stored = {name: draw.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}

@@ -70,7 +70,7 @@ def save_gru(
 
 
 def gru_run(weights: Mapping[str, Array], x: Array, h: Array | None = None) -> tuple[Array, Array]:
-    """Returns y [T, 1] and the states before and after each step [T + 1, 8] for a sequence x [T, 6]."""
+    """Returns y [T, 1] and the states [T + 1, 8], of which `h` is the first, for a sequence x [T, 6]."""
     w = {name: one.astype(np.float64) for name, one in weights.items()}
     state = np.zeros(HIDDEN) if h is None else h.reshape(-1).astype(np.float64)
     outputs, states = [], [state]

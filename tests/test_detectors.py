@@ -34,7 +34,7 @@ def made(name: str, **kwargs: Any) -> Any:
 
 
 def targets() -> Tensor:
-    """Returns the boxes of two images, one of them ignored."""
+    """Returns the labelled boxes of two images, [2, 3, 6]; one box of the second image is ignored."""
     found = torch.full((2, 3, 6), -1.0)
     found[0, 0] = torch.tensor([1, 20, 30, 90, 100, 0])
     found[0, 1] = torch.tensor([2, 60, 20, 150, 120, 0])

@@ -1,4 +1,4 @@
-"""Runs every command of the pages, except those that are marked as needing something.
+"""Runs every command of the pages, except those whose comment says `# needs ...`.
 
 The commands of a page run in order in one folder, so that later ones find the files of earlier ones. They are
 used as the page shows them, with overrides that shorten them (`_SHORT`) and values for placeholders

@@ -1,6 +1,6 @@
-"""Tests of the cause in errors of ONNX Runtime and onnx_ir.
+"""Tests of the causes that error messages give for errors of ONNX Runtime and onnx_ir.
 
-It is printed without error codes, temporary paths and positions in their source.
+They are printed without error codes, temporary paths and positions in the libraries' source.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests that run the examples of the documentation as a reader would."""
+"""Tests of the models and scripts in examples/: they run, and their files compute in int8."""
 
 from __future__ import annotations
 

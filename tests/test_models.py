@@ -57,7 +57,7 @@ def refused(config: ModelConfig, num_classes: int | None = None) -> str:
 
 @pytest.fixture
 def cached_resnet18(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
-    """Puts random weights into the download cache, where torchvision's own code loads them."""
+    """Puts random weights into the download cache, where torchvision finds them; returns their state_dict."""
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     folder = tmp_path / "hub" / "checkpoints"
     folder.mkdir(parents=True)

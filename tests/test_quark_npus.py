@@ -44,7 +44,7 @@ def _power(scale: np.ndarray) -> float:
 
 
 def _result(model: onnx.ModelProto, node: onnx.NodeProto) -> float | None:
-    """Returns the exponent of the scale to which a node's result is rounded, after its activation."""
+    """Returns the exponent of the scale of a node's result, after its activation; None if it stays float."""
     held = {one.name: onnx.numpy_helper.to_array(one) for one in model.graph.initializer}
     name = node.output[0]
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Tests that the products of guarded weights cannot saturate when pairs of them are added in 16 bits."""
+"""Tests of weights guarded by `QuantSpec.pairs`: sums of two products with uint8 cannot exceed 16 bits."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ RUN = (
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Builds the wheel from the checkout."""
+    """Builds the wheel from the checkout and returns its path."""
     folder = tmp_path_factory.mktemp("dist")
     _run(["uv", "build", "--wheel", "--out-dir", str(folder), str(ROOT)], ROOT)
     (built,) = folder.glob("*.whl")

@@ -17,7 +17,7 @@ _BYTES = np.array([255, 254, 250, 128, 130, 0, 7], np.uint8)
 
 
 class File(NamedTuple):
-    """A model, several batches of its inputs, and the names of operators that are not emulated."""
+    """A model, several batches of its inputs, and the operators that are not emulated, by name and reason."""
 
     model: onnx.ModelProto
     batches: list[dict[str, Array]]
@@ -25,17 +25,17 @@ class File(NamedTuple):
 
 
 def large(*shape: int, seed: int = 3) -> Array:
-    """Returns weights whose pair sums overflow."""
+    """Returns int8 weights, most of them so large that two products with `bytes_of` overflow 16 bits."""
     return np.random.default_rng(seed).choice(_LARGE, shape)
 
 
 def bytes_of(*shape: int, seed: int = 4) -> Array:
-    """Returns activations, most of them large."""
+    """Returns uint8 activations, most of them large."""
     return np.random.default_rng(seed).choice(_BYTES, shape)
 
 
 def floats(*shape: int, seed: int = 5) -> Array:
-    """Returns values that are mostly near the upper limit, so that their bytes are large."""
+    """Returns values mostly near their maximum, so that most are quantized to large bytes."""
     draw = np.random.default_rng(seed)
     return np.asarray(draw.choice([4.0, 3.9, 3.7, 0.1, -0.5], shape), np.float32)
 
@@ -49,7 +49,7 @@ def file_of(
     others: tuple[str, ...] = (),
     opset: int = 17,
 ) -> File:
-    """Returns a file with the inputs of the batches, whose shapes are all dynamic."""
+    """Returns a file whose inputs have the names and types of the batches; all their sizes are dynamic."""
     inputs = [
         helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(one.dtype), [None] * one.ndim)
         for name, one in batches[0].items()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class Tied(nn.Module):
-    """Maps token ids [N, T] to logits [N, T, 50], as most small language models do."""
+    """Maps token ids [N, T] to logits [N, T, 50]; small language models often share these weights, too."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A complete run of seconds, and readers of its files that use only NumPy, ONNX Runtime and scikit-learn."""
+"""The configuration of a run that takes seconds, and readers of its files that do without qatkit."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SEED = 0
 
 
 class Net(nn.Module):
-    """Three convolutions with a residual add, and a classifier: 2,000 parameters."""
+    """Two convolutions with a residual add, and a classifier: 3,000 parameters."""
 
     def __init__(self, num_classes: int = 10) -> None:
         super().__init__()

@@ -12,7 +12,7 @@ SOURCE, MODEL = "data.source={}.load", "model.name={}.Mine"
 
 
 def gives(what: str, **given: str) -> str:
-    """Returns a source whose training set returns `what` for image `index`."""
+    """Returns the code of a source whose training set returns `what` for image `index`."""
     arguments = "".join(f", {key}={value}" for key, value in given.items())
     return f"{LOAD}    return splits(Images(get=lambda index: {what}{arguments}))\n"
 

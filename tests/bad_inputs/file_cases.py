@@ -289,7 +289,7 @@ def make_files(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class FileCase(Case):
-    """A command line with the damaged files to copy first: (damaged file, path in the working directory)."""
+    """A command line and the files to copy before it runs: (damaged file, path in the working directory)."""
 
     files: tuple[tuple[str, str], ...] = ()
     good: tuple[str, ...] = ()  # files of the finished run, to be copied to `run/`

@@ -30,7 +30,8 @@ _TRACEBACK = 70  # exit status of a child that raised an exception
 class Outcome:
     """The outcome of one command line; `status` is -9 for a killed one.
 
-    `cpu_seconds` is CPU time, since wall-clock time says little on a busy machine.
+    `cpu_seconds` is CPU time, since wall-clock time says little on a busy machine; `left` lists the new files
+    and folders.
     """
 
     status: int
@@ -110,7 +111,7 @@ def _become(script: str, typed: Sequence[str], folder: Path, out: int, err: int,
 
 
 def _wait(child: int, deadline: float) -> tuple[int, float]:
-    """Returns the exit status and the CPU seconds of the child, including those of its own children."""
+    """Waits for the child, killing it at `deadline`; returns exit status and CPU seconds (with children)."""
     ended = 0
     while not ended and time.monotonic() < deadline:
         ended, status, used = os.wait4(child, os.WNOHANG)

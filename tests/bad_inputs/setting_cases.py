@@ -51,7 +51,7 @@ def _numbers() -> Iterator[Case]:
 
 
 def _words() -> Iterator[Case]:
-    """Yields a misspelled word for each setting with a fixed set of words; the error offers the right one."""
+    """Yields misspelled words, a list, a mapping and "" for each setting with a fixed set of words."""
     for key, owner, name, hint in _settings():
         try:
             limit = limit_of(owner, name)

@@ -98,7 +98,7 @@ def test_a_damaged_neighbour_that_is_only_a_hint_is_passed_over(
     "place", ["model.checkpoint", "resume", "calibration.cache", "output_dir", "data.root"]
 )
 def test_a_folder_without_permission(place: str) -> None:
-    """Runs as `nobody`, outside pytest's own folder, whose parents `nobody` cannot enter."""
+    """Runs as `nobody` if root runs the tests, and outside pytest's folder, which `nobody` cannot enter."""
     if os.geteuid() == 0 and not all(
         folder.stat().st_mode & 0o5 == 0o5 for folder in Path(os.__file__).parents
     ):

@@ -1,4 +1,4 @@
-"""Command lines that Hydra or OmegaConf reads differently from what the user meant."""
+"""Command lines that Hydra or OmegaConf rejects, or reads differently from what the user meant."""
 
 from __future__ import annotations
 

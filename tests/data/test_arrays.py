@@ -1,4 +1,4 @@
-"""Tests of samples that are arrays by the names of a model's inputs."""
+"""Tests of samples with one array for each named input of a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of sound files as frames for a model's input, against samples cut by NumPy."""
+"""Tests of sound files cut into frames for a model's input, compared with frames cut by NumPy."""
 
 from __future__ import annotations
 

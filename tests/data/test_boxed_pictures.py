@@ -1,4 +1,4 @@
-"""Tests of pictures with boxes: layouts, mistakes, and boxes that move with their pictures."""
+"""Tests of pictures with boxes: folder layouts, refused mistakes, and boxes that follow augmentation."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def loaded(root: Path, source: str = VOC_BOXES, **settings: Any) -> DataModule:
 
 
 def rectangle(image: torch.Tensor, label: int) -> NDArray[Any] | None:
-    """Returns the corners around all pixels near a class's colour, or None if these are few."""
+    """Returns [x0, y0, x1, y1] around the pixels near a class's colour, or None if they are fewer than 8."""
     apart = (image - torch.tensor(COLOURS[label]).view(3, 1, 1)).abs().amax(0)
     rows, columns = (apart < 60).nonzero(as_tuple=True)
     if len(rows) < 8:

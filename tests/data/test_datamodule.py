@@ -1,4 +1,4 @@
-"""Tests of the data module: caps, calibration, order, and the values that it refuses."""
+"""Tests of the data module: limits on images, calibration images, order, fingerprints and refused values."""
 
 from __future__ import annotations
 

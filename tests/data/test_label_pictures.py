@@ -1,4 +1,4 @@
-"""Tests of pictures with label pictures: layouts, mistakes, and maps that move with their pictures."""
+"""Tests of pictures with label maps: folder layouts, refused mistakes, and maps that follow augmentation."""
 
 from __future__ import annotations
 

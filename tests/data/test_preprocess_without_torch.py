@@ -1,4 +1,4 @@
-"""Tests of `qatkit_verify.preprocess`, bit for bit, against training's own code and torchvision's kernels."""
+"""Tests of `qatkit_verify.preprocess`: same bits as training; compared with torch's and Pillow's resizing."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_every_bit_is_that_of_training_for_any_input(interpolation: str, fit: di
 
 
 def test_a_letterboxed_picture_is_that_of_pillow() -> None:
-    """Checks BGR pixels of 0..255, within one level, against Pillow's resize pasted onto grey."""
+    """Checks that BGR pixels of 0..255 differ by at most 1 from Pillow's resized image pasted onto grey."""
     image = np.random.default_rng(6).integers(0, 256, (90, 120, 3), dtype=np.uint8)
     canvas = Image.new("RGB", (64, 40), (114, 114, 114))
     canvas.paste(Image.fromarray(image).resize((53, 40), Image.Resampling.BILINEAR), (5, 0))

@@ -213,7 +213,7 @@ def test_a_batch_is_the_same_whatever_is_stacked(monkeypatch: pytest.MonkeyPatch
 
 
 def _windows(image: torch.Tensor, down: int, across: int) -> set[bytes]:
-    """Returns the windows of the reflected image and their mirror images, as float32."""
+    """Returns every crop of the reflection-padded image and its mirror image, as the bytes of float32."""
     (height, width), padded = image.shape, np.pad(image.numpy(), [(down,) * 2, (across,) * 2], mode="reflect")
     cut = [
         padded[top : top + height, left : left + width].astype(np.float32)
@@ -260,7 +260,7 @@ def test_flip_mirrors_a_letterboxed_picture_in_its_place(align: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_policies_change_colours_before_they_are_ordered(policy: str) -> None:
-    """Checks the same change as with an RGB input, but in blue, green, red order and with channels last."""
+    """Checks that an input in BGR order with channels last has the augmented pixels of an RGB input."""
     images = [torch.from_numpy(np.array(colour(12, 30, seed))).permute(2, 0, 1) for seed in range(5)]
     rgb = Preprocessing((12, 30), (12, 30), (0.0,) * 3, (1.0,) * 3)
     bgr = Preprocessing((12, 30), (12, 30), (0.0,) * 3, (1.0,) * 3, order="bgr", layout="nhwc")

@@ -1,4 +1,4 @@
-"""Tests of decoded images in memory: bit-identical, decoded once by whichever process, within a bound."""
+"""Tests of data.cache=ram: bit-identical images, each decoded once among all processes, up to cache_mb."""
 
 from __future__ import annotations
 

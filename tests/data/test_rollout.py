@@ -1,4 +1,4 @@
-"""Tests of steps of sequences as samples with the float file's own states, against a GRU in NumPy."""
+"""Tests of sequence steps as samples whose states the float file computes, compared with a NumPy GRU."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_a_state_of_open_sizes_has_to_be_given(tmp_path: Path) -> None:
 
 
 class _Steps:
-    """A dataset of steps, as a user writes one."""
+    """A user's dataset of 6 steps; `lengths` should be the number of steps of each sequence."""
 
     def __init__(self, lengths: Any) -> None:
         self.x, self.targets, self.lengths = sequence(6, 1), [-1] * 6, lengths

@@ -1,4 +1,4 @@
-"""Tests of Pascal VOC and Cityscapes from trees of a few files, against the numbers drawn into them."""
+"""Tests of reading Pascal VOC and Cityscapes: the maps have the class numbers drawn into a few files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _save(path: Path, numbers: NDArray[np.uint8], palette: bool = False) -> None
 
 
 def voc(root: Path, largest: int = 20) -> dict[str, NDArray[np.uint8]]:
-    """Writes a tree of VOC with palette PNGs and borders of 255; returns the numbers of each picture."""
+    """Writes a VOC folder with palette PNGs and 255 at borders; returns the class numbers of each picture."""
     base, draw, numbers = root / "VOCdevkit" / "VOC2012", np.random.default_rng(1), {}
     for part, count in (("train", 5), ("val", 3)):
         names = [f"2012_{part}{i}" for i in range(count)]
@@ -49,7 +49,7 @@ def voc(root: Path, largest: int = 20) -> dict[str, NDArray[np.uint8]]:
 
 
 def city(root: Path, largest: int = 33) -> dict[str, NDArray[np.uint8]]:
-    """Writes a tree of Cityscapes; returns the ids of each picture."""
+    """Writes a Cityscapes folder; returns the class ids of each picture's pixels."""
     draw, numbers = np.random.default_rng(2), {}
     for part, count in (("train", 4), ("val", 3)):
         for i in range(count):

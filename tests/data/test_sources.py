@@ -1,4 +1,4 @@
-"""Tests of sources: they return the published images and labels, or name what is missing."""
+"""Tests of data sources: they return the published images and labels, or name what is missing."""
 
 from __future__ import annotations
 

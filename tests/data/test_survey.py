@@ -1,4 +1,4 @@
-"""Tests of what a survey of folders finds before anything long runs, and of files that it never opens."""
+"""Tests of the survey of image folders at the start: bad files, duplicates, skipped names, and its cache."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_what_is_no_image_is_known_without_reading_it_whole(kind: str, tmp_path:
 
 @pytest.mark.parametrize("kind", ["jpeg", "png", "gif", "webp", "bmp", "tiff", "ppm"])
 def test_whole_files_are_images_whatever_stands_behind_their_end(kind: str, tmp_path: Path) -> None:
-    """Checks files with bytes after their end, as cameras write after a JPEG; only those are decoded."""
+    """Checks that bytes after the end of an image, as cameras append to a JPEG, make no file a bad one."""
     for name, behind in (("plain", b""), ("zeros", bytes(100)), ("movie", b"ftypmp42" * 2000)):
         (tmp_path / name).write_bytes(encoded(kind) + behind)
     paths = [str(tmp_path / name) for name in ("plain", "zeros", "movie")]
@@ -216,7 +216,7 @@ def test_images_of_both_splits_are_told(tmp_path: Path) -> None:
 
 @pytest.fixture
 def many(tmp_path: Path) -> list[str]:
-    """Returns so many files that the survey's results are cached."""
+    """Returns the paths of 2,000 images, enough for the survey to cache its results."""
     (tmp_path / "many").mkdir()
     content, paths = encoded("png", size=2), []
     for index in range(2000):

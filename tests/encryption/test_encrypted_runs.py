@@ -1,4 +1,4 @@
-"""Tests of whole runs with a key: no plaintext on disk, even after a kill, and the same files as without."""
+"""Tests of whole runs with a key: no plaintext on disk, even after a kill, and the usual files."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def waiting(key: str) -> tuple[subprocess.Popen[str], Path]:
 
 
 def guard_of(process: int) -> int:
-    """Returns the process id of the guard, from the kernel's list of children."""
+    """Returns the id of the guard: the child that removes the temporary files once `process` has ended."""
     (child,) = Path(f"/proc/{process}/task/{process}/children").read_text().split()
     return int(child)
 

@@ -48,7 +48,7 @@ def width(request: pytest.FixtureRequest) -> int:
 
 
 def _run(module: Any, npm: Path, root: Path, pictures: str) -> tuple[Path, NDArray[np.float32], Path]:
-    """Returns a run with a demo page, its first test picture as model input, and that picture's file."""
+    """Makes a run with a demo page; returns its folder, the first test picture as model input and as file."""
     folder = npm / module.__name__
     runtime = npm / "node_modules" / "onnxruntime-web"
     told = ("export.bundle=true", "export.demo=true", f"export.demo_runtime={runtime}", "data.augment=none")

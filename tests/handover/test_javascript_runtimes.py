@@ -92,7 +92,7 @@ def test_node_gives_the_golden_answers(npm: Path, bundle: Path, script: Path) ->
 
 
 def test_node_takes_the_session_options_of_the_manifest(npm: Path, tmp_path: Path) -> None:
-    """Without the options, MatMulNBits quantizes the activations, which changes outputs by most of a step."""
+    """Without the options, MatMulNBits quantizes the activations, which changes outputs by over 0.1 step."""
     file = int4_in_blocks(tmp_path / "model.onnx")
     for name, told in (("older", None), ("told", EXACT)):
         (tmp_path / name).mkdir()
@@ -245,7 +245,7 @@ def _phone(pixels: NDArray[np.uint8], path: Path) -> None:
 
 
 def _scores(bundle: Path, path: Path, upright: bool) -> NDArray[np.float32]:
-    """Returns the scores of a picture, computed by the light package."""
+    """Returns the model's scores of a picture that qatkit_verify prepares, upright or as stored."""
     prepare = Preprocess.from_dict(json.loads((bundle / "preprocess.json").read_text()))
     session = onnxruntime.InferenceSession(str(bundle / "model.onnx"), providers=["CPUExecutionProvider"])
     found = session.run(None, {"input": prepare(open_picture(path, upright=upright))})[0][0]

@@ -45,7 +45,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 def published(place: str, below: str) -> dict[str, bytes]:
-    """Returns the files below a path of a store."""
+    """Returns the contents of all files below a path of a store, by relative path."""
     store, base = fsspec.core.url_to_fs(place, use_listings_cache=False, skip_instance_cache=True)
     base = f"{base.rstrip('/')}/{below}"
     return {path.split(f"{base}/", 1)[1]: store.cat_file(path) for path in store.find(base)}

@@ -18,7 +18,7 @@ SCALE = 0.02
 
 
 def make(folder: Path, *, signer: str | None = None, batch: int | str = "N") -> Path:
-    """Writes a bundle with three labels and a report, and returns its folder; `batch` is the batch axis."""
+    """Writes a bundle with three labels and a report, and returns its folder; `batch` is a size, or "N"."""
     folder.mkdir()
     _onnx(folder / INT8_FILE, batch)
     shutil.copy(folder / INT8_FILE, folder / "float.onnx")

@@ -29,7 +29,7 @@ def bundle(made: Path, tmp_path: Path) -> Path:
 
 
 def checked(folder: Path) -> tuple[int, dict[str, Any]]:
-    """Returns the exit status, and the result of the check of chunks."""
+    """Returns the exit status and the result of the check of chunks, {} if the bundle has no such check."""
     answer = folder.parent / "answer.json"
     status = main([str(folder), "--runs", "3", "--threads", "1", "--min-speedup", "0", "--json", str(answer)])
     rows = {one["check"]: one for one in json.loads(answer.read_text())["checks"]}

@@ -1,4 +1,4 @@
-"""Tests of fitting pictures to a model's input size, against ultralytics, YOLOX and torchvision."""
+"""Tests of fitting pictures to a model's input size, against formulas of ultralytics and torchvision."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ GRAPHS = dict(graphs())
 
 
 def can(column: NDArray[Any]) -> bool:
-    """Returns whether activations exist for which a pair of adjacent weights overflows 16 bits."""
+    """Returns whether uint8 activations exist with which two adjacent weights' products overflow 16 bits."""
     column = np.append(column, [0] * (len(column) % 2)).astype(int)
     pairs = column.reshape(-1, 2)
     return any(abs(a * w0 + b * w1 + 0.5) > 32768 for w0, w1 in pairs for a, b in product((0, 255), repeat=2))

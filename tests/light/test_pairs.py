@@ -1,4 +1,4 @@
-"""Tests of the weight pairs that can overflow, against all pairs with the activations of extreme sums."""
+"""Tests of finding weight pairs whose products with uint8 activations overflow 16 bits, by brute force."""
 
 from __future__ import annotations
 

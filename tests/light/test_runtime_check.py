@@ -1,4 +1,4 @@
-"""Tests that a runtime with different outputs is detected by its SQNR, with its operators and a fix.
+"""Tests that a runtime with different outputs is detected by its SQNR; its operators and a fix are named.
 
 MatMulNBits at accuracy level 4 quantizes activations that are float in the file. Every tested ONNX Runtime
 creates it from blockwise int4 weights, so a golden record of exact outputs for such a file represents an
@@ -95,7 +95,7 @@ def test_onnx_runtime_among_other_runtimes_has_the_options_too(int4: Path) -> No
 
 
 def test_a_bundle_verified_with_quantized_activations_passes(int4: Path) -> None:
-    """Covers a bundle of an older qatkit, which set no level; outputs and loss match its verification."""
+    """Covers a bundle of an older qatkit, which set no level: its golden outputs have the same error."""
     status, found = judged(bundle_of(int4, golden=answers(int4 / INT8_FILE, LEVEL_4), told=None))
 
     assert status == 0

@@ -1,4 +1,4 @@
-"""Tests of qatkit-verify with the oldest versions that it supports, and with some that are too old.
+"""Tests of qatkit-verify with the oldest supported versions of its dependencies, and with older ones.
 
 uv creates each environment with the light package only; if uv cannot fetch the packages, the test is skipped.
 """

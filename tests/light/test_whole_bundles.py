@@ -1,4 +1,4 @@
-"""Tests that a bundle is used whole or not at all: changed, missing and added files, keys, other zips."""
+"""Tests that a bundle with changed, missing or added files, a wrong key or a bad zip is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the rungs of a ladder: read from a report, compared, stored in a file, and reported."""
+"""Tests of a rescue ladder, whose rungs are the methods tried: reading, storing, printing, and advice."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ SIDES = {
     ("name", "text"), [(name, text) for name in SIDES for text in SIDES[name]], ids=lambda value: value[:20]
 )
 def test_other_files_beside_it_raise_nothing_else(name: str, text: str, tmp_path: Path) -> None:
-    """Checks that a damaged report or configuration is ignored, or refused in one line."""
+    """Checks that a damaged report or configuration leads to nothing worse than a ConfigError of one line."""
     path = by_hand(tmp_path / "file.onnx")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "model.float.onnx").write_bytes(b"")

@@ -1,4 +1,4 @@
-"""Tests of the names of a run's files, and of reading model.json back."""
+"""Tests of reading model.json back, and of finding the checkpoint of the last stage."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def columns(path: Path, colour: tuple[int, int, int]) -> list[int]:
 
 
 def test_range_and_values_lie_where_they_should(tmp_path: Path) -> None:
-    """Draws values from -1 to 1 in a range of -2 to 2 (860 pixels wide); a full bin starts at a quarter."""
+    """Draws four bins from -1 to 1 over a range from -2 to 2 (860 pixels): they start at a quarter of it."""
     histogram = Histogram(-1.0, 1.0, [9, 0, 0, 0], [0, 0, 0, 9], -2.0, 2.0, 4 / 255)
     found = draw_histograms(tmp_path, Comparison(1, [row(histogram)]))
     (name,) = [one.picture for one in found.rows]

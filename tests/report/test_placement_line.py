@@ -1,4 +1,4 @@
-"""The line of a report on a measured placement."""
+"""Tests of the line of a report on a measured placement: it says whether the file used was the fastest."""
 
 from __future__ import annotations
 

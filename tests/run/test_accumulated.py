@@ -1,4 +1,4 @@
-"""Tests of steps of several batches: a run stopped within a step, even within its first, loses nothing."""
+"""Tests of steps that accumulate several batches: a run stopped within a step resumes to the same bits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from qatkit_verify import stopping
 
 
 class Ending(QATModule):
-    """A module that ends in the batch of a given number, by a kill or by a signal."""
+    """A module that stops its run at batch number `batch`, by the signal `by` or (None) like a kill."""
 
     batch: int | None = None
     by: int | None = None
@@ -58,7 +58,10 @@ def _trained(config: Config, batch: int | None = None, by: int | None = None) ->
 def test_a_stop_in_the_midst_of_a_step_changes_nothing(
     by: int | None, batches: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks stops in the second of a step's three batches, within the first step, and in the fifth batch."""
+    """Checks three stops, each counted from the start or resume before it.
+
+    They are in the 17th batch (the second of a step's three), within the first step, and in the fifth batch.
+    """
     wanted, config = _trained(_config(tmp_path / "whole")), _config(tmp_path / "stopped")
     before = {number: signal.getsignal(number) for number in stopping.SIGNALS}
     for batch in batches:

@@ -1,4 +1,4 @@
-"""Tests of whole runs in difficult surroundings: odd names, full disks and folders that can't be written."""
+"""Tests of whole runs under difficult conditions: odd names, full disks and folders that are not writable."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_classes_and_images_may_have_any_name(launch: Launch, tmp_path: Path) ->
 def test_a_full_disk_ends_in_one_line_and_the_run_resumes(
     launch: Launch, tmp_path: Path, room: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Checks limits within the sizes of a run's files, 1 to 60 KiB, in its folder and in temporary ones."""
+    """Simulates a full disk by a limit on the size of any file; a run's own files have 1 to 60 KiB."""
 
     def cramped(job: Callable[[Config], int]) -> Callable[[Config], int]:
         def run(config: Config) -> int:

@@ -1,4 +1,4 @@
-"""Tests of one flipped bit in a file that a run continues from: the file is refused by name."""
+"""Tests that a file with one flipped bit is refused by name, when a run resumes or an export reads it."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ STEPS = 100
 
 
 class Reads(TorchDispatchMode):
-    """A mode that counts reads such as `.item()`, by the phase of the training."""
+    """A mode that counts reads such as `.item()`: before, in and between training steps."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,9 +1,9 @@
 """Tests that a run killed at any time, by any signal, again and again, continues and ends with the same bits.
 
 The times are drawn uniformly over the duration of the uninterrupted command, from the start of its process.
-So imports, the first export, training, calibration, competitions, export, verification and the report are hit
-in proportion to their durations. Each life is one folder: its run is killed up to five times, continues each
-time by the same command (resume=auto where it applies) and finally runs to its end.
+So imports, the first export, training, calibration, the choice of an algorithm, export, verification and the
+report are hit in proportion to their durations. In each folder, a run is killed up to five times, continues
+each time by the same command (train.py: with resume=auto) and finally runs to its end.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Case:
 
 
 def of_file(mode: str, *kills: int) -> Case:
-    """Returns the case of a mode of export.py for the float file of the first case."""
+    """Returns the case in which export.py quantizes the float file of the first case; kills: as in `Case`."""
     return Case(mode, ("onnx={qat}/model.float.onnx", f"mode={mode}", *ONNX), kills, "export.py")
 
 
@@ -113,7 +113,7 @@ def finished(case: Case, folder: Path, qat: Path) -> float:
 
 
 def killed(case: Case, folder: Path, qat: Path, after: float, number: int) -> bool:
-    """Starts or resumes a run and kills it after `after` seconds; returns False if it ended earlier."""
+    """Starts or resumes a run and kills it after `after` seconds; returns False if it finished anyway."""
     process = started(case, folder, qat)
     try:
         said = process.communicate(timeout=after)[0]
@@ -130,7 +130,10 @@ def killed(case: Case, folder: Path, qat: Path, after: float, number: int) -> bo
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, float]]:
-    """Returns the folders and durations of uninterrupted runs, which are added when a test needs them."""
+    """Returns folder and duration of the uninterrupted run of each case that a test has needed so far.
+
+    "" has the folder that contains them all.
+    """
     return {"": (tmp_path_factory.mktemp("whole"), 0.0)}
 
 
@@ -142,7 +145,7 @@ def uninterrupted(case: Case, whole: dict[str, tuple[Path, float]]) -> tuple[Pat
 
 
 def lives() -> Iterator[Any]:
-    """Yields the kills of each case in a random order, a few at a time."""
+    """Yields each case with up to `LIFE` of its signals, in random order, until all have been yielded."""
     for case in CASES:
         sent = (signal.SIGKILL, signal.SIGINT, signal.SIGTERM)
         numbers = [number for number, count in zip(sent, case.kills, strict=True) for _ in range(count)]
@@ -171,7 +174,7 @@ def test_every_kill_goes_on_to_the_same_bits(
 
 
 def compare(reference: Path, folder: Path) -> None:
-    """Checks that two folders have the same files, bit-identical except for those with times."""
+    """Checks that two folders have the same files, bit-identical but for times, paths and reports."""
     names = {path.name for path in reference.iterdir()}
     assert {path.name for path in folder.iterdir()} == names
     for name in names - {"report.json", "report.html", "config.yaml", "pictures", "sensitivity.json"}:
@@ -190,7 +193,7 @@ _BEGUN = re.compile(r"/loops/fit_loop/epoch_progress/(total|current)/(ready|star
 
 
 def leaves(path: Path, folder: Path) -> dict[str, object]:
-    """Returns every value of a checkpoint by its path, without times and the path of the run's folder."""
+    """Returns every value of a checkpoint by its path, without times, begun epochs and the run's folder."""
     found: dict[str, object] = {}
 
     def walk(value: object, place: str) -> None:

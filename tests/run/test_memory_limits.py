@@ -1,4 +1,4 @@
-"""Tests of limits: runs beyond this machine's memory or a year are refused with figures, others are not."""
+"""Tests that only runs that need more than the available memory or a year are refused, with figures."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_memory_available_is_that_of_the_machine_or_less() -> None:
 def test_files_that_a_group_keeps_in_memory_make_room(
     version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks a group that is mostly file cache, as in a container that has read an epoch of images."""
+    """Checks a control group with mostly file cache, as in a container that has read an epoch of images."""
     names = {1: ("memory/", "limit_in_bytes", "usage_in_bytes", "total_"), 2: ("", "max", "current", "")}
     folder, limit, usage, prefix = names[version]
     group = tmp_path / folder
@@ -194,7 +194,7 @@ def test_an_oblong_image_that_is_too_large_names_its_pixels(tmp_path: Path) -> N
 def test_weights_that_memory_does_not_hold_are_refused_unread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks the headers of sparse files: 4 bytes per parameter, for the model and a quantized copy."""
+    """Checks that headers suffice: model and quantized copy need 4 bytes per parameter each."""
     counts = {"a": 100_000_000, "b": 20_000_000}
     for name, count in counts.items():
         tensor = {"dtype": "F32", "shape": [count], "data_offsets": [0, 4 * count]}

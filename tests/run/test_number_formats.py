@@ -1,4 +1,4 @@
-"""Tests of backends with number formats: which settings they allow, and which are refused in one line."""
+"""Tests of backend=simulated, with number formats such as mxfp4: which settings it allows and refuses."""
 
 from __future__ import annotations
 

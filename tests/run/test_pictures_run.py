@@ -1,4 +1,4 @@
-"""Tests of pictures without labels in every kind of run: figures measured from the files, and refusals."""
+"""Tests of runs on pictures without labels: figures as computed from the files, and refused settings."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _config(folder: Path, out: Path, **changes: Any) -> Config:
 
 
 def _odd(folder: Path) -> NDArray[np.float32]:
-    """Returns the pictures used for verification, preprocessed for the model."""
+    """Returns the pictures used for verification (every other file), preprocessed for the model."""
     paths = sorted(folder.iterdir())[1::2]
     pixels = np.stack([np.asarray(Image.open(path).convert("RGB"), np.float32) for path in paths])
     return ((pixels / 255 - 0.5) / 0.5).transpose(0, 3, 1, 2).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Tests of the plan that a run announces: it changes no results, is in the report and right on resume."""
+"""Tests of the estimated time of each stage: it changes no results, is reported, and is right on resume."""
 
 from __future__ import annotations
 

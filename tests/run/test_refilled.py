@@ -1,4 +1,4 @@
-"""Tests of files of one graph with other values, which refill an earlier file or are exported again."""
+"""Tests of writing a graph again with other values: by refilling the first file or by another export."""
 
 from __future__ import annotations
 

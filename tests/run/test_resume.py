@@ -29,7 +29,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def stopped(finished: Path, tmp_path: Path) -> Path:
-    """Returns a copy of the run without its report, as a kill before the end leaves it."""
+    """Returns a copy of the finished run without its report, as if it had been killed before writing that."""
     folder = tmp_path / "run"
     shutil.copytree(finished, folder)
     (folder / "report.json").unlink()
@@ -84,7 +84,7 @@ def test_another_folder_is_refused(stopped: Path, tmp_path: Path) -> None:
 
 
 def _digits_folder(root: Path, brighter: int = 0) -> str:
-    """Writes the first 120 digits as files, 90 of them to train, and brightens one by `brighter` levels."""
+    """Writes 120 digits as files (90 for training), one of them brighter by `brighter`; returns `root`."""
     bunch = load_digits()
     for index in range(120):
         pixels = np.round(bunch.images[index] * 15).astype(np.uint8)

@@ -1,4 +1,4 @@
-"""Tests of a training resumed with other allowed settings: the same images per step, the same weights."""
+"""Tests that resumed training uses the same images per step and ends with the same weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Attempt = tuple[
 
 
 class Stops(QATModule):
-    """A module that counts the images of each step and is interrupted at a step or before its validation."""
+    """A module that counts images per step and stops at step `stop` or before validation at `unvalidated`."""
 
     stop: int | None = None
     unvalidated: int | None = None
@@ -53,10 +53,10 @@ class Stops(QATModule):
 def go_on(
     folder: Path, attempts: Sequence[Attempt], *, validated: bool = True, **schedule: Any
 ) -> tuple[Stops, Counter[int]]:
-    """Trains attempts in one folder, 18 steps of 32 images per epoch; returns the module and images per step.
+    """Trains attempts in one folder, 18 steps of 32 images an epoch; returns last module and images by step.
 
     Args:
-        validated: False lets attempts stop after their step, before its validation.
+        validated: True stops an attempt at its step; False before the validation that follows this step.
     """
     images, module = Counter[int](), None
     for batch, settings, stop in attempts:
@@ -218,7 +218,7 @@ class _Dropping(nn.Module):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_what_is_dropped_is_drawn_as_without_the_stop(device: str, tmp_path: Path) -> None:
-    """Checks the device's own random numbers."""
+    """Checks that a resumed training restores the random state of the device."""
 
     class Keep(lightning.Callback):
         def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:

@@ -172,7 +172,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
 def test_an_exception_that_is_made_of_a_signal_is_no_mistake(
     launch: Launch, capfd: pytest.CaptureFixture[str], made: Exception
 ) -> None:
-    """Checks exceptions as raised by a C module whose import is interrupted."""
+    """Checks exceptions that a signal causes in other code, such as a C module whose import it interrupts."""
 
     def job(_: Config) -> int:
         with contextlib.suppress(BaseException):

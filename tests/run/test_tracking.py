@@ -42,7 +42,7 @@ TYPED = (
 
 
 class Server:
-    """An MLflow server in a folder that can be stopped and started again."""
+    """An MLflow server that can be stopped and started again; its data are in `folder`."""
 
     def __init__(self, program: str, folder: Path) -> None:
         self.program, self.folder = program, folder
@@ -306,7 +306,7 @@ def test_an_unreachable_server_is_one_line_before_anything_long(kind: str, tmp_p
 
 
 def _another(port: socket.socket) -> None:
-    """Answers like a server of something else."""
+    """Answers every request with 404, like a server that is not MLflow."""
     while True:
         try:
             one, _ = port.accept()

@@ -1,4 +1,4 @@
-"""Tests that no settings are tried twice, for any worker and outcome, and that a small space has an end."""
+"""Tests that no settings are tried twice, for any worker and outcome; a search ends when none are left."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_every_trial_of_a_small_space_is_another_one(
 
 
 def test_the_best_points_are_not_asked_for_again(tmp_path: Path) -> None:
-    """Covers a sampler whose candidates are all taken: the best point by far is one corner of 100 points."""
+    """Covers a sampler that keeps proposing points already tried: the best of 100 points is at a corner."""
     space = {"schedule.epochs": {"low": 1, "high": 10}, "schedule.seed": {"low": 1, "high": 10}}
     study = study_in(tmp_path, replace(ASKED, space=space, trials=100, objectives=["accuracy"], startup=5))
     while (claimed := study.claim()) is not None:
@@ -101,7 +101,7 @@ def test_an_older_study_of_equal_trials_continues_with_the_rest(tmp_path: Path) 
 
 
 def test_a_worker_that_is_killed_leaves_a_whole_proposal_or_none(tmp_path: Path) -> None:
-    """Cuts the journal after every line that is written while a trial is proposed."""
+    """Cuts the journal after each of the lines that proposing a trial writes, as a kill would."""
     study_in(tmp_path)
     path = tmp_path / JOURNAL
     before = len(path.read_bytes().splitlines())
@@ -121,7 +121,7 @@ def test_a_worker_that_is_killed_leaves_a_whole_proposal_or_none(tmp_path: Path)
     ("schedule.lr", {"low": 1e-4, "high": 1e-1, "log": True}, None),
 ])  # fmt: skip
 def test_what_is_left_is_drawn_within_the_axis(key: str, entry: Any, count: int | None) -> None:
-    """Optuna itself refuses a value that is not in its distribution."""
+    """Relies on Optuna, which refuses a value outside its distribution; each index gives another value."""
     (axis,) = axes({key: entry})
     assert count is None or axis.count == count
     places = set()

@@ -1,4 +1,4 @@
-"""Tests of the settings that may differ between workers: every setting is checked, by name."""
+"""Tests of which settings may differ between the workers of a study; every setting is checked."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def test_a_trial_whose_worker_was_killed_goes_on_once(
 
 
 def test_an_end_that_was_told_is_no_beginning_to_take_back(tmp_path: Path) -> None:
-    """Simulates a signal right after the result was stored, upon which a worker uncounts its trial."""
+    """Simulates a signal just after the result was stored: `uncount`, called then, must change nothing."""
     study = study_in(tmp_path)
     claimed = study.claim()
     assert claimed is not None

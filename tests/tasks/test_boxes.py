@@ -33,7 +33,7 @@ def centers(corners: Array) -> Array:
 
 
 def left(corners: Array, scores: Array, least: float = 0.3, most: float = 0.45) -> list[tuple[Any, Any, Any]]:
-    """Returns the corners, scores and classes that torchvision's NMS keeps, by picture."""
+    """Returns by picture the corners, scores and classes above `least` that NMS at IoU `most` keeps."""
     found: list[tuple[Any, Any, Any]] = []
     for boxes, by_class in zip(
         torch.from_numpy(corners).double(), torch.from_numpy(scores).double(), strict=True

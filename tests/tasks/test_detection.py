@@ -1,4 +1,4 @@
-"""Tests of object detection: average precision against pycocotools, errors against resampling, and losses."""
+"""Tests of object detection: average precision against pycocotools, standard errors by resampling, losses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PICTURES, CLASSES, SIDE = 40, 3, 100.0
 
 
 def drawn_boxes(draw: np.random.Generator, count: int) -> Array:
-    """Returns corners of boxes within a picture, [count, 4]."""
+    """Returns the corners [count, 4] of random boxes that are at least 4 wide and high."""
     corners = np.sort(draw.uniform(0, SIDE, (count, 2, 2)), 1).reshape(count, 4)
     corners[:, 2:] += 4
     return corners

@@ -135,7 +135,7 @@ def line(path: Path, factor: float, shift: float) -> Path:
 
 
 def shifted(folder: Path, factor: float, shift: float, **config: Any) -> tuple[Results, NDArray[np.float64]]:
-    """Returns the check's results for a file with factor * x + shift instead of x, and the targets."""
+    """Returns BiasCheck's results for a file with factor * x + shift instead of x, and the targets."""
     x = np.random.default_rng(3).normal(size=(400, 1)).astype(np.float32)
     targets = 2 * x[:, 0].astype(np.float64)
     files = {"float": line(folder / "f.onnx", 1, 0), "int8": line(folder / "i.onnx", factor, shift)}

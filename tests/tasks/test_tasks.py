@@ -1,4 +1,4 @@
-"""Tests of tasks by name, metrics by their direction, and the two forms of the main metric in records."""
+"""Tests of finding tasks by name, of metrics that should be low or high, and of older records."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_less_is_better_of_an_error_wherever_runs_are_compared() -> None:
 
 
 def test_models_are_compared_image_by_image() -> None:
-    """Covers one image of four lost and none, errors of 1, 2 and 3 degrees more, and noise around zero."""
+    """Covers one of four images lost, errors larger by 1 to 3 degrees, and differences that cancel out."""
     first, second = np.array([True, True, True, False]), np.array([True, True, False, False])
     assert CLASSIFICATION.mean(first) == 75.0 and CLASSIFICATION.worse(first, second, 0.5) == "loses 1 image"
     assert CLASSIFICATION.noise(first, second) == pytest.approx(100 * 2**0.5 / 4)

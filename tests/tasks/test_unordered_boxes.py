@@ -1,4 +1,4 @@
-"""Tests of boxes in any order, against the same boxes shuffled."""
+"""Tests of detectors that return boxes in any order: shuffled boxes compare as in their original order."""
 
 from __future__ import annotations
 

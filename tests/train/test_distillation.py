@@ -217,7 +217,7 @@ def test_a_feature_that_can_not_be_learned_is_named(feature: str, says: str) -> 
 
 @pytest.mark.parametrize("batch_norm", ["fold", "freeze"])
 def test_a_folded_conv_is_refused_as_a_feature_before_training(batch_norm: str) -> None:
-    """BatchNorms of an untrained model are the identity, so a Conv and its BatchNorm have the same output."""
+    """An untrained BatchNorm is the identity, so equal outputs cannot tell a Conv from its BatchNorm."""
     schedule = ScheduleConfig(distill_features=["stem.0"], batch_norm=batch_norm)
     with pytest.raises(
         ConfigError, match=r"stem.0: expected a module whose output the quantized graph computes"

@@ -51,7 +51,7 @@ def qat(model: nn.Module | None = None, **schedule: Any) -> QATModule:
 
 
 class Keep(lightning.Callback):
-    """Keeps the weights after every optimizer step."""
+    """Keeps `body.weight` after every batch."""
 
     def __init__(self) -> None:
         self.weights: list[np.ndarray] = []

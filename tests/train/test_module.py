@@ -252,7 +252,7 @@ def test_batchnorm_frozen_from_the_start() -> None:
 
 @pytest.mark.parametrize("batch_norm", ["freeze", "train"])
 def test_a_checkpoint_holds_every_tensor_once(batch_norm: str) -> None:
-    """A remaining BatchNorm has one path, inside its operator, and follows it into training mode."""
+    """A BatchNorm that is not folded has only one path, inside its operator."""
     state = _module(replace(SCHEDULE, batch_norm=batch_norm)).state_dict()
     assert len({value.data_ptr() for value in state.values()}) == len(state)
     assert "graph.body.conv1.bn.running_var" in state and "graph.body.bn1.running_var" not in state

@@ -1,4 +1,4 @@
-"""Tests of trainer.compile: a phase is one graph without breaks that computes what the eager step does.
+"""Tests of trainer.compile: each QAT phase is one graph without breaks that computes what eager mode does.
 
 A compiler adds and multiplies in another order, so values differ in their last bits. Two cases amplify this:
 a value on the boundary between two integers, and a value at an end of the range, where its gradient is cut
@@ -164,7 +164,10 @@ def test_a_step_that_learns_features_is_compiled_too() -> None:
 def stepped(
     module: QATModule, run: Any, names: list[str], images: Tensor
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Returns the values of `names` and the gradients of one step, and restores the module's state."""
+    """Runs a step by `run`; returns values by node (`names`) and gradients by parameter.
+
+    The module's state is restored afterwards.
+    """
     state = {name: value.clone() for name, value in module.state_dict().items()}
     module.zero_grad()
     outputs, values = run(images)

@@ -116,7 +116,7 @@ def flat(value: object, path: str = "") -> dict[str, object]:
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """Returns the weights, ranges and optimizer values that are not bit-identical in two checkpoints."""
+    """Returns the paths of model, optimizer and schedule values that differ between two checkpoints."""
     parts = ("state_dict", "optimizer_states", "lr_schedulers", "global_step")
     left, right = ({k: read(p)[k] for k in parts} for p in (one, other))
     a, b = flat(left), flat(right)
@@ -141,7 +141,10 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check_resumed(folder: Path, uninterrupted: Path, killed_in: str) -> None:
-    """Resumes the killed run in `folder` and compares its checkpoints and its INT8 file."""
+    """Resumes the killed run in `folder`; checkpoints and INT8 file must equal the uninterrupted run's.
+
+    killed_in: the checkpoint of the stage in which the run was killed.
+    """
     left = [name for name in CHECKPOINTS if (folder / name).exists()]
     assert left == list(CHECKPOINTS[: CHECKPOINTS.index(killed_in) + 1])
     assert not (folder / "report.json").exists()

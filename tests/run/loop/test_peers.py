@@ -1,4 +1,4 @@
-"""Tests that a process waiting for the others of its run ends on a signal, or if those have ended."""
+"""Tests of several processes in one run: none waits forever for the others, and all need the same folder."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_a_process_that_waits_where_nobody_is_at_work_says_so(
 def test_processes_that_others_start_are_told_their_folder(
     trainer: TrainerConfig, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks the refusal: each process would make its own folder, named by the time, and wait there."""
+    """Checks that output_dir=null is refused: each process would make its own folder, named by the time."""
     for key, value in environment.items():
         monkeypatch.setenv(key, value)
     with pytest.raises(ConfigError, match=r"^output_dir=null: expected the same folder for all 2 processes"):

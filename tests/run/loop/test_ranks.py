@@ -1,4 +1,4 @@
-"""Tests of runs of several processes: equal results, resumes with another number of them, and failures."""
+"""Tests of runs of several processes: results like one process's, resuming with more or fewer, failures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ STEPS, HALF = 40, 20
 
 
 def test_a_step_takes_the_same_images_however_distributed() -> None:
-    """Checks 1 process with batches of 12, 3 with 4, 2 with 3, 1 with 6; some of 103 images are left over."""
+    """Checks steps of 12 images: 1 process with batches of 12, 3 with 4; accumulated: 2 with 3, 1 with 6.
+
+    The last 7 of 103 images are left out.
+    """
     steps = []
     for processes, batch in ((1, 12), (3, 4), (2, 3), (1, 6)):
         shares = [[i for _, i in EpochSampler(range(103), 5, r, processes, 12)] for r in range(processes)]
@@ -68,7 +71,7 @@ def test_more_processes_than_images_are_refused(batches: int, message: str) -> N
 
 @pytest.fixture(scope="module")
 def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """Returns the quantizer and the folder of states of one process with batches of 64."""
+    """Returns the quantizer and the folder with the final state of a one-process run with batches of 64."""
     folder = tmp_path_factory.mktemp("alone")
     rank.finish(rank.start(folder, STEPS, 1, batch=64, quantizer=request.param))
     return request.param, folder
@@ -139,11 +142,10 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
 def close(
     one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], *, bound: float = 1e-5, told: float = 1e-5
 ) -> None:
-    """Checks weights, biases and learned scales within `bound`, and ranges and statistics within `told`.
+    """Checks that states agree: weights, biases and learned scales within `bound`, the rest within `told`.
 
-    Where ranges follow the batches, a kernel for another batch size may round the last bit of a range's end
-    differently, which shifts all integers a little. An activation may then cross an edge, which shows in the
-    next ranges and means.
+    Where ranges follow the batches, a kernel for another batch size may change the last bit of a range and so
+    of the scale. An activation may then cross a rounding boundary, which shows in the next ranges and means.
     """
     for name, value in one.items():
         if not name.endswith(("num_batches_tracked", "batches")):
@@ -214,7 +216,10 @@ def test_a_run_goes_on_with_other_processes(
 
 
 def _without_deviation(state: dict[str, torch.Tensor], name: str) -> torch.Tensor:
-    """Returns a weight, or a learned scale times σ, which two batches per step update more often than one."""
+    """Returns a weight, or a learned scale times the running σ of its BatchNorm, if it has one.
+
+    σ is updated once per batch, so twice per step where two batches are accumulated.
+    """
     owner, _, rest = name.rpartition("weight_fake_quant.step")
     variance = state.get(f"{owner}bn.running_var") if owner and not rest else None
     return state[name] if variance is None else state[name] * (variance + 1e-5).sqrt()
@@ -223,11 +228,11 @@ def _without_deviation(state: dict[str, torch.Tensor], name: str) -> torch.Tenso
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_learned_scales_of_two_processes_are_those_of_one(tmp_path: Path) -> None:
-    """Checks folded BatchNorms; in the tests above they are trained.
+    """Checks a model with folded BatchNorms; the tests above train them.
 
-    The comparison with one process stops before a last bit of a weight moves an integer across an edge, as in
-    the 15th of 50 steps on one CPU: projected scales then become other fractions, and 50 steps end 9e-5
-    apart.
+    Only 8 steps are compared with one process. Later, the last bit of a weight may move a value to another
+    integer (on one CPU in the 15th step), which changes the learned scales: after 50 steps, the states are
+    9e-5 apart. The two processes are compared with each other after 40 steps, too.
     """
     settings = {"quantizer": "lsq", "batch_norm": "fold"}
     for folder, processes, steps in (("one", 1, 8), ("two", 2, 8), ("long", 2, STEPS)):
@@ -245,7 +250,7 @@ def test_learned_scales_of_two_processes_are_those_of_one(tmp_path: Path) -> Non
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_run_continues_after_a_distributed_float_training(tmp_path: Path) -> None:
-    """Checks that the processes stay together, while only the first one works between the trainings."""
+    """Checks that the run ends well although only the first process works between the trainings."""
     done = _train(tmp_path, "model.name=tiny_run.Net", "verify.max_drop=null", "verify.latency_runs=3")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run" / "model.int8.onnx").is_file()
@@ -278,7 +283,7 @@ def test_a_rank_that_dies_ends_the_run_with_its_reason(tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("diverges", ["schedule.float_lr", "schedule.lr"])
 def test_a_sweep_goes_on_behind_a_training_that_diverged(diverges: str, tmp_path: Path) -> None:
-    """Checks a divergence in every process, and one that only the first process finds: no process is left."""
+    """Checks divergence found by every process and by the first one alone: no process is left running."""
     done = _train(
         tmp_path, "-m", f"{diverges}=1e9,0.05", "model.name=tiny_run.Net", "verify.max_drop=null",
         "verify.latency_runs=3", "schedule.float_epochs=2", f"hydra.sweep.dir={tmp_path}", output_dir=False,

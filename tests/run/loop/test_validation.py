@@ -1,4 +1,4 @@
-"""Tests of verify.validation: held-out images judge the file and the epochs instead of the test images."""
+"""Tests of verify.validation: epochs and file are measured on held-out images, the file also on test images."""
 
 from __future__ import annotations
 
