@@ -154,7 +154,7 @@ def test_cached_tensors_are_exact_on_a_grid_and_near_elsewhere(limit: int) -> No
 
 
 def test_importance_is_the_diagonal_of_the_fisher_information() -> None:
-    """For softmax(W y), the mean over draws approaches Σ_ab W_ai (diag(p) - p pᵀ)_ab W_bi, from NumPy."""
+    """With p = softmax(W y + b), the mean over draws nears Σ_ab W_ai (diag(p) - p pᵀ)_ab W_bi for y_i."""
     torch.manual_seed(0)
     graph = fx.Graph()
     x = graph.placeholder("x")
