@@ -1,4 +1,4 @@
-"""Tests of which rung is built on and which meets the target, with figures worked out by hand."""
+"""Tests of rescue.climb: which rung of the ladder the next one builds on, and which meets the target."""
 
 from __future__ import annotations
 
