@@ -1,4 +1,4 @@
-"""Tests of fidelity to the float file against PyTorch's KL divergence and figures by hand; its bounds."""
+"""Tests of fidelity to the float file (against PyTorch's KL divergence and by hand), and of its bounds."""
 
 from __future__ import annotations
 

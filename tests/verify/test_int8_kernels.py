@@ -1,4 +1,4 @@
-"""Tests of uint8 x int8 kernels against scalar products, ONNX Runtime here, and an emulated Haswell."""
+"""Tests of emulated uint8 x int8 kernels against scalar sums, and ONNX Runtime here and on a Haswell."""
 
 from __future__ import annotations
 
