@@ -58,7 +58,7 @@ class OwnError(Method):
         return min(offered, key=error)
 
 
-# These choose, for each tensor, the method of the list with the least error of the outputs that follow the tensor.
+# These choose, for each tensor, the listed method with the least error by `output_errors`.
 _CHOSEN = {
     "layerwise": [name for name in METHODS if name == "min-max" or "percentile" in name],
     "best of each tensor": list(METHODS),

@@ -184,10 +184,10 @@ def read(data: Path, file: Path, first: int) -> Iterator[dict[str, Array]]:
 def ratios(pairs: Iterable[tuple[Sequence[Array], Sequence[Array]]], outputs: int) -> list[float | None]:
     """Returns the signal-to-noise ratio of each output over all samples, in dB.
 
-    It is None for an output that is not float, is exact or is zero.
+    It is None for an output that is not float, differs in shape, is exact or is zero.
 
     Args:
-        pairs: the outputs of the two files for each sample.
+        pairs: for each sample, the outputs of the reference file and of the other file.
         outputs: the number of outputs.
     """
     signal, noise = np.zeros(outputs), np.zeros(outputs)

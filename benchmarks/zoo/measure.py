@@ -290,7 +290,10 @@ def _joined(batches: list[list[Any]]) -> list[Any]:
 
 
 def floats(audit: Audit) -> dict[str, int]:
-    """Returns the number of float operators by "operator: reason": those with multiply-accumulates or a reason."""
+    """Returns the number of float operators by "operator: reason".
+
+    It counts those with multiply-accumulates or a reason, except those that ONNX Runtime inserted.
+    """
     found = [
         f"{n.op}: {n.reason.split(' (it ')[0] or 'no reason given'}"
         for n in audit.nodes
