@@ -1,4 +1,4 @@
-"""Tests of the tournament of calibration methods: never worse than min-max on held-out images; outliers."""
+"""Tests of the tournament of calibration methods: never worse than min-max when held out; outliers."""
 
 from __future__ import annotations
 

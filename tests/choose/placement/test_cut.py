@@ -42,7 +42,7 @@ def test_nothing_is_cheaper(seed: int) -> None:
 
 
 def test_a_chain_by_hand() -> None:
-    """conv, SiLU, depthwise, SiLU, conv: 9 and four type changes of 1; with a float depthwise, 10 and two."""
+    """conv, SiLU, depthwise, SiLU, conv: 9 and four type changes of 1; float depthwise: 10 and two."""
     times = {"a": Times(2, 5), "silu": Times(math.inf, 1), "depthwise": Times(3, 4), "silu2": Times(math.inf, 1),
              "b": Times(2, 5)}  # fmt: skip
     names = list(times)

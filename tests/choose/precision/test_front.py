@@ -32,7 +32,7 @@ def summed(seed: int) -> Callable[[Floats], tuple[float, float]]:
 
 
 def chained(seed: int) -> Callable[[Floats], tuple[float, float]]:
-    """Returns a cost as in a network: tensors between float operators are exact, type changes take time."""
+    """Returns a cost as in a network: tensors between float operators are exact; type changes take time."""
     weight, tensor, ms = np.random.default_rng(seed).lognormal(size=(3, 9))
 
     def cost(floats: Floats) -> tuple[float, float]:
