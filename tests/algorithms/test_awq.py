@@ -54,7 +54,7 @@ def quantized(graph: fx.GraphModule, images: Tensor) -> Tensor:
 
 
 def uneven(model: nn.Module) -> nn.Module:
-    """Makes six input channels of the norm's readers 12 times larger, and their weights 4 times smaller."""
+    """Makes six outputs of the norm 12 times larger and their weights in both Linears 4 times smaller."""
     torch.manual_seed(0)
     gated = cast(Gated, model)
     with torch.no_grad():
