@@ -31,7 +31,7 @@ from qatkit_verify.placement.record import read_placement
 
 
 class Machine(tournament.Tournament):
-    """A tournament with these made-up times."""
+    """A tournament with the made-up times of the module's docstring."""
 
     quiet = True
 

@@ -24,7 +24,7 @@ _BESIDE = 1.2  # factor on the time of an operator between two neighbours of the
 
 
 def layout(floats: Sequence[str]) -> Layout:
-    """Returns the layout of a chain, which quantizes from float to int8 neighbours and dequantizes back."""
+    """Returns the layout of a chain; tensors are (de)quantized only between float and int8 neighbours."""
     eight = [one not in floats for one in OPERATORS]
     pairs = list(zip(OPERATORS[1:], itertools.pairwise(eight), strict=True))
     quantized = [VALUES[one] for one, (before, here) in pairs if here and not before]
