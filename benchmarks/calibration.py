@@ -130,7 +130,7 @@ def measure(job: Job, rounds: int, kinds: list[str]) -> dict[str, list[float]]:
 
 
 def peak_mb() -> float:
-    """Returns the peak resident memory of this process in MB (Linux; ru_maxrss would include the parent's)."""
+    """Returns this process's peak resident memory in MB (Linux; ru_maxrss would include the parent's)."""
     line = next(s for s in Path("/proc/self/status").read_text().splitlines() if s.startswith("VmHWM"))
     return int(line.split()[1]) / 1024
 

@@ -3,11 +3,13 @@
     uv run benchmarks/calibration_methods.py recipe=vit_cifar10_ptq data.root=DIR model.checkpoint=FILE
         [--images 1000] [--calibration 512] [--methods min-max MSE]
 
-Arguments before the options are those of train.py. No algorithm runs, and weights keep their full ranges. For each
-method it prints top-1 on the test images, the share of images with the float model's class, and the SQNR of the outputs
-against float in dB. In addition to the methods of `calibration`, "own MAE" and "own MSE" choose, for each tensor, the
-one of the percentiles 99.99, 99.999 and 99.99999 with the least mean absolute or squared error of the tensor itself,
-like AMD Quark's LayerWisePercentile. "powers of two" rounds the scales of MSE to powers of two
+Arguments before the options are those of train.py. No algorithm runs, and weights keep their full ranges. For
+each method it prints top-1 on the test images, the share of images with the float model's class, and the SQNR
+of the outputs against float in dB. In addition to the methods of `calibration`, "own MAE" and "own MSE"
+choose, for each tensor, the one of the percentiles 99.99, 99.999 and 99.99999 with the least mean absolute or
+squared error of the tensor itself, like AMD Quark's LayerWisePercentile. "layerwise" (among min-max and
+percentiles) and "best of each tensor" (among all methods of `calibration`) add the error of the outputs that
+are computed from the tensor. "powers of two" rounds the scales of MSE to powers of two
 (backend.scale_type=pow2).
 """
 

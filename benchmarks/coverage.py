@@ -4,13 +4,13 @@
     uv run --group benchmark benchmarks/coverage.py --all [--models odd "timm/*vit*" hf/bert] [--jobs 2]
 
 Each model is built with random weights (scaled as in `latency.py`), prepared, calibrated, checked for
-gradients in one training step, converted, exported as opset-13 QDQ and run in ONNX Runtime, with optimizations off
-and on, on 256 inputs (8 for segmentation and video). The last Linear of a classifier is replaced by one that
-distinguishes these inputs, since the two largest of 1,000 random logits are so close that their order says nothing
-about a file. Inputs are small where the architecture allows it, since the checks do not depend on the size. Two
-models with more than 600 M parameters have fewer blocks.
-Speeds come from `placement.py --record` on an idle machine. The result of each model is stored in
-docs/coverage.json at once, so a stopped run continues with the missing models (`--again` measures all of them).
+gradients in one training step, converted, exported as opset-13 QDQ and run in ONNX Runtime, with
+optimizations off and on, on 256 inputs (8 for segmentation and video). The last Linear of a classifier is
+replaced by one that distinguishes these inputs, since the two largest of 1,000 random logits are so close
+that their order says nothing about a file. Inputs are small where the architecture allows it, since the
+checks do not depend on the size. Two models with more than 600 M parameters have fewer blocks. Speeds come
+from `placement.py --record` on an idle machine. The result of each model is stored in docs/coverage.json at
+once, so a stopped run continues with the missing models (`--again` measures all of them).
 
 `--all` uses another list: about 600 models of timm, Hugging Face, segmentation_models_pytorch and our own (`zoo/`),
 each in its own process, written to docs/models.md and docs/models/.
