@@ -51,7 +51,7 @@ def _error(graph: fx.GraphModule, model: nn.Module, images: Tensor) -> float:
 
 
 class _Watcher:
-    """A learner that changes nothing and calls `ask` with the lesson of each block."""
+    """A learner that changes nothing and passes the `Lesson` of each block to `ask`."""
 
     def __init__(self, ask: Callable[[Lesson], None]) -> None:
         self.ask = ask
@@ -185,7 +185,7 @@ def test_the_file_holds_the_learned_rounding(
 
 
 def _integers(operator: QATOperator) -> NDArray[np.int8]:
-    """Returns clipped floor(W / s) plus the learned rounding, or rounded W / s where none was kept."""
+    """Returns floor(W / s) plus the learned rounding (or W / s, rounded, if none was kept), clipped."""
     fake = operator.weight_fake_quant
     assert fake is not None
     weight = operator.weight.detach().numpy()

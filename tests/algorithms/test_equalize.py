@@ -121,7 +121,7 @@ def test_ranges_match_across_depthwise_grouped_and_flattened_ops() -> None:
 
 
 def test_one_pair_by_hand() -> None:
-    """The ranges (8, 1) and (2, 16) give s = (2, 1/4); both become 4 = sqrt(8·2) = sqrt(1·16)."""
+    """Ranges (8, 1) of outputs and (2, 16) of inputs give s = (2, 1/4); all become 4 = √(8·2) = √(1·16)."""
     model = nn.Sequential(nn.Linear(1, 2), nn.ReLU(), nn.Linear(2, 1))
     values = {"0.weight": [[8.0], [-1.0]], "0.bias": [3.0, 5.0], "2.weight": [[-2.0, 16.0]]}
     model.load_state_dict({key: torch.tensor(value) for key, value in values.items()}, strict=False)

@@ -121,7 +121,7 @@ def test_the_ends_of_the_type_hold() -> None:
     "name", ["chain", "mlp", "residual", "block", "gate", "concat", "conv_flatten_linear"]
 )
 def test_outputs_are_nearer_to_float(name: str) -> None:
-    """Compares on other images, with only the weights quantized."""
+    """Compares on images that MomentRounding has not seen, with only the weights quantized."""
     kind, shape = SMALL[name]
     torch.manual_seed(0)
     model = settle(kind(), *shape)
