@@ -83,7 +83,7 @@ def by_hand(graph: fx.GraphModule, batches: tuple[tuple[Tensor, Tensor], ...], o
 
 
 def rows(outputs: list[Array]) -> Array:
-    """Returns the outputs as one array [rows, classes]."""
+    """Returns the outputs as one array [rows, classes], with a row per image or pixel."""
     return np.concatenate([np.moveaxis(one, 1, -1).reshape(-1, one.shape[1]) for one in outputs])
 
 
