@@ -173,7 +173,7 @@ class Idle(Algorithm):
 
 @dataclass(frozen=True)
 class IdleBefore(Idle):
-    """An Idle that runs before there are ranges."""
+    """An Idle that runs before calibration."""
 
     stage: ClassVar[str] = FUSED
 

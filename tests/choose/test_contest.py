@@ -89,7 +89,13 @@ def test_what_a_killed_run_has_found_is_not_found_again(tmp_path: Path) -> None:
 
 
 def verdict(right: str, errors: list[float] | float = 0.1, same: str | None = None) -> Verdict:
-    """Returns a verdict; `right` ("" without labels) and `same` (as float; default: all) are 1s and 0s."""
+    """Returns a verdict on images.
+
+    Args:
+        right: a 1 for each correctly classified image and a 0 for each other one; "" without labels.
+        errors: the error of each image, or of all.
+        same: a 1 for each image with the class of float and a 0 for each other one; None: all 1.
+    """
     images = len(right or same or "")
     flags = [
         None if text == "" else np.array([c == "1" for c in text]) for text in (right, same or "1" * images)

@@ -91,7 +91,7 @@ def moves(node: ir.Node) -> bool:
 def test_the_borders_of_a_layout_are_those_of_the_file(
     sites: Sites, layouts: Layouts, tmp_path: Path
 ) -> None:
-    """Compares the number and sizes of the quantize and dequantize kernels in the optimized graph."""
+    """Compares number and sizes of (de)quantize kernels in the optimized graph with those of the layout."""
     path = tmp_path / "model.onnx"
     export_onnx(of(sites).convert().graph, EXAMPLE, path)
     optimized = run_optimized(path, input_shape=(1, 3, 12, 12), runs=2)

@@ -71,7 +71,7 @@ def test_both_ends_are_as_measured(costs: Costs) -> None:
 
 
 def test_every_mixture_is_within_two_percent(costs: Costs) -> None:
-    """Checks all 256 mixtures, of which four were measured."""
+    """Checks all 256 sets of float operators, of which four were measured."""
     off = [
         costs(layout(one)) / milliseconds(one) - 1
         for n in range(9)

@@ -72,7 +72,7 @@ def test_a_tensor_quantized_only_when_mixed_loses_as_its_source(layouts: Layouts
 
 
 def test_borders_are_where_a_type_changes(layouts: Layouts) -> None:
-    """Sizes: an image has 3*12*12 values, the stem's output 8*10*10, the pool's 8*5*5, the last 8 or 16."""
+    """Sizes: an image has 3*12*12 values, the stem's output 8*10*10, the pool's 8*5*5, later ones 8 or 16."""
     image, small = 3 * 12 * 12, 8 * 5 * 5
     int8 = layouts(())
     assert image in int8.quantized and small not in int8.quantized  # inside, int8 follows int8
