@@ -189,7 +189,7 @@ def _of_wrong_axis(path: Path) -> Path:
 
 
 def test_what_the_optimizer_computes_otherwise_is_named(tmp_path: Path) -> None:
-    """Covers no reference module, and one that agrees with the unoptimized file."""
+    """Covers a check without a reference module, and with one that agrees with the unoptimized file."""
     path = _of_wrong_axis(tmp_path / "m.onnx")
     images = np.random.default_rng(0).standard_normal((24, 16), dtype=np.float32)
     found = optimizer_divergence(path, images[:4])

@@ -1,4 +1,4 @@
-"""Tests of two files that each feed back their own states: agreement and SQNR by steps, as in NumPy."""
+"""Tests of two files that each feed back their own states: agreement and SQNR after more and more steps."""
 
 from __future__ import annotations
 

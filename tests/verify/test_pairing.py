@@ -118,7 +118,7 @@ EXACT = ("ConvInteger", "MatMulNBits", "depthwise")
 
 
 def places(depth: int) -> list[tuple[int, int]]:
-    """Returns pairs of indices along K: neighbours at both ends, in one sum of two or not, and some apart."""
+    """Returns pairs of indices along K: neighbours at both ends, within or across pairs, and some apart."""
     last = depth - 1 - depth % 2
     found = [(0, 1), (1, 2), (2, 3), (3, 4), (0, 2), (0, 4), (1, 3), (last - 1, last), (last - 2, last - 1)]
     return sorted({*found, (depth - 2, depth - 1)})

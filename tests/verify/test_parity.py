@@ -33,7 +33,7 @@ IMAGES = torch.randn(64, 16, 8, 8, generator=_RANDOM) + torch.randn(64, 16, 1, 1
 
 
 class Reference(nn.Module):
-    """The classifier of `qdq_graphs` in float64 on exact integers; it records each quantizer's output."""
+    """The classifier of `qdq_graphs` in float64 on the file's integers; it records quantizers' outputs."""
 
     def __init__(self, graph: QdqGraph, output_pair: bool = True) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ def test_a_file_is_in_doubt_where_chance_does_as_much(images: int, least: float)
 def test_more_images_decide_where_few_cannot(
     nudged: int, everywhere: bool, images: int, kept: bool, tmp_path: Path
 ) -> None:
-    """The decision differs for `nudged` of 64 images (with a dark corner), in one or all of eight batches."""
+    """The decision differs for `nudged` of 64 images (with a dark pixel), in one or all of eight batches."""
     path = tmp_path / "m.onnx"
     written = Reference(classifier(path, output_pair=False), output_pair=False)
     marked = IMAGES.clone()
