@@ -177,7 +177,7 @@ Alone = Callable[[Job, str], tuple[float, float, float]]
 
 
 def alone(task: Alone, job: Job, what: str) -> tuple[float, float, float]:
-    """Runs a task in its own process."""
+    """Runs a task in its own process and returns its figures."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(task, job, what).result()
 

@@ -70,7 +70,7 @@ EVERY: dict[str, Method] = {**METHODS, "own MAE": OwnError(1), "own MSE": OwnErr
 
 
 def observed(config: Config, data: DataModule, count: int) -> QATModule:
-    """Returns the module after observing histograms of all activations."""
+    """Returns the module whose observers have histograms of all activations of `count` images."""
     module = qat_module(config, models.build(config.model, data.num_classes), data.inputs, QATModule)
     module.mixed_scales = module.mean_shifts = "report"
     module.calibrate(images for images, _ in data.calibration_batches(count, 64))
