@@ -212,7 +212,7 @@ def _step(outputs: Any) -> None:
 
 
 def _files(entry: Entry, captured: Captured, converted: fx.GraphModule, folder: Path, row: Row) -> Row:
-    """Compares the float file with the model, and the INT8 file with the converted module; returns figures."""
+    """Compares the float file with the model and the INT8 file with the converted module; returns figures."""
     int8, plain, example = folder / "int8.onnx", folder / "float.onnx", entry.batch(2, 0)
     model = captured.model
     row["stage"] = "export"
