@@ -36,7 +36,7 @@ CONF = Path(__file__).resolve().parent.parent / "conf"
 
 
 def settings_of(kind: str) -> list[str]:
-    """Returns the overrides of a kind."""
+    """Returns the overrides of train.py for a kind."""
     options, *settings = kind.split(",")
     return [f"algorithm=[{options.replace('+', ',')}]", *settings]
 

@@ -47,7 +47,7 @@ KINDS: dict[str, Callable[[], observers.Observer]] = {
     "mse": observers.MSEObserver,
     "distribution": observers.DistributionObserver,
 }
-# The time of a tournament includes exporting the file, which does not depend on the number of images.
+# The time of a tournament includes its exports, which take equally long for any number of images.
 TOURNAMENT = "tournament"
 METHODS = ("MinMax", "Percentile", "Entropy")
 
@@ -71,7 +71,7 @@ def images(job: Job) -> Iterator[Tensor]:
 
 
 def prepared(job: Job) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Returns the float graph, and the graph with a FakeQuantize on each edge."""
+    """Returns the float graph, and the graph with a FakeQuantize on each activation to quantize."""
     torch.set_num_threads(job.threads)
     torch.manual_seed(0)
     model = latency.sane(models.build(ModelConfig(name=job.model)), [next(images(job))])
@@ -84,7 +84,7 @@ def prepared(job: Job) -> tuple[fx.GraphModule, fx.GraphModule]:
 
 
 def observe_with(graph: fx.GraphModule, kind: str) -> None:
-    """Puts a new observer of this kind on every edge."""
+    """Gives every FakeQuantize that has an observer a new one of this kind."""
     for quantizer in fake_quantizers(graph).values():
         if quantizer.observer is not None:
             quantizer.observer = KINDS[kind]()
@@ -130,7 +130,7 @@ def measure(job: Job, rounds: int, kinds: list[str]) -> dict[str, list[float]]:
 
 
 def peak_mb() -> float:
-    """Returns the peak resident memory of this process (Linux; ru_maxrss would include the parent's)."""
+    """Returns this process's peak resident memory in MB (Linux; ru_maxrss would include the parent's)."""
     line = next(s for s in Path("/proc/self/status").read_text().splitlines() if s.startswith("VmHWM"))
     return int(line.split()[1]) / 1024
 
@@ -155,7 +155,7 @@ class _Reader(quantization.CalibrationDataReader):  # type: ignore[misc]
 
 
 def quantize_static_alone(job: Job, method: str) -> tuple[float, float, float]:
-    """Measures quantize_static on the fused float file, like `calibrate_alone`."""
+    """Returns the figures of `calibrate_alone` for quantize_static on the fused float file."""
     with tempfile.TemporaryDirectory() as folder, latency.without_logs():
         source, target = Path(folder) / "float.onnx", Path(folder) / "int8.onnx"
         export_onnx(prepared(job)[0], next(images(job))[:2], source)
@@ -177,7 +177,7 @@ Alone = Callable[[Job, str], tuple[float, float, float]]
 
 
 def alone(task: Alone, job: Job, what: str) -> tuple[float, float, float]:
-    """Runs a task in its own process."""
+    """Runs a task in its own process and returns its figures."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(task, job, what).result()
 

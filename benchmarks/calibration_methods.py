@@ -3,11 +3,13 @@
     uv run benchmarks/calibration_methods.py recipe=vit_cifar10_ptq data.root=DIR model.checkpoint=FILE
         [--images 1000] [--calibration 512] [--methods min-max MSE]
 
-Arguments before the options are those of train.py. No algorithm runs, and weights keep their full ranges. For each
-method it prints top-1 on the test images, the share of images with the float model's class, and the SQNR of the outputs
-against float in dB. In addition to the methods of `calibration`, "own MAE" and "own MSE" choose, for each tensor, the
-one of the percentiles 99.99, 99.999 and 99.99999 with the least mean absolute or squared error of the tensor itself,
-like AMD Quark's LayerWisePercentile. "powers of two" rounds the scales of MSE to powers of two
+Arguments before the options are those of train.py. No algorithm runs, and weights keep their full ranges. For
+each method it prints top-1 on the test images, the share of images with the float model's class, and the SQNR
+of the outputs against float in dB. In addition to the methods of `calibration`, "own MAE" and "own MSE"
+choose, for each tensor, the one of the percentiles 99.99, 99.999 and 99.99999 with the least mean absolute or
+squared error of the tensor itself, like AMD Quark's LayerWisePercentile. "layerwise" (among min-max and
+percentiles) and "best of each tensor" (among all methods of `calibration`) add the error of the outputs that
+are computed from the tensor. "powers of two" rounds the scales of MSE to powers of two
 (backend.scale_type=pow2).
 """
 
@@ -58,7 +60,7 @@ class OwnError(Method):
         return min(offered, key=error)
 
 
-# These choose, for each tensor, the method of the list with the least error of the outputs that follow the tensor.
+# These choose, for each tensor, the listed method with the least error by `output_errors`.
 _CHOSEN = {
     "layerwise": [name for name in METHODS if name == "min-max" or "percentile" in name],
     "best of each tensor": list(METHODS),
@@ -68,7 +70,7 @@ EVERY: dict[str, Method] = {**METHODS, "own MAE": OwnError(1), "own MSE": OwnErr
 
 
 def observed(config: Config, data: DataModule, count: int) -> QATModule:
-    """Returns the module after observing histograms of all activations."""
+    """Returns the module whose observers have histograms of all activations of `count` images."""
     module = qat_module(config, models.build(config.model, data.num_classes), data.inputs, QATModule)
     module.mixed_scales = module.mean_shifts = "report"
     module.calibrate(images for images, _ in data.calibration_batches(count, 64))

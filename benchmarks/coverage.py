@@ -3,13 +3,14 @@
     uv run benchmarks/coverage.py [--models resnet18 swin_t] [--task classification segmentation video]
     uv run --group benchmark benchmarks/coverage.py --all [--models odd "timm/*vit*" hf/bert] [--jobs 2]
 
-Each model is built with random weights (scaled as in `latency.py`), prepared, trained for one step, calibrated,
-converted, exported as opset-13 QDQ and run in ONNX Runtime, with optimizations off and on, on 256 inputs. The last
-Linear of a classifier is replaced by one that distinguishes these inputs, since the two largest of 1,000 random
-logits are so close that their order says nothing about a file. Inputs are small where the architecture
-allows it, since the checks do not depend on the size. Two models with more than 600 M parameters have fewer blocks.
-Speeds come from `placement.py --record` on an idle machine. The result of each model is stored in
-docs/coverage.json at once, so a stopped run continues with the missing models (`--again` measures all of them).
+Each model is built with random weights (scaled as in `latency.py`), prepared, calibrated, checked for
+gradients in one training step, converted, exported as opset-13 QDQ and run in ONNX Runtime, with
+optimizations off and on, on 256 inputs (8 for segmentation and video). The last Linear of a classifier is
+replaced by one that distinguishes these inputs, since the two largest of 1,000 random logits are so close
+that their order says nothing about a file. Inputs are small where the architecture allows it, since the
+checks do not depend on the size. Two models with more than 600 M parameters have fewer blocks. Speeds come
+from `placement.py --record` on an idle machine. The result of each model is stored in docs/coverage.json at
+once, so a stopped run continues with the missing models (`--again` measures all of them).
 
 `--all` uses another list: about 600 models of timm, Hugging Face, segmentation_models_pytorch and our own (`zoo/`),
 each in its own process, written to docs/models.md and docs/models/.
@@ -208,7 +209,7 @@ def _parity(parity: Parity) -> dict[str, Any]:
 
 
 def islands(audit: Audit) -> dict[str, int]:
-    """Returns the reasons for float operators with their number of nodes, without those inserted by ONNX Runtime."""
+    """Returns the number of float nodes by operator and reason, without nodes that ONNX Runtime inserted."""
     found = [n for n in audit.nodes if n.precision == "float" and n.reason and "inserted by" not in n.reason]
     return dict(Counter(f"{n.op}: {n.reason.split(' (it ')[0]}" for n in found).most_common())
 

@@ -7,10 +7,11 @@
     pairs    per channel, the smallest scale at which no pair of products overflows (backend.reduce_range=auto)
     fitted   8-bit scales; pairs of weights that overflow are changed to the nearest pairs that do not
 
-With a recipe, ranges are set by MSE, and each remedy is tried on `--images` test images with weights rounded to nearest
-and, except for `fitted`, also with moment rounding. It prints the SQNR of the logits against float in dB, the same with
-only the weights quantized, and top-1. All figures are those of the simulation, which equals ONNX Runtime with VNNI and,
-with the three remedies, also without it.
+With a recipe, ranges are set by MSE, and each remedy is tried on `--images` test images with weights rounded
+to nearest and, except for `fitted`, also with moment rounding. It prints the SQNR of the logits against float
+in dB, the same with only the weights quantized, and top-1; without a recipe, only the SQNR of each model. All
+figures are those of the simulation, which equals ONNX Runtime with VNNI and, with the three remedies, also
+without it.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def rounded(graph: fx.GraphModule, model: nn.Module) -> dict[str, np.ndarray]:
 
 @contextmanager
 def installed(model: nn.Module, values: dict[str, np.ndarray]) -> Iterator[None]:
-    """Replaces parameters of a model, by name, while the block runs."""
+    """Replaces parameters of a model, by name, within a `with` block."""
     parameters = {name: model.get_parameter(name) for name in values}
     kept = {name: one.data for name, one in parameters.items()}
     for name, one in parameters.items():

@@ -1,4 +1,4 @@
-"""Measures the latency of INT8 files: float, qatkit and onnxruntime.quantization, in one process.
+"""Measures the latency of INT8 files of qatkit and onnxruntime.quantization against float, in one process.
 
     uv run benchmarks/latency.py [--models resnet50 vit_b_16] [--rounds 50] [--threads 2] [--json FILE]
 

@@ -87,7 +87,7 @@ def in_file(module: QATModule, images: Tensor) -> tuple[Tensor, int]:
 
 
 def figures(found: Tensor, exact: Tensor, labels: Tensor) -> str:
-    """Returns top-1, the share of float's classes and the SQNR of outputs, as text."""
+    """Returns top-1, the share of images with the float model's class and the SQNR, as text."""
     top, same = (100 * (found.argmax(1) == one).float().mean() for one in (labels, exact.argmax(1)))
     decibels = 10 * torch.log10(exact.square().sum() / (found - exact).square().sum())
     return f"top-1 {top:.2f}  same {same:.1f} %  {decibels:.1f} dB"

@@ -54,7 +54,7 @@ class Samples:
     """Samples for the inputs of a file, each with a batch axis.
 
     Attributes:
-        kind: the source of the values: "pictures", "speech" or "drawn".
+        kind: the source of the values, known after an iteration: "pictures", "speech" or "drawn".
     """
 
     def __init__(self, wanted: Sequence[Port], pictures: Sequence[Path], speech: Array | None) -> None:
@@ -97,7 +97,7 @@ class Samples:
 
 
 def samples_of(file: Path, given: argparse.Namespace, folder: Path) -> tuple[Path, str]:
-    """Returns the folder and the kind of a file's samples, which are written to `folder` if the file has none."""
+    """Returns the folder and kind of a file's samples: its own below --data, or new ones in `folder`."""
     own = given.data and given.data / file.stem
     if own and own.is_dir():
         return own, "own"
@@ -184,10 +184,10 @@ def read(data: Path, file: Path, first: int) -> Iterator[dict[str, Array]]:
 def ratios(pairs: Iterable[tuple[Sequence[Array], Sequence[Array]]], outputs: int) -> list[float | None]:
     """Returns the signal-to-noise ratio of each output over all samples, in dB.
 
-    It is None for an output that is not float, is exact or is zero.
+    It is None for an output that is not float, differs in shape, is exact or is zero.
 
     Args:
-        pairs: the outputs of the two files for each sample.
+        pairs: for each sample, the outputs of the reference file and of the other file.
         outputs: the number of outputs.
     """
     signal, noise = np.zeros(outputs), np.zeros(outputs)

@@ -58,7 +58,7 @@ def write_files(folder: Path) -> dict[str, Path]:
 
 
 def with_pads(source: Path, target: Path, *, islands: bool) -> int:
-    """Writes `source` with Pads instead of asymmetric `pads`; returns their number."""
+    """Writes `source` with Pads for asymmetric `pads`, quantized if `islands`; returns the number of Pads."""
     model = onnx.load(source)
     graph, nodes = model.graph, []
     made = {output: node for node in graph.node for output in node.output}

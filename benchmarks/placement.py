@@ -71,7 +71,7 @@ class Row:
         )  # fmt: skip
 
     def over(self, name: str, other: str) -> float:
-        """Returns the time of a file over that of the other."""
+        """Returns the time of the file `name` divided by that of `other`."""
         return self.ms[name] / self.ms[other]
 
     def recorded(self) -> dict[str, object]:

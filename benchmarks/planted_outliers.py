@@ -20,7 +20,7 @@ _READERS = {"ln_1": "self_attention.in_proj_weight", "ln_2": "mlp.0.weight"}
 
 
 def plant(state: dict[str, Tensor], factor: float, channels: int) -> int:
-    """Changes `state` in place; returns the number of LayerNorms with outliers."""
+    """Plants the outliers in `state`, in place; returns the number of LayerNorms that have them."""
     norms = [key.removesuffix(".weight") for key in state if key.endswith((".ln_1.weight", ".ln_2.weight"))]
     for norm in norms:
         layer, _, name = norm.rpartition(".")

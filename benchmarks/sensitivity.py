@@ -6,7 +6,7 @@
 The other arguments are those of train.py. Ranges are those of the recipe with calibration=moving_average. It prints
 
     evaluation   CPU seconds of one run over all images with one site quantized, or all but one; mean over a few sites
-    ratio        seconds of the exact analysis / (rows x evaluation)
+    ratio        seconds of the exact analysis / (rows x evaluation); a row is one site in one direction
     estimate     seconds of the estimate / evaluation, and the rank correlation (Spearman) between its ranking and the
                  exact rankings by loss and by SQNR
 """
@@ -61,7 +61,7 @@ def seconds(run: Callable[[], object]) -> float:
 def by_hand(
     graph: fx.GraphModule, batches: Sequence[Batch], every: Sequence[Switch], one: Switch, on: bool
 ) -> None:
-    """Runs the whole graph with one site on and the others off, or the reverse."""
+    """Runs the whole graph with one site quantized and the others in float (`on`), or the reverse."""
     with inference(graph):
         turn_all(every, not on)
         one.turn(on)

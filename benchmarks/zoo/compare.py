@@ -68,8 +68,8 @@ def relative(expected: Array, found: Array) -> float:
 def snr(expected: Sequence[Array], found: Sequence[Array]) -> float | None:
     """Returns the signal-to-noise ratio of the worst float output, in dB.
 
-    It is None if no output is float, and 200 if all values are equal. The part of the outputs that all samples share
-    (a bias) does not count as signal.
+    It is None if no output is float or the number of outputs differs, and 200 if all values are equal. The
+    mean over the samples (a bias) does not count as signal, unless all samples have the same output.
     """
     worst: float | None = None
     if len(expected) != len(found):
@@ -90,7 +90,8 @@ def snr(expected: Sequence[Array], found: Sequence[Array]) -> float | None:
 def same_choice(expected: Sequence[Array], found: Sequence[Array]) -> float:
     """Returns the lowest share, over the outputs, of equal integers or, for a float output, of equal argmax.
 
-    The argmax is over the last axis.
+    The argmax is over the last axis; float outputs without several classes there are ignored. The share is 0
+    if the number of outputs differs.
     """
     shares = []
     if len(expected) != len(found):

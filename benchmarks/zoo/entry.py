@@ -85,7 +85,7 @@ def tokens(vocabulary: int, *shape: int) -> Feed:
 
 
 def mask(length: int, dtype: torch.dtype = torch.int64) -> Feed:
-    """Returns a feed of padding masks, [n, length]: at least half of the positions, from the first, are 1."""
+    """Returns a feed of padding masks, [n, length]: 1s for at least the first half, then 0s."""
 
     def make(count: int, generator: torch.Generator) -> Tensor:
         filled = torch.randint(length // 2, length + 1, (count, 1), generator=generator)
@@ -100,7 +100,7 @@ def fixed(value: Tensor) -> Feed:
 
 
 class List:
-    """The entries of a module, and a decorator that adds a class or function that builds a model."""
+    """The entries of a module; a call returns a decorator that adds a class or function building a model."""
 
     def __init__(self, group: str) -> None:
         self.group, self.entries = group, list[Entry]()

@@ -69,7 +69,7 @@ def measure(entry: Entry) -> Row:
 
 
 def _failure(error: Exception) -> Row:
-    """Returns how the run ended, and where."""
+    """Returns the status for an error, its message and its place in the code."""
     frames = traceback.extract_tb(error.__traceback__)
     last = next((f for f in reversed(frames) if f.filename.startswith(QATKIT)), frames[-1])
     raised_here = frames[-1].filename.startswith(QATKIT)
@@ -212,7 +212,7 @@ def _step(outputs: Any) -> None:
 
 
 def _files(entry: Entry, captured: Captured, converted: fx.GraphModule, folder: Path, row: Row) -> Row:
-    """Compares the float file with the model, and the INT8 file with the converted module."""
+    """Compares the float file with the model and the INT8 file with the converted module; returns figures."""
     int8, plain, example = folder / "int8.onnx", folder / "float.onnx", entry.batch(2, 0)
     model = captured.model
     row["stage"] = "export"
@@ -290,7 +290,10 @@ def _joined(batches: list[list[Any]]) -> list[Any]:
 
 
 def floats(audit: Audit) -> dict[str, int]:
-    """Returns the number of float operators by "operator: reason": those with multiply-accumulates or a reason."""
+    """Returns the number of float operators by "operator: reason".
+
+    It counts those with multiply-accumulates or a reason, except those that ONNX Runtime inserted.
+    """
     found = [
         f"{n.op}: {n.reason.split(' (it ')[0] or 'no reason given'}"
         for n in audit.nodes

@@ -225,7 +225,7 @@ class BiasRouter(nn.Module):
 
 @odd((tokens(50, 1), vector(2, 8, 8), vector(2, 8, 8)))
 class CacheStep(nn.Module):
-    """One decoding step: the key and value caches are inputs, and outputs with the new step appended."""
+    """One decoding step: caches of keys and values are inputs, and outputs with the oldest step replaced."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()

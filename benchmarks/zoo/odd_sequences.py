@@ -37,7 +37,7 @@ class Crnn(nn.Module):
 
 @odd(vector(20, 8))
 class LstmSeries(nn.Module):
-    """Forecasting: an LSTM with a zero state made in forward, and a head on its last step."""
+    """Forecasting: an LSTM with a zero state made in forward, and a head on its last output and state."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -116,7 +116,7 @@ class Both(nn.Module):
         self.tower, self.head = body(), nn.Linear(16, 4)
 
     def both(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns logits [N, 4] and features [N, 16, H, W]."""
+        """Returns logits [N, 4] and features [N, 16, H/4, W/4]."""
         features = self.tower(x)
         return self.head(features.mean((2, 3))), features
 

@@ -1,4 +1,4 @@
-"""Writes docs/models.md and docs/models/: the results of each model of the list."""
+"""Makes the texts of docs/models.md and docs/models/ from the results of each model of the list."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def _one(entry: Entry, result: Path) -> None:
 
 
 def _ended(one: Running, limit: float) -> Rows:
-    """Returns the row that a process wrote, or a row with the reason why it wrote none."""
+    """Ends a process; returns the row that it wrote, or one with the reason why it wrote none."""
     if one.process.is_alive():
         one.process.kill()
     one.process.join()

@@ -86,7 +86,7 @@ def _batches(entry: Entry, free: tuple[FreeAxis, ...]) -> Iterator[Any]:
 
 
 def _resized(batch: Any, sizes: Mapping[tuple[int, int], int]) -> Any:
-    """Returns a batch of the same structure; `sizes` are by the tensor's number, in order, and axis."""
+    """Returns the batch with other sizes, given by the index of a tensor in `leaves` and its axis."""
     count = iter(range(len(leaves(batch))))
 
     def one(value: Any) -> Any:

@@ -1,6 +1,6 @@
 """timm: one small variant of each architecture family, random weights, 16 classes.
 
-`MODELS` has, by name, the height and width of the input, and arguments that make the model smaller.
+`MODELS` has, by name, the side of the square input and arguments that make the model smaller.
 """
 
 from __future__ import annotations

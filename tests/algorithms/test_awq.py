@@ -25,7 +25,7 @@ from qatkit.quant.granularity import PerBlock, PerTensor
 
 
 class Gated(nn.Module):
-    """An RMSNorm read by two Linears and a gate, as in the feed-forward block of a language model."""
+    """A gated feed-forward block as in language models: two Linears, one a gate, read an RMSNorm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def quantized(graph: fx.GraphModule, images: Tensor) -> Tensor:
 
 
 def uneven(model: nn.Module) -> nn.Module:
-    """Makes six input channels of the norm's readers 12 times larger, and their weights 4 times smaller."""
+    """Makes six outputs of the norm 12 times larger and their weights in both Linears 4 times smaller."""
     torch.manual_seed(0)
     gated = cast(Gated, model)
     with torch.no_grad():
@@ -84,7 +84,7 @@ def test_the_float_function_stays(name: str) -> None:
 
 
 def rounded(weight: np.ndarray, block: int) -> np.ndarray:
-    """Rounds weights to int4 with a scale and zero_point per block of a row, in float32 like the package."""
+    """Quantizes weights to int4 (scale and zero_point per block) and back, in float32 like the package."""
     rows = weight.astype(np.float32).reshape(len(weight), -1, block)
     low, high = np.minimum(rows.min(2, keepdims=True), 0), np.maximum(rows.max(2, keepdims=True), 0)
     scale = (high - low) / np.float32(15)

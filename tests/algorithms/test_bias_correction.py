@@ -79,8 +79,8 @@ def test_empirical_correction_leaves_no_mean_error_anywhere(name: str) -> None:
     assert result.changed == len(wanted)
     left = total = 0.0
     for path, means in wanted.items():
-        # The correction ignores the 2 lowest and 2 highest of 48 images; an error of up to half a step of
-        # the int32 bias remains.
+        # In each channel, the correction ignores the 2 lowest and 2 highest of the 48 image means; an error
+        # of up to half a step of the int32 bias remains.
         error, was = (np.sort(found[path] - means, axis=0)[2:-2].mean(0) for found in (after, before))
         assert np.abs(error).max() <= 0.51 * steps[path] + 1e-5, path
         left, total = left + np.abs(error).sum(), total + np.abs(was).sum()
@@ -88,7 +88,7 @@ def test_empirical_correction_leaves_no_mean_error_anywhere(name: str) -> None:
 
 
 def test_analytic_shift_is_the_expected_weight_rounding_error() -> None:
-    """For a Linear, the shift is Σ_c (W'_oc - W_oc)·E[x_c], computed in NumPy from scale and float inputs."""
+    """For a Linear with rounded weights W', the shift is Σ_c (W'_oc - W_oc)·E[x_c] over float inputs."""
     torch.manual_seed(0)
     model, images = Mlp().eval(), noise(60, 12).abs() + 1
     graph = calibrated(model, images)
@@ -110,7 +110,10 @@ def test_analytic_shift_is_the_expected_weight_rounding_error() -> None:
 
 @pytest.mark.parametrize("name", ["chain", "residual", "gate"])
 def test_the_analytic_shift_is_that_of_a_run_over_all_images(name: str) -> None:
-    """With strides, padding and groups, the shift is the mean of op(x, W') - op(x, W) over float inputs."""
+    """With strides, padding and groups, the shift is the mean of op(x, W') - op(x, W) over float inputs x.
+
+    W' are the rounded weights.
+    """
     model, images = _skewed(name)
     graph = calibrated(model, images)
     float_means = _means(graph, images, quantize=False)

@@ -1,4 +1,4 @@
-"""Tests of block reconstruction: its loss (the paper's equation), learned scales and the exported file."""
+"""Tests of block reconstruction and AdaRound: the loss (BRECQ's equation 10), learned scales and the file."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _error(graph: fx.GraphModule, model: nn.Module, images: Tensor) -> float:
 
 
 class _Watcher:
-    """A learner that changes nothing and calls `ask` with the lesson of each block."""
+    """A learner that changes nothing and passes the `Lesson` of each block to `ask`."""
 
     def __init__(self, ask: Callable[[Lesson], None]) -> None:
         self.ask = ask
@@ -67,7 +67,10 @@ class _Watcher:
 
 @pytest.mark.parametrize("fisher", [False, True])
 def test_the_loss_is_equation_10(fisher: bool) -> None:
-    """The loss is E |F ∘ (y' - y)²|; y and y' are block outputs of the whole float and quantized graph."""
+    """The loss is E[F ∘ (y' - y)²]; F is the Fisher importance, or 1 without it.
+
+    y and y' are a block's outputs when the whole graph runs in float and quantized.
+    """
     model, images = _small("residual")
     graph = calibrated(model, images, overrides={"*": INT4})  # far larger errors than caching y in float16
     found: dict[str, list[float]] = {}
@@ -108,7 +111,7 @@ class _Keep(fx.Interpreter):
 
 
 def test_a_learned_scale_has_the_gradient_of_lsq() -> None:
-    """Equation 3: round(v) - v within the range, else the bound; times s, because s = s0 exp(p)."""
+    """Equation 3, v = x / s: round(v) - v within the range, else the bound; times s, as s = s0 exp(p)."""
     quantizer = FakeQuantize(QuantSpec(), MinMaxObserver())
     quantizer.observe(torch.tensor([-1.0, 3.0]))
     x = torch.linspace(-2, 5, 57)
@@ -182,7 +185,7 @@ def test_the_file_holds_the_learned_rounding(
 
 
 def _integers(operator: QATOperator) -> NDArray[np.int8]:
-    """Computes floor(W / s) + up in NumPy, or rounds to nearest where nothing better was found."""
+    """Returns floor(W / s) plus the learned rounding (or W / s, rounded, if none was kept), clipped."""
     fake = operator.weight_fake_quant
     assert fake is not None
     weight = operator.weight.detach().numpy()

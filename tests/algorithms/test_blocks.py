@@ -154,7 +154,10 @@ def test_cached_tensors_are_exact_on_a_grid_and_near_elsewhere(limit: int) -> No
 
 
 def test_importance_is_the_diagonal_of_the_fisher_information() -> None:
-    """For softmax(W y), the mean over draws approaches Σ_ab W_ai (diag(p) - p pᵀ)_ab W_bi, from NumPy."""
+    """The mean importance of y_i over draws approaches Σ_ab W_ai (diag(p) - p pᵀ)_ab W_bi.
+
+    Here p = softmax(W y + b).
+    """
     torch.manual_seed(0)
     graph = fx.Graph()
     x = graph.placeholder("x")
@@ -260,7 +263,7 @@ def test_what_stays_says_why() -> None:
 
 
 class Two(nn.Module):
-    """A net with two inputs (images and numbers) whose inner tensors have tokens before images."""
+    """A net with two inputs (images and numbers) whose inner tensors are [tokens, images, channels]."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -31,7 +31,7 @@ from qatkit_verify.errors import ConfigError
 
 @dataclass(frozen=True)
 class Spy(Algorithm):
-    """An algorithm that records what it is called with."""
+    """An algorithm that records its stage, whether the graph is prepared, and the batch sizes."""
 
     stage: ClassVar[str]
     seen: list[tuple[str, bool, list[int]]] = field(default_factory=list, compare=False)

@@ -59,7 +59,8 @@ def test_a_module_notes_them_and_convert_repairs_their_bias() -> None:
     module.eval()
     module.ready_to_convert()
     converted = module.convert()
-    # A channel without weights has no scale that fits its bias; the outputs include the bias nevertheless.
+    # The scale of an all-zero channel is too small for its bias to fit int32. After it has been raised, the
+    # outputs include the bias.
     assert (
         "conv1",
         "the scale of 2 channels was raised so that the bias fits int32; no output changes",

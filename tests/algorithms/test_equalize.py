@@ -27,7 +27,7 @@ PER_TENSOR = {"op/conv": OverrideConfig(weight_granularity="per_tensor")}
 
 
 class Separable(nn.Module):
-    """A net of full, depthwise, grouped and 1x1 convs, pools and a classifier, positively homogeneous."""
+    """Full, depthwise, grouped and 1x1 convs and Linears; all between them is positively homogeneous."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def _opened(model: nn.Module, example: Tensor, batch_norm: str = "fold") -> fx.G
 
 
 def _uneven(model: nn.Module) -> nn.Module:
-    """Rescales the channels of every pair by 0.02 to 50 and keeps the function; equalization undoes this."""
+    """Scales the channels between consecutive layers by 0.02 to 50 and back, which keeps the function."""
     layers = [m for m in model.modules() if isinstance(m, (nn.Conv2d, nn.Linear))]
     with torch.no_grad():
         for i, layer in enumerate(layers[:-1]):
@@ -121,7 +121,7 @@ def test_ranges_match_across_depthwise_grouped_and_flattened_ops() -> None:
 
 
 def test_one_pair_by_hand() -> None:
-    """The ranges (8, 1) and (2, 16) give s = (2, 1/4); both become 4 = sqrt(8·2) = sqrt(1·16)."""
+    """Ranges (8, 1) of outputs and (2, 16) of inputs give s = (2, 1/4); all become 4 = √(8·2) = √(1·16)."""
     model = nn.Sequential(nn.Linear(1, 2), nn.ReLU(), nn.Linear(2, 1))
     values = {"0.weight": [[8.0], [-1.0]], "0.bias": [3.0, 5.0], "2.weight": [[-2.0, 16.0]]}
     model.load_state_dict({key: torch.tensor(value) for key, value in values.items()}, strict=False)
@@ -206,7 +206,7 @@ def test_what_cannot_be_equalized_says_why(name: str, batch_norm: str, site: str
 
 
 class Tied(nn.Module):
-    """Three Linears; a weight or bias of the first or the second is used a second time."""
+    """Three Linears; `shared` says which weight or bias of the first two is used a second time, if any."""
 
     def __init__(self, shared: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Tests of algorithms on number formats: the error of the outputs, and the exported file."""
+"""Tests of GPTQ, SmoothQuant and bias correction with number formats such as MXFP4: output error and file."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def ready(model: nn.Module, x: Tensor, backend: Backend) -> fx.GraphModule:
 
 
 def lost(graph: fx.GraphModule, model: nn.Module, x: Tensor) -> float:
-    """Returns the squared error of the outputs divided by their squared values."""
+    """Returns the sum of squared output errors divided by the sum of squared float outputs."""
     with torch.no_grad():
         wanted = model(x)
         return float((graph(x) - wanted).square().sum() / wanted.square().sum())

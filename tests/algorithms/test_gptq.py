@@ -1,4 +1,4 @@
-"""Tests of GPTQ: the columns against optimal brain quantization in NumPy, and the outputs against float."""
+"""Tests of GPTQ: rounded columns against optimal brain quantization in NumPy, and outputs against float."""
 
 from __future__ import annotations
 
@@ -45,7 +45,11 @@ def correlated(rows: int, inputs: int, seed: int = 0) -> Tensor:
 
 
 def by_brain_surgeon(weight: Array, form: Array, scale: Array, ends: tuple[int, int], order: bool) -> Array:
-    """Rounds column by column, moves the others by the inverse form, and removes the column from it."""
+    """Returns the integers of optimal brain quantization, found column by column.
+
+    Each column's rounding error is spread over the others by the inverse of `form` (the second moments of the
+    inputs); the column is then eliminated from the inverse.
+    """
     weight, inverse, found = weight.copy(), np.linalg.inv(form), np.zeros_like(weight)
     places = np.argsort(-np.diag(form), kind="stable") if order else np.arange(len(form))
     for at in places:
@@ -102,7 +106,7 @@ def prepared(model: nn.Module, x: Tensor, backend: Backend = WEIGHT_ONLY) -> fx.
 
 
 def lost(graph: fx.GraphModule, model: nn.Module, x: Tensor) -> float:
-    """Returns the squared error of the outputs divided by their squared values."""
+    """Returns the sum of squared output errors divided by the sum of squared float outputs."""
     with torch.no_grad():
         wanted = model(x)
         return float((graph(x) - wanted).square().sum() / wanted.square().sum())
@@ -284,7 +288,7 @@ def test_blocks_need_the_whole_row_of_moments() -> None:
 
 
 def test_a_run_that_was_killed_goes_on(tmp_path: Path) -> None:
-    """Resuming reads the finished operators from the file; the result is the same bit for bit."""
+    """Finished operators are stored before the kill; the resumed run gives the same outputs bit for bit."""
     torch.manual_seed(0)
     model, x = Chain(), CASES["linears"][1]
     algorithm = GPTQ(images=64, batch_size=16)

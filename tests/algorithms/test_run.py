@@ -1,4 +1,4 @@
-"""Tests of whole runs with several algorithms: the report, and that an export needs only the checkpoint."""
+"""Tests of runs with several algorithms: report, and equal files by export, resume and cached ranges."""
 
 from __future__ import annotations
 

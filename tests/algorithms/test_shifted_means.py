@@ -1,4 +1,4 @@
-"""Tests of mean shifts from rounded weights: biases correct them only where inputs are far from zero."""
+"""Tests of mean shifts by rounded weights: biases correct them, and inputs around zero cause none."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_bias_takes_a_shift_back(tmp_path: Path) -> None:
 
 
 def test_the_shift_is_that_of_the_mean_input(tmp_path: Path) -> None:
-    """With the same mean everywhere in the image, the shift is the summed rounding error times that mean."""
+    """The shift sums, over input channels, the channel's mean times its kernel's summed rounding error."""
     (one,) = shipped(tmp_path / "a.onnx", "report", 128.0).shifted
     graph = QATModule(Edges().eval(), pixels(0)[:2])
     graph.calibrate([pixels(0)])

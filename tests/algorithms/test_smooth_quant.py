@@ -31,7 +31,7 @@ def _float(graph: fx.GraphModule, images: Tensor) -> Tensor:
 
 
 def _pairs(graph: fx.GraphModule) -> dict[str, list[str]]:
-    """Returns the readers of each source of which at least one channel can be scaled."""
+    """Returns, for each source with at least one channel that can be scaled, the operators that read it."""
     return {site(s.node): [site(r.node) for r in s.followed.readers] for s in sources(graph)[0]}
 
 
@@ -131,9 +131,9 @@ def test_pairs_come_from_the_graph(name: str, found: dict[str, list[str]]) -> No
 
 
 def test_factors_are_the_papers() -> None:
-    """γ and β are divided by s_j = max|X_j|^α / max|W_j|^(1-α), and the weights of both readers multiplied.
+    """γ is divided by s_j = max|X_j|^α / max|W_j|^(1-α), and both readers' weights are multiplied by it.
 
-    W_j covers both readers.
+    W_j are the weights of both readers for channel j.
     """
     model, images = Norm(), 3 * noise(40, 5, 6)
     x = F.layer_norm(images, (6,)).flatten(0, 1).numpy()
@@ -202,7 +202,7 @@ def _error(model: nn.Module, images: Tensor, algorithm: SmoothQuant | None) -> f
 
 @pytest.mark.parametrize("outlier", [1.0, 5.0, 200.0])
 def test_the_search_finds_the_strength_of_least_error(outlier: float) -> None:
-    """Compares with one calibrated model per strength; with a single batch, its ranges are the extremes."""
+    """Compares with a calibrated model per strength; from the single batch, ranges are minima and maxima."""
     torch.manual_seed(0)
     norm, linear, images = nn.LayerNorm(12), nn.Linear(12, 7), noise(16, 12)
     model = nn.Sequential(norm, linear).eval()

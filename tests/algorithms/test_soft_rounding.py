@@ -1,4 +1,4 @@
-"""Tests of learned rounding against the paper's formulas in NumPy, and against all possible roundings."""
+"""Tests of AdaRound against its paper's formulas in NumPy, and against all possible roundings."""
 
 from __future__ import annotations
 
@@ -127,10 +127,10 @@ def test_adaround_comes_near_the_best_of_all_roundings(relu: bool, bound: float)
 
     Rounding to nearest leaves 1.7 to 2.7 times the least error, because positive inputs make the errors of a
     row add up. Over 20 draws, AdaRound leaves 1.05 times the least error (at most 1.10), and with a ReLU
-    after the layer 1.12 (at most 1.17). The missing gradient through clamped outputs is not the reason: a
-    straight-through ReLU gives 1.12 as well. The ReLU leaves each row fewer images; eight roundings can fit
-    fewer images better, and such an optimum is harder to find. Without a ReLU, 64, 16 and 8 images give 1.05,
-    1.26 and 1.60.
+    after the layer 1.12 (at most 1.17). The missing gradient of outputs below 0 does not explain the
+    difference: a straight-through ReLU gives 1.12 as well. The ReLU leaves each row fewer images; eight
+    roundings can fit fewer images better, and such an optimum is harder to find. Without a ReLU, 64, 16 and
+    8 images give 1.05, 1.26 and 1.60.
     """
     torch.manual_seed(0)
     images = noise(64, 8).abs()

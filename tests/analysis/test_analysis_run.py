@@ -101,7 +101,7 @@ def test_pictures_are_files(finished: Path) -> None:
 def test_a_run_that_is_killed_in_its_analysis_goes_on(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run is killed after two batches; resuming measures only the others, with the same result."""
+    """Killed after two batches of the sensitivity, the run measures only the others, with equal results."""
     folder = tmp_path / "run"
     config = tiny(folder, analysis=FULL)
     measured: list[int] = []

@@ -1,4 +1,4 @@
-"""Tests of drawing images: the most clipped ones always, the others at random, with unbiased weights."""
+"""Tests of sampling images for the estimate: always the most clipped, others at random, unbiased weights."""
 
 from __future__ import annotations
 
@@ -82,10 +82,10 @@ def test_first_images_and_fixed_batches_are_used_whole() -> None:
 
 
 def test_the_estimate_of_some_images_is_that_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Includes the input's range, where one image in 640 causes nearly all of the loss.
+    """Includes the input's quantizer, for which one image in 640 causes nearly all of the loss.
 
-    Its estimate from a random vector has a standard deviation of 1.4 times the mean, so that means over 20
-    seeds differ by less than a factor of 2.
+    From one random vector, this loss is estimated with a standard deviation of 1.4 times the mean. Means over
+    20 seeds therefore differ by less than a factor of 2.
     """
     graph, images = subject()
     more = torch.cat([images, noise(512, 12, seed=3)])

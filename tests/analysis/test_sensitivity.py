@@ -1,4 +1,4 @@
-"""Tests of sensitivity and isolation against whole runs with phases set by hand, and metrics from NumPy."""
+"""Tests of sensitivity and isolation: NumPy metrics of runs with quantizers switched on and off by hand."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def by_hand(graph: fx.GraphModule, batches: tuple[tuple[Tensor, Tensor], ...], o
 
 
 def rows(outputs: list[Array]) -> Array:
-    """Returns the outputs as one array [rows, classes]."""
+    """Returns the outputs as one array [rows, classes], with a row per image or pixel."""
     return np.concatenate([np.moveaxis(one, 1, -1).reshape(-1, one.shape[1]) for one in outputs])
 
 
@@ -201,7 +201,7 @@ def test_a_killed_measurement_goes_on_and_ends_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["residual", "vit", "concat"])
 def test_the_estimate_is_near_the_exact_loss(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes and ranks must be near, although one random vector per image replaces all directions."""
+    """The median ratio of losses and the ranks must be close; the estimate uses a random vector per image."""
     # All 256 images are used; a sixth is too few for these bounds (test_drawn_images.py tests the drawing).
     monkeypatch.setattr(drawn_images, "SHARE", 1)
     graph, _ = subject(name)

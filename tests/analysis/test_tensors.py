@@ -189,7 +189,7 @@ def exported() -> tuple[fx.GraphModule, fx.GraphModule, bytes]:
 
 
 def compared(path: Path, fault: Fault | None = None) -> Comparison:
-    """Compares every tensor, with the fault only in the file."""
+    """Compares every tensor of the simulation and of the file, after `fault` has changed only the file."""
     graph, converted, content = exported()
     path.write_bytes(content)
     if fault is not None:

@@ -1,4 +1,4 @@
-"""Tests of candidate ranges, which are ranked by the output errors of the next operators."""
+"""Tests of candidate ranges, ranked by the tensor's own error plus the output error of its readers."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def graph(observer: type[Observer]) -> fx.GraphModule:
 
 
 def batches(growth: float, labels: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields ten batches of eight images; the last four batches are `growth` times larger."""
+    """Yields ten batches of eight images; the values of the last four batches are `growth` times larger."""
     for i in range(10):
         x = noise(8, 3, 12, 12, seed=0 if growth == 1 else i) * (growth if i >= 6 else 1)
         yield x, torch.arange(8) % labels

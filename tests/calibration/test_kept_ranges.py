@@ -35,7 +35,7 @@ class Moved(nn.Module):
 
 
 def moved_file(path: Path) -> Path:
-    """Writes an ONNX file with the same operators."""
+    """Writes an ONNX file with the operators of Moved."""
     draw = np.random.default_rng(0)
     weights = {
         "w": draw.normal(size=(16, 3, 3, 3)),
@@ -54,7 +54,7 @@ def moved_file(path: Path) -> Path:
 
 
 def check(module: QATModule, file: Path) -> None:
-    """Checks that only the input and the ReLU's output are observed; the moved tensors share its scale."""
+    """Checks that only the input and the ReLU's output are observed; moved tensors share that scale."""
     ranges = {name: q.observer for name, q in fake_quantizers(module.graph).items()}
     assert list(ranges) == ["input", "conv"]
     graph = onnx.load(file).graph

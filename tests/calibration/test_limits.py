@@ -1,4 +1,4 @@
-"""Tests of range limits: where the next function is flat, the range ends, which makes its steps finer."""
+"""Tests of range limits: a range ends where the function that reads it is flat, so its steps are finer."""
 
 from __future__ import annotations
 

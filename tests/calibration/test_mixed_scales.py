@@ -1,4 +1,4 @@
-"""Tests of tensors with mixed scales: they are found only where values are lost, and left float."""
+"""Tests of mixed scales: only tensors whose small values one scale would lose are found and left float."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class FrontEnd(nn.Module):
 
 
 class Spectrum(nn.Module):
-    """A net that sums energies (over six orders of magnitude) per band, then has a logarithm and a Linear."""
+    """Sums energies in bands, which differ by almost 10⁴, and applies a logarithm and a Linear."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ def test_nothing_of_mixed_scale_is_left(tmp_path: Path) -> None:
 
 
 def report_and_float(model: nn.Module, sound: Tensor, axis: int, folder: Path) -> tuple[Any, Any, Any]:
-    """Returns the mean dB with mixed scales only reported, that with them left float, and its module."""
+    """Returns mean dB with mixed scales reported, mean dB with them left float, and the latter's module."""
     exact = model(sound).detach().numpy()
     before, after = folder / "before.onnx", folder / "after.onnx"
     shipped(model, sound, before, "report")

@@ -1,4 +1,4 @@
-"""Tests of competing algorithms: only those that help are kept, and the file is the one that was judged."""
+"""Tests of algorithm_choice=auto: only algorithms that help are kept, and the judged file is written."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Costly(Spoil):
 
 
 def competing(folder: Path, *names: str) -> Config:
-    """Returns a run without training and with one scale per weight: without algorithms, its file is poor."""
+    """Returns a config without training; with one scale per conv weight, int8 is poor without algorithms."""
     config = calibrate_only(folder)
     config.model.name = "tiny_run.Uneven"
     config.calibration = replace(config.calibration, images=128)
@@ -173,7 +173,7 @@ class Idle(Algorithm):
 
 @dataclass(frozen=True)
 class IdleBefore(Idle):
-    """An Idle that runs before there are ranges."""
+    """An Idle that runs before calibration."""
 
     stage: ClassVar[str] = FUSED
 

@@ -1,4 +1,4 @@
-"""Tests of which rung is built on and which meets the target, with figures worked out by hand."""
+"""Tests of rescue.climb: which rung of the ladder the next one builds on, and which meets the target."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from qatkit.records.ladder import RungResult
 
 
 def rung(score: float = 66.9, sqnr_db: float | None = 21.5) -> RungResult:
-    """Returns a rung measured on 10,000 images, where float has a top-1 of 67.2."""
+    """Returns the result of a rung on 10,000 images, where float has a top-1 of 67.2."""
     return RungResult(
         "a", "rung a", score=score, drop=67.2 - score, agreement=0.97, sqnr_db=sqnr_db, images=10_000
     )

@@ -1,4 +1,4 @@
-"""Tests of the engine of all contests with verdicts worked out by hand, and of a new chooser built on it."""
+"""Tests of Contest, which compares alternatives, with verdicts by hand, and of a chooser built on it."""
 
 from __future__ import annotations
 
@@ -89,7 +89,13 @@ def test_what_a_killed_run_has_found_is_not_found_again(tmp_path: Path) -> None:
 
 
 def verdict(right: str, errors: list[float] | float = 0.1, same: str | None = None) -> Verdict:
-    """Returns a verdict from a 1 or 0 per image: `right` ("" without labels) and `same` (default: all 1)."""
+    """Returns a verdict on images.
+
+    Args:
+        right: a 1 for each correctly classified image and a 0 for each other one; "" without labels.
+        errors: the error of each image, or of all.
+        same: a 1 for each image with the class of float and a 0 for each other one; None: all 1.
+    """
     images = len(right or same or "")
     flags = [
         None if text == "" else np.array([c == "1" for c in text]) for text in (right, same or "1" * images)
@@ -182,7 +188,7 @@ PERCENTILES = ("percentile 99.999", "percentile 99.9")
 
 
 def choose_percentile(graph: fx.GraphModule, judge: Judge) -> tuple[str, dict[str, float | None]]:
-    """Applies the better of two percentiles to a graph with filled histograms; if equal, the wider one.
+    """Applies the wider of two percentiles to a calibrated graph, or the other if it is better beyond noise.
 
     Returns:
         The chosen percentile, and the SQNR of both in dB.

@@ -34,7 +34,10 @@ TAUGHT: dict[str, Any] = {"lr": 0.02, "distill": 0.3, "distill_features": ["pool
 
 
 def _config(folder: Path, every: int | None = 1, **schedule: Any) -> Config:
-    """Returns a config with a high, constant rate: epochs differ and don't depend on their number."""
+    """Returns a config with a high, constant learning rate.
+
+    Epochs therefore differ, and an epoch does not depend on how many follow.
+    """
     settings: dict[str, Any] = {
         "epochs": 1,
         "lr": 0.3,
@@ -52,7 +55,7 @@ def _config(folder: Path, every: int | None = 1, **schedule: Any) -> Config:
 def _trained(
     config: Config, module_type: type[QATModule] = QATModule, **options: Any
 ) -> tuple[QATModule, Run]:
-    """Runs only the training stage, on a random float model that is calibrated once."""
+    """Runs only the training stage on a random float model, calibrated once; returns the module and run."""
     run, data = Run(config, Path(config.output_dir or "")), data_of(config)
     run.folder.mkdir(exist_ok=True)
     torch.manual_seed(0)
@@ -76,7 +79,7 @@ def _top1(file: Path, data: DataModule) -> float:
 
 @pytest.mark.slow
 def test_the_kept_epoch_is_the_one_whose_file_is_best(tmp_path: Path) -> None:
-    """A run that ends there exports each epoch; the best file must equal that of the run that chooses."""
+    """Exports each epoch from a run that ends with it; the best file must equal that of the choosing run."""
     epochs, files, figures = 4, list[bytes](), list[float]()
     for count in range(1, epochs + 1):
         config = _config(tmp_path / str(count), every=count, epochs=count)

@@ -69,13 +69,13 @@ class QdqGraph:
         return self.node("DequantizeLinear", parts, f"{name}_dq", axis=0)
 
     def conv(self, tensor: str, name: str, scale: float = INPUT_SCALE, bias_error: float = 1.0) -> str:
-        """Adds a 3x3 convolution of 16 channels with an int32 bias, without an output pair."""
+        """Adds a 3x3 convolution of 16 channels with an int32 bias; its output is not quantized."""
         weight = self.weight(f"{name}.weight", (16, 16, 3, 3))
         bias = self.bias(f"{name}.bias", f"{name}.weight", scale, bias_error)
         return self.node("Conv", [tensor, weight, bias], name, pads=[1, 1, 1, 1])
 
     def gemm(self, tensor: str, name: str, scale: float = INPUT_SCALE, outputs: int = 16) -> str:
-        """Adds a Linear of 16 inputs with an int32 bias, without an output pair."""
+        """Adds a Linear of 16 inputs with an int32 bias; its output is not quantized."""
         weight = self.weight(f"{name}.weight", (outputs, 16))
         bias = self.bias(f"{name}.bias", f"{name}.weight", scale)
         return self.node("Gemm", [tensor, weight, bias], name, transB=1)

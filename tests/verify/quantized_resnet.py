@@ -53,7 +53,7 @@ def export(module: nn.Module, path: Path, size: int, channels: int = 3) -> None:
 
 @functools.cache
 def quantized_resnet18() -> Files:
-    """Returns a resnet18 with random weights and BN statistics, for 64 pixels and 10 classes."""
+    """Returns a resnet18 for 64x64 images and 10 classes, with random weights and BN means, and its files."""
     holder = tempfile.TemporaryDirectory()
     atexit.register(holder.cleanup)
     torch.manual_seed(0)

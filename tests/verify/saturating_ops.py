@@ -1,4 +1,4 @@
-"""Models of one operator whose pairs of products overflow 16 bits, each with a scalar reference."""
+"""Models of one operator whose sums of two products overflow 16 bits, each with a scalar reference."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 Array = NDArray[Any]
-Terms = tuple[tuple[int, ...], int, list[int], list[int]]  # place, channel, activations, weights
+Terms = tuple[tuple[int, ...], int, list[int], list[int]]  # output index, channel, activations, weights
 LOW, HIGH = -32768, 32767
 
 
@@ -21,10 +21,11 @@ class Op:
     """An operator with its constants and attributes.
 
     Attributes:
-        kind: the operator's type; a QGemm has a float output if `floats` is true.
+        kind: the operator's type.
         x: uint8 input, [N, C, H, W] or [..., K].
         weight: int8 weight in the operator's layout.
         zeros: zero points of input and weight.
+        floats: whether the output is float, as with any MatMulIntegerToFloat and some QGemms.
     """
 
     kind: str
@@ -43,7 +44,7 @@ class Op:
 
     @property
     def scales(self) -> tuple[np.float32, Array, np.float32]:
-        """Scales of input, weight (per channel) and output; sums of a few hundred thousand fill the bytes."""
+        """Scales of input, weight (per channel) and output, with which the outputs fill the uint8 range."""
         draw = np.random.default_rng(1)
         return (
             np.float32(0.02),
@@ -92,7 +93,7 @@ class Op:
         return helper.make_model(graph, opset_imports=opsets, ir_version=8)
 
     def scalar(self, *, saturate: bool) -> Array:
-        """Computes the output one product after the other."""
+        """Returns the output, computed product by product; `saturate` clips each sum of two to int16."""
         found: dict[tuple[int, ...], float] = {}
         x_scale, w_scale, y_scale = self.scales
         for place, m, a, w in self._convolved() if self.kind == "QLinearConv" else self._multiplied():
@@ -117,7 +118,7 @@ class Op:
                 yield (*row, m), m, self.x[row].tolist(), self.weight[:, m].tolist()
 
     def _convolved(self) -> Iterator[Terms]:
-        """Yields the terms by kernel position, then by channel of the group; zero points pad the input."""
+        """Yields each output's terms by kernel position, then by channel of the group; zero points pad x."""
         ends, kernel = self.x.shape[2:], self.weight.shape[2:]
         size = [
             (n + 2 * self.pad - (k - 1) * self.dilation - 1) // self.stride + 1

@@ -1,4 +1,4 @@
-"""Tests of accuracy against counts with torch.topk on the logits of a plain session."""
+"""Tests of accuracy against counts with torch.topk on the logits of a plain ONNX Runtime session."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the audit on good files against what ONNX Runtime really does, and of its exceptions."""
+"""Tests of the audit against PyTorch's counts and ONNX Runtime's profile, and of allowed float operators."""
 
 from __future__ import annotations
 

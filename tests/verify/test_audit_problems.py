@@ -143,7 +143,7 @@ def test_float_bias_without_output_pair(build: Callable[[QdqGraph], str], op: st
 
 
 def test_an_int8_gemm_whose_bias_has_another_scale_is_a_problem(tmp_path: Path) -> None:
-    """Every version deviates from the file: it uses the product of the scales for the bias."""
+    """ONNX Runtime deviates from the file: it scales the bias by input scale times weight scale."""
     graph = QdqGraph()
     image = graph.quantize("input", "in_q", INPUT_SCALE)
     inputs = [
@@ -198,7 +198,7 @@ def test_weight_behind_a_reshape(tmp_path: Path) -> None:
     [(256, 0), (70_000, 1)],
 )
 def test_large_constants_dequantized_at_run_time(elements: int, problems: int, tmp_path: Path) -> None:
-    """A position embedding stored in 8 bits is converted on every run, which is reported if it is large."""
+    """A position embedding in 8 bits is dequantized on every run, which is a problem only if it is large."""
     graph = QdqGraph()
     parts = [
         graph.constant("position_q", np.zeros(elements), np.uint8),

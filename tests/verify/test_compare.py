@@ -144,7 +144,7 @@ def several(path: Path, batch: int | str = "batch") -> None:
 
 
 class Computed:
-    """The same model in NumPy, with `off` added to the logits and 1 to the first `wrong` values of best."""
+    """The model of `several` in NumPy; adds `off` to the logits and 1 to the first `wrong` values of best."""
 
     def __init__(self, off: float = 0.0, wrong: int = 0) -> None:
         self.off, self.wrong = off, wrong

@@ -1,4 +1,4 @@
-"""Checks that a decoder falls short in each comparison, and if its accuracy level costs too much."""
+"""Tests of a decoder's shortfalls: comparisons that fail, and an accuracy level that costs too much."""
 
 from __future__ import annotations
 

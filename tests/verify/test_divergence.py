@@ -1,4 +1,4 @@
-"""Tests with planted faults: when one tensor is changed, it must be named."""
+"""Tests of the first tensor that differs: after a planted fault in a scale or weight, it must be named."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MEAN, STD = (0.5, 0.5, 0.5), (0.15, 0.16, 0.17)
 
 @functools.cache
 def _exported(name: str, dynamic: bool) -> tuple[fx.GraphModule, bytes]:
-    """Returns the converted module for a backend, and its file."""
+    """Returns the converted module for a backend, and the bytes of its file."""
     (backend,) = [one for one in (FBGEMM, QNNPACK, TENSORRT) if one.name == name]
     torch.manual_seed(0)
     model = settle(Residual(), 3, 12, 12)
@@ -178,7 +178,7 @@ def test_a_weight_that_is_changed_in_the_file_is_named(
 
 
 def _of_wrong_axis(path: Path) -> Path:
-    """Writes a weight with scales along the wrong axis: legal QDQ, which ONNX Runtime 1.31 fuses anyway."""
+    """Writes a weight with scales along its inputs: valid QDQ, which ONNX Runtime 1.31 computes wrongly."""
     graph = QdqGraph()
     x = graph.quantize("input", "input_q", INPUT_SCALE)
     first = graph.quantize(graph.gemm(x, "first"), "first_q", LOGITS_SCALE)
@@ -189,7 +189,7 @@ def _of_wrong_axis(path: Path) -> Path:
 
 
 def test_what_the_optimizer_computes_otherwise_is_named(tmp_path: Path) -> None:
-    """Covers no reference module, and one that agrees with the unoptimized file."""
+    """Covers a check without a reference module, and with one that agrees with the unoptimized file."""
     path = _of_wrong_axis(tmp_path / "m.onnx")
     images = np.random.default_rng(0).standard_normal((24, 16), dtype=np.float32)
     found = optimizer_divergence(path, images[:4])

@@ -1,4 +1,4 @@
-"""Tests of free runs of two files against NumPy: agreement and SQNR over growing numbers of steps."""
+"""Tests of two files that each feed back their own states: agreement and SQNR after more and more steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of fidelity to the float file against PyTorch's KL divergence and figures by hand; its bounds."""
+"""Tests of fidelity to the float file (against PyTorch's KL divergence and by hand), and of its bounds."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_each_measure_is_what_it_says(shape: tuple[int, ...]) -> None:
 
 
 def test_figures_by_hand() -> None:
-    """Two images of two classes: 1/2, 1/2 against 1/4, 3/4, and an image without a difference."""
+    """An image with probabilities 1/2, 1/2 against 1/4, 3/4, and one without a difference."""
     exact = np.log(np.array([[0.5, 0.5], [0.9, 0.1]], np.float32))
     found = np.log(np.array([[0.25, 0.75], [0.9, 0.1]], np.float32))
     measured = fidelity(

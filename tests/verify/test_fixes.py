@@ -93,7 +93,7 @@ def test_a_large_file_names_what_calibration_left_in_float() -> None:
     ],
 )
 def test_what_no_kernel_computes_is_not_measured_away(config: Config, setting: str) -> None:
-    """No placement makes the file faster, and its float operators in the audit are the requested ones."""
+    """With such a setting, no placement is advised, and the audit does not list float operators."""
     slow = replace(
         BAD, latency={"int8": Latency(9.0, 8.9, 9.2, 0.56, 0.5, 0.6, 1, 2, 50)}, config=asdict(config)
     )

@@ -1,4 +1,7 @@
-"""Tests of uint8 x int8 kernels against scalar products, ONNX Runtime here, and an emulated Haswell."""
+"""Tests of emulated uint8 x int8 kernels.
+
+They must equal scalar sums, and ONNX Runtime on this processor and on an emulated Haswell.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ def test_a_depthwise_convolution_is_none_of_them(name: str) -> None:
 
 
 def test_overflowing_pairs_are_found_for_all_activations() -> None:
-    """Checks weights at the limit of the proof, with all values of both activations."""
+    """Checks pairs of weights at the limit of overflow with all values of both activations."""
     columns = np.array(list(product(range(256), repeat=2)), np.uint8).T
     weights = np.array(
         [[127, 2], [1, 127], [-128, -1], [-1, -128], [65, 64], [-128, 127], [127, 127]], np.int8

@@ -1,4 +1,4 @@
-"""Tests of latency: the order of files, ratios within a round, and fixed batches."""
+"""Tests of latency: the order of results, ratios within a round, and settings that are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the shifts that an NPU needs (`broken_pairs`), for weights after operators that move values."""
+"""Tests of the shift that an NPU needs (`broken_pairs`) for a weight with a Transpose before its reader."""
 
 from __future__ import annotations
 

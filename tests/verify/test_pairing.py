@@ -1,4 +1,6 @@
-"""Tests of which weights form a pair, by operator (docs/onnxruntime-qdq.md, 3f), on an emulated Haswell.
+"""Tests of which two products are added in 16 bits, by operator, on an emulated Haswell.
+
+The rules are in docs/onnxruntime-qdq.md, 3f.
 
 All weights are 0 except two along the depth K, and all activations are the largest. The outputs differ from
 those of this CPU where the two products are added in 16 bits, and are equal elsewhere.
@@ -116,7 +118,7 @@ EXACT = ("ConvInteger", "MatMulNBits", "depthwise")
 
 
 def places(depth: int) -> list[tuple[int, int]]:
-    """Returns places that form pairs and others that don't: neighbours at both ends, and a few apart."""
+    """Returns pairs of indices along K: neighbours at both ends, within or across pairs, and some apart."""
     last = depth - 1 - depth % 2
     found = [(0, 1), (1, 2), (2, 3), (3, 4), (0, 2), (0, 4), (1, 3), (last - 1, last), (last - 2, last - 1)]
     return sorted({*found, (depth - 2, depth - 1)})

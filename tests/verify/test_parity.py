@@ -28,12 +28,12 @@ from qatkit_verify.errors import ConfigError
 from qatkit_verify.records import Comparison
 
 _RANDOM = torch.Generator().manual_seed(5)
-# Each image has its own level per channel, so that pooled features and classes differ.
+# Each image has its own mean per channel, so that pooled features and classes differ.
 IMAGES = torch.randn(64, 16, 8, 8, generator=_RANDOM) + torch.randn(64, 16, 1, 1, generator=_RANDOM)
 
 
 class Reference(nn.Module):
-    """The classifier of `qdq_graphs` in float64 on exact integers; it records each quantizer's output."""
+    """The classifier of `qdq_graphs` in float64 on the file's integers; it records quantizers' outputs."""
 
     def __init__(self, graph: QdqGraph, output_pair: bool = True) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def test_a_float_output_is_measured_in_a_stated_proxy(tmp_path: Path) -> None:
 
 
 def test_a_tie_of_float_logits_is_told_and_no_shortfall(tmp_path: Path) -> None:
-    """A tie: as after float operators of a transformer, another class wins by a tenth of a step."""
+    """Another class wins by a tenth of a step, which is a tie, or by 0.9 steps, which is not."""
     path = tmp_path / "m.onnx"
     module = Reference(classifier(path, output_pair=False), output_pair=False)
     logits = module(IMAGES)
@@ -224,7 +224,7 @@ def test_a_file_is_in_doubt_where_chance_does_as_much(images: int, least: float)
 def test_more_images_decide_where_few_cannot(
     nudged: int, everywhere: bool, images: int, kept: bool, tmp_path: Path
 ) -> None:
-    """The decision differs for `nudged` of 64 images (with a dark corner), in one or all of eight batches."""
+    """The decision differs for `nudged` of 64 images (with a dark pixel), in one or all of eight batches."""
     path = tmp_path / "m.onnx"
     written = Reference(classifier(path, output_pair=False), output_pair=False)
     marked = IMAGES.clone()

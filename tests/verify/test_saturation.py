@@ -1,4 +1,4 @@
-"""Tests of whole files without VNNI: emulation, measured saturation, and guarded weights that prevent it."""
+"""Tests of files on CPUs without VNNI: emulation, measured saturation, and guarded weights against it."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_the_fix_is_what_the_run_does_not_do_yet(change: dict[str, Any], fix: st
 
 
 def test_asymmetric_weights_are_told_of_fewer_bits() -> None:
-    """No guard supports them, so none is advised."""
+    """Guarded weights (backend.reduce_range=auto) must be symmetric, so that they are not advised."""
     answers = {"agreement": 0.5, "top1": 50.0, "sqnr_db": 3.0}
     found = {"images": 12, "layers": {}, "others": [], "here": True, "emulated": answers, "exact": answers}
     results = Results("r", "m", "", config={"backend": {"reduce_range": False}})

@@ -1,4 +1,4 @@
-"""Checks that files can be measured on a machine that has neither torch nor rich."""
+"""Checks that files can be measured on a machine without torch, lightning, torchvision, rich and hydra."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ print("measured")
 
 
 def _float_twin(path: Path) -> None:
-    """Writes a float classifier with the same input and classes."""
+    """Writes a float classifier with the input and classes of `classifier`."""
     graph = QdqGraph()
     graph.weight("conv.weight", (16, 16, 3, 3))
     weight = graph.initializers.pop("conv.weight_q").astype("float32") * INPUT_SCALE

@@ -1,4 +1,4 @@
-"""Tests of placements against files: ONNX Runtime changes types at the borders that the layout predicts."""
+"""Tests of placements: layouts predict where ONNX Runtime (de)quantizes, and the fastest one is chosen."""
 
 from __future__ import annotations
 
@@ -71,7 +71,10 @@ def drawn() -> list[Sites]:
 
 
 def moves(node: ir.Node) -> bool:
-    """Returns whether a node is part of the pair that ONNX Runtime before 1.30 adds after a Transpose of floats."""
+    """Returns whether a node is in the Q/DQ pair that ONNX Runtime before 1.30 adds after some Transposes.
+
+    These are Transposes of a dequantized tensor.
+    """
     source = node.inputs[0].producer() if node.inputs[0] is not None else None
     if node.op_type == DEQUANTIZE:
         return source is not None and source.op_type == QUANTIZE and moves(source)
@@ -88,7 +91,7 @@ def moves(node: ir.Node) -> bool:
 def test_the_borders_of_a_layout_are_those_of_the_file(
     sites: Sites, layouts: Layouts, tmp_path: Path
 ) -> None:
-    """Compares the number and sizes of the quantize and dequantize kernels in the optimized graph."""
+    """Compares number and sizes of (de)quantize kernels in the optimized graph with those of the layout."""
     path = tmp_path / "model.onnx"
     export_onnx(of(sites).convert().graph, EXAMPLE, path)
     optimized = run_optimized(path, input_shape=(1, 3, 12, 12), runs=2)
@@ -130,7 +133,8 @@ def test_an_override_of_silus_names_one(tmp_path: Path) -> None:
 def made_up(layouts: Layouts, choices: Choices, slow: dict[str, tuple[float, float]]) -> Costs:
     """Returns the costs of a made-up machine, in microseconds.
 
-    Operators take (10, 20) in (int8, float) or the times in `slow`, and a border takes 1 + values / 1000.
+    Operators take (10, 20) in (int8, float) or the times in `slow`; quantizing or dequantizing a tensor takes
+    1 + values / 1000.
     """
 
     def file(sites: Sites) -> Measured:

@@ -42,7 +42,10 @@ def test_nothing_is_cheaper(seed: int) -> None:
 
 
 def test_a_chain_by_hand() -> None:
-    """conv, SiLU, depthwise, SiLU, conv: 9 plus four borders of 1, or 10 plus two with a float depthwise."""
+    """conv, SiLU, depthwise, SiLU, conv: operators take 9, and four type changes 1 each.
+
+    With the depthwise in float, operators take 10, and there are two type changes.
+    """
     times = {"a": Times(2, 5), "silu": Times(math.inf, 1), "depthwise": Times(3, 4), "silu2": Times(math.inf, 1),
              "b": Times(2, 5)}  # fmt: skip
     names = list(times)

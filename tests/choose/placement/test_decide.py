@@ -50,7 +50,7 @@ def test_a_busy_machine_requires_a_lead_beyond_one_busy_core(
 
 
 def session(ms: float, waited: float = 0.0) -> Session:
-    """Returns a session in which all three files are `ms` times slower."""
+    """Returns a session of three files that take 5, 4 and 3 ms, multiplied by `ms`."""
     return Session({"float": 5.0 * ms, "fixed": 4.0 * ms, "a": 3.0 * ms}, waited)
 
 

@@ -74,7 +74,7 @@ def repeated(path: Path, times: int) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Returns a folder of files whose order in time is clear: 40 products (float), 20 (fixed), 2 (stem)."""
+    """Returns a folder of files of clearly different latency: 40 products (float), 20 (fixed), 2 (stem)."""
     sites = {"float": Sites(frozenset("abc")), "fixed": Sites(), "stem": Sites(frozenset("a"))}
     files = {
         name: Variant(f"{name}.onnx", repeated(tmp_path / f"{name}.onnx", count), sites[name])

@@ -1,8 +1,8 @@
 """Tests of placement=measured in whole runs, and of placement files of this and other models and machines.
 
 Times are made up, because a network of this size is too fast for the clock. The depthwise Conv takes 90
-microseconds in int8 and 10 in float, a SiLU 60 and 10, any other operator 10 and 20, and a border
-1 + values / 1000. Everything else is real.
+microseconds in int8 and 10 in float, a SiLU 60 and 10, any other operator 10 and 20. Quantizing or
+dequantizing a tensor takes 1 + values / 1000. Everything else is real.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from qatkit_verify.placement.record import read_placement
 
 
 class Machine(tournament.Tournament):
-    """A tournament with these made-up times."""
+    """A tournament with the made-up times of the module's docstring."""
 
     quiet = True
 
@@ -62,7 +62,7 @@ class Machine(tournament.Tournament):
 
 
 def gated(folder: Path, **changes: Any) -> Config:
-    """Returns a run without training; its finished file is timed by the real clock, but may be slow."""
+    """Returns a config without training; the real clock times its finished file, which may be slow."""
     model = ModelConfig(name="gated.Gated")
     config = replace(calibrate_only(folder), model=model, placement="measured", **changes)
     config.calibration.mixed_scales = "report"  # only the placement decides what is float

@@ -1,4 +1,4 @@
-"""A small net with every kind of neighbouring operators, and modules of it with some operators in float."""
+"""A small net of convs, Linears, a sum and operators between them, and modules with some of it in float."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of predicted latencies against a made-up machine with known kernels, borders and profiler."""
+"""Tests of predicted latencies on a made-up machine: known times of kernels, type changes and profiler."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BESIDE = 1.2  # factor on the time of an operator between two neighbours of the
 
 
 def layout(floats: Sequence[str]) -> Layout:
-    """Returns the layout of a chain, which quantizes from float to int8 neighbours and dequantizes back."""
+    """Returns the layout of a chain; tensors are (de)quantized only between float and int8 neighbours."""
     eight = [one not in floats for one in OPERATORS]
     pairs = list(zip(OPERATORS[1:], itertools.pairwise(eight), strict=True))
     quantized = [VALUES[one] for one, (before, here) in pairs if here and not before]
@@ -71,7 +71,7 @@ def test_both_ends_are_as_measured(costs: Costs) -> None:
 
 
 def test_every_mixture_is_within_two_percent(costs: Costs) -> None:
-    """Checks all 256 mixtures, of which four were measured."""
+    """Checks all 256 sets of float operators, of which four were measured."""
     off = [
         costs(layout(one)) / milliseconds(one) - 1
         for n in range(9)
@@ -82,7 +82,10 @@ def test_every_mixture_is_within_two_percent(costs: Costs) -> None:
 
 @pytest.mark.parametrize("seed", range(50))
 def test_a_clock_that_contradicts_itself_gives_times_above_zero(seed: int) -> None:
-    """With runs of a few microseconds, other work may take longer, or be all that the profiler sees."""
+    """When a run takes only microseconds, other processes may dominate what clock and profiler measure.
+
+    Their times may then contradict each other.
+    """
     rng = np.random.default_rng(seed)
     sets = (), OPERATORS, OPERATORS[0::2], OPERATORS[1::2], OPERATORS[:3], OPERATORS[:6]
     files = [file(one) for one in sets]
@@ -151,5 +154,5 @@ def test_the_correction_is_kriging(costs: Costs) -> None:
 
 
 def plain(costs: Costs, one: Layout) -> float:
-    """Returns the uncorrected sum over operators and borders."""
+    """Returns the predicted latency without corrections: the sum over operators and type changes."""
     return float(costs._summed(one))

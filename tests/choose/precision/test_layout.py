@@ -41,7 +41,7 @@ def test_a_layout_has_what_the_prepared_module_has(layouts: Layouts, floats: tup
 
 
 def test_losses_add_up_over_what_is_left(int8: QATModule, layouts: Layouts) -> None:
-    """Each switch loses a different power of two, so that a sum shows which switches it includes."""
+    """Each tensor's quantization loses another power of two, so that a sum shows which ones it includes."""
     sites = switches(int8.graph)
     rows = [
         SensitivityRow(s.site, s.kind, ONLY, None, float(2**i), None, exact=False)
@@ -72,7 +72,7 @@ def test_a_tensor_quantized_only_when_mixed_loses_as_its_source(layouts: Layouts
 
 
 def test_borders_are_where_a_type_changes(layouts: Layouts) -> None:
-    """Sizes: an image has 3*12*12 values, the stem's output 8*10*10, the pool's 8*5*5, the last 8 or 16."""
+    """Sizes: an image has 3*12*12 values, the stem's output 8*10*10, the pool's 8*5*5, later ones 8 or 16."""
     image, small = 3 * 12 * 12, 8 * 5 * 5
     int8 = layouts(())
     assert image in int8.quantized and small not in int8.quantized  # inside, int8 follows int8

@@ -272,7 +272,7 @@ def test_noise_chooses_nothing(tmp_path: Path) -> None:
 
 
 def test_a_cache_of_all_images_is_refused_with_held_out_ones(tmp_path: Path) -> None:
-    """Its ranges have seen the images that judge the front."""
+    """The cached ranges come from all images, including the held-out ones that judge the front."""
     config = searching(tmp_path / "run")
     config.calibration.cache = str(tmp_path / "ranges.safetensors")
     plain = replace(config, precision=PrecisionConfig())

@@ -1,4 +1,4 @@
-"""Tests of bits per weight: the knapsack against all choices, and the divergence against uniform bits."""
+"""Tests of mixed weight types: the allocation of bits against all choices, and uniform bits as a baseline."""
 
 from __future__ import annotations
 
