@@ -195,7 +195,9 @@ def test_cells_are_decoded_as_yolox_says() -> None:
 def test_mistakes_are_told_in_one_line() -> None:
     with pytest.raises(ConfigError, match=r"data.image_size=\[72, 96\]: expected a multiple of 32"):
         yolox_nano(3)(torch.zeros(1, 3, 72, 96))
-    with pytest.raises(ConfigError, match="expected one of silu, relu, relu6, hardswish for activation"):
+    with pytest.raises(
+        ConfigError, match=r"model\.kwargs\.activation=gelu: expected one of silu, relu, relu6, hardswish"
+    ):
         yolox_nano(3, "gelu")
     with pytest.raises(ConfigError, match="the sides of anchors as ascending shares"):
         made(NAMES[0], anchor_ratios=[0.9, 0.1])

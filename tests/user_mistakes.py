@@ -229,7 +229,7 @@ MISTAKES: dict[str, tuple[str, list[str], str]] = {
     "arguments of a builder": (
         "def Mine(width, num_classes):\n    return Net(num_classes)",
         [MODEL],
-        "takes (num_classes=...), not (width, num_classes) (missing a required argument: 'width')",
+        "a callable that accepts (num_classes=...), not (width, num_classes) (missing a required argument: 'width')",
     ),
     "no model": (
         "def Mine():\n    return None",

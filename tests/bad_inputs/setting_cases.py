@@ -250,7 +250,7 @@ _DEMO = [
 ]
 _SPACE = "search.space={schedule.lr:{low:1e-4,high:1e-2,log:true}}"
 _SEARCH = [
-    bad("launcher=slurm", "launcher=slurm: expected -m in front"),
+    bad("launcher=slurm", "launcher=slurm: Slurm only runs sweeps; add -m"),
     bad(_SPACE, "search.trials=0: expected 1 or more with search.space"),
     bad("search=optuna", "search.space={{}}: expected at least one key"),
     *(

@@ -49,7 +49,10 @@ def test_an_export_takes_the_configuration_of_the_run(launch: Launch, checkpoint
         ),
         (["checkpoint=CKPT", "export.opset=9"], "export.opset=9: expected an integer from 13 to 23"),
         (["checkpoint=nothing.ckpt"], "checkpoint=nothing.ckpt: expected a checkpoint written by train.py"),
-        (["checkpoint=CKPT", "data.mean=[0.1]"], "data.mean=[0.1]: the key needs export.io=uint8"),
+        (
+            ["checkpoint=CKPT", "data.mean=[0.1]"],
+            "data.mean=[0.1]: the key can only be set with export.io=uint8",
+        ),
         ([], "checkpoint=null: expected a checkpoint written by train.py"),
     ],
 )

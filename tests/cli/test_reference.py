@@ -38,7 +38,7 @@ def test_help_lists_every_key_and_option(
     assert set(ALL_KEYS) <= set(told)
     said = "\n".join(lines)
     assert "\n  schedule.lr: float = 0.001  (above 0)\n      learning rate of fine-tuning\n" in said
-    mean = "mean per channel of the model's input, for pixel values in the range data.pixels"
+    mean = "mean per channel of the model's input, in the units of data.pixels (default"
     assert f"\n  data.mean: list[float] | None = null\n      {mean}" in said
     assert "\n  export.opset: int = 13  (13 to 23)\n" in said
     assert "\n  data.bad: str = refuse  (refuse | skip)\n" in said

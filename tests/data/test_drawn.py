@@ -189,7 +189,7 @@ def test_a_model_with_states_gets_sequences(tmp_path: Path) -> None:
         (
             (IDS,),
             {"sizes": {"batch": 3}},
-            "data.sizes.batch=3: the model has no such input or dynamic axis (did you mean",
+            "data.sizes.batch=3: the model has no such input or dynamic axis (known: ids, sequence)",
         ),
         ((IDS,), {"sizes": {"sequence": 0}}, "data.sizes.sequence=0: expected a positive integer"),
         (

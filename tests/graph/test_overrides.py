@@ -144,8 +144,9 @@ def test_a_pattern_without_a_match_names_near_ones(pattern: str, near: str) -> N
     with pytest.raises(ConfigError) as caught:
         prepared(Chain(), IMAGES, overrides={pattern: FLOAT})
     text = str(caught.value)
-    assert text.startswith(f"backend.overrides={pattern}: the pattern matches no operator (did you mean ")
-    assert near in text.split("did you mean ")[1] and "\n" not in text
+    head, _, names = text.removesuffix(")").removesuffix("?").partition(" (")
+    assert head == f"backend.overrides={pattern}: the pattern matches no operator" and "\n" not in text
+    assert names.startswith("known: " if pattern == "layer9.*" else "did you mean ") and near in names
 
 
 def test_everything_in_float_leaves_nothing_to_quantize() -> None:

@@ -106,7 +106,7 @@ def _config(export: ExportConfig, **changes: Any) -> Config:
         (_config(ExportConfig(mode="float16"), verify=VerifyConfig(control=True)),
          r"verify\.control=true: expected false with export\.mode"),
         (_config(ExportConfig(mode="dynamic"), backend=BackendConfig(overrides={"fc": OverrideConfig(float=True)})),
-         r"backend\.overrides=fc: expected \{\} with export\.mode=dynamic"),
+         r"backend\.overrides=\{fc: .*\}: expected \{\} with export\.mode=dynamic"),
         (_config(ExportConfig(mode="weight_only"), backend=BackendConfig(reduce_range=True)),
          r"backend\.reduce_range=true: expected false with export\.mode=weight_only"),
         (_config(ExportConfig(mode="dynamic"), calibration=CalibrationConfig(random=True)),

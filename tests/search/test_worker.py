@@ -142,7 +142,7 @@ def test_a_search_whose_trials_all_fail_ends_with_the_reasons(
     said = capsys.readouterr()
     last = said.err.splitlines()[-1]
     assert last.startswith("error: search.trials=")
-    assert "no such thing in 2 (study/trials/2)" in last
+    assert "no such thing in 2; see study/trials/2" in last
     page = (tmp_path / "study" / "search.html").read_text()
     for number in range(3):
         (row,) = [line for line in said.out.splitlines() if line.startswith(f"{number} ")]
@@ -192,7 +192,7 @@ def test_a_study_goes_on_with_its_images_only(
     assert launch(quick, *[*run, "search.trials=2", f"data.root={tmp_path / 'copy'}"]) == 0
     capsys.readouterr()
     assert launch(no_job, *[*run, "search.trials=3", f"data.root={tmp_path / 'changed'}"]) == 2
-    assert "data.root there images " in capsys.readouterr().err
+    assert "data.root is images " in capsys.readouterr().err
     assert len(_study(tmp_path / "study")) == 2
 
 

@@ -163,7 +163,7 @@ def test_session_options_reach_the_audit(tmp_path: Path) -> None:
 def test_a_file_with_other_dynamic_sizes_asks_for_the_shape(tmp_path: Path) -> None:
     graph = QdqGraph()
     path = graph.save(tmp_path / "d.onnx", graph.conv("input", "c1"), ("N", 16, "H", "W"), 4)
-    with pytest.raises(ConfigError, match="give an array for it"):
+    with pytest.raises(ConfigError, match="give an array for this input"):
         audit(path)
     assert audit(path, input_shape=(1, 16, 4, 4)).macs == 16 * 4 * 4 * 16 * 9
 

@@ -13,6 +13,7 @@ from functools import partial
 _LONGEST = 300  # maximum number of characters of a value in a message
 _LONGEST_REASON = 2000
 _LONGEST_CAUSE = 400
+_FEW = 12  # maximum number of words that a message lists
 _LESS_SIMILAR = 0.15  # difference in similarity at which a word is no longer proposed beside a closer one
 
 
@@ -71,9 +72,15 @@ def near_matches(word: str, words: Iterable[str], n: int = 5) -> str:
 
 
 def did_you_mean(word: str, words: Iterable[str], n: int = 5) -> str:
-    """Returns the end of an error message, " (did you mean a, b?)"; "" if no word is similar."""
-    near = _similar(word, sorted(set(words)), n)
-    return f" (did you mean {', '.join(near)}?)" if near else ""
+    """Returns the end of an error message, " (did you mean a, b?)".
+
+    If no word is similar, and there are few, it lists them, " (known: a, b)"; otherwise it is "". With `n=1`, words
+    are never listed, since the message does so.
+    """
+    pool = sorted(set(words))
+    if near := _similar(word, pool, n):
+        return f" (did you mean {', '.join(near)}?)"
+    return f" (known: {', '.join(pool)})" if n > 1 and 0 < len(pool) <= _FEW else ""
 
 
 def _similar(word: str, pool: list[str], n: int) -> list[str]:

@@ -125,7 +125,7 @@ def test_an_int8_silu_has_int8_kernels_and_the_module_outputs(pattern: str, tmp_
 
 def test_an_override_of_silus_names_one(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"backend\.overrides=depthwise: the pattern matches no silu \(did you mean "
+        ConfigError, match=r"backend\.overrides=depthwise: the pattern matches no silu \(known: op/silu, "
     ):
         QATModule(Gated(), EXAMPLE, overrides={"depthwise": OverrideConfig(int8=True)})
 
