@@ -64,7 +64,7 @@ def quantized(config: Config, data: DataModule) -> QATModule:
 
 
 def divergence(exact: Tensor, found: Tensor) -> float:
-    """Returns the KL divergence of the softmax of `found` from that of `exact`, in nats per image."""
+    """Returns KL(softmax(exact) || softmax(found)), in nats per image."""
     p = exact.log_softmax(1)
     return float((p.exp() * (p - found.log_softmax(1))).sum(1).mean())
 

@@ -122,7 +122,7 @@ class StyleGenerator(nn.Module):
 
 @odd((image(3, 32, 32), image(3, 16, 16)))
 class SiameseTracker(nn.Module):
-    """SiamFC and SiamRPN: the features of one image are the kernel over those of the other, also depthwise."""
+    """SiamFC and SiamRPN++: cross-correlation with the features of the template as kernel, full and depthwise."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -54,7 +54,7 @@ def moved_file(path: Path) -> Path:
 
 
 def check(module: QATModule, file: Path) -> None:
-    """Checks that only the input and the ReLU's output are observed; moved tensors share that scale."""
+    """Checks that only the input and the ReLU's output are observed, and that moved tensors share the ReLU's scale."""
     ranges = {name: q.observer for name, q in fake_quantizers(module.graph).items()}
     assert list(ranges) == ["input", "conv"]
     graph = onnx.load(file).graph

@@ -1,4 +1,4 @@
-"""Tests of search spaces, metrics and constraints, and of proposed values, which compose like typed ones."""
+"""Tests of search spaces, metrics and constraints, and of proposed values, which are composed like overrides."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from qatkit.export.torch_to_onnx import export_onnx
 
 
 class Solved(nn.Module):
-    """Solves a triangular system from an input [batch, size, size] whose other triangle must not be read."""
+    """A triangular system whose matrix is in the input [batch, size, size]; its other triangle must have no effect."""
 
     def __init__(self, upper: bool, left: bool, unit: bool) -> None:
         super().__init__()

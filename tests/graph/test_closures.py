@@ -1,6 +1,6 @@
 """Tests of hooks that refer to their model.
 
-Copies of the model store activations of their own, and its graph does what the hooks do.
+Hooks of a copy store activations in that copy, and the captured graph does what the hooks do.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def info(name: str, kind: int = FLOAT, shape: Sequence[Any] | None = None) -> on
 def _between(
     path: Path, middle: Sequence[onnx.NodeProto], constants: Mapping[str, Array] | None = None, **more: Any
 ) -> Path:
-    """Writes a convolution to `a`, the nodes of `middle`, which compute `m`, and a convolution of `m`."""
+    """Writes a file: a convolution with output `a`, the nodes `middle`, which compute `m`, and a convolution of `m`."""
     nodes = [
         node("Conv", ["x", "w0"], ["a"], pads=[1, 1, 1, 1]),
         *middle,

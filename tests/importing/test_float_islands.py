@@ -119,7 +119,7 @@ def test_another_count_of_values_in_each_run(tmp_path: Path) -> None:
 
 
 def test_an_island_image_by_image(tmp_path: Path) -> None:
-    """A file with a fixed batch size of 1 runs once per image, so each image keeps its own boxes."""
+    """With a fixed batch size of 1, an island runs once per image, so each image keeps its own boxes."""
     source = island_nets.boxes(tmp_path / "m.onnx")
     model = onnx.load(source)
     model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 1

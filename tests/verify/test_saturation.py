@@ -1,4 +1,4 @@
-"""Tests of files on CPUs without VNNI: emulation, measured saturation, and guarded weights against it."""
+"""Tests of files on CPUs without VNNI: emulation, measured saturation, and weights that are guarded against it."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def test_what_else_there_is_is_run(module: nn.Module, x: Tensor) -> None:
 
 
 def test_what_depends_on_parameters_alone_is_computed() -> None:
-    """Its values may be read: here, a Linear computes the number of steps."""
+    """Values that depend on parameters alone may be read: here, a Linear computes the number of steps."""
 
     def forward(self: Any, x: Any) -> Any:
         for _ in range(int(self.steps(torch.ones(1)).item())):

@@ -319,7 +319,7 @@ def test_weights_of_one_scale() -> None:
 
 
 def test_convert_needs_a_quantized_input() -> None:
-    """If an int8 operator of an edited graph reads a float tensor, the error names it."""
+    """The error names an int8 operator that reads a float tensor, as can happen in an edited graph."""
     simulated = calibrated(Mlp().eval(), noise(8, 12))
     for node in list(simulated.graph.nodes):
         if node.target == "fc1_quant":
