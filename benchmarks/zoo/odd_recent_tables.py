@@ -202,7 +202,7 @@ class InContextTable(nn.Module):
 
 @odd(vector(8))
 class TabularEnsemble(nn.Module):
-    """TabM: an ensemble in one MLP. Each member has its own head, and scales inputs and outputs of the shared Linear."""
+    """Ensemble in one MLP (TabM). Each member scales inputs and outputs of the shared Linear, and has its own head."""
 
     def __init__(self, members: int = 4, width: int = 24) -> None:
         super().__init__()
