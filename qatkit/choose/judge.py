@@ -1,8 +1,8 @@
 """Judges models by their files in ONNX Runtime, on held-out images.
 
-    Judge(float outputs of the images) ── graph ──> file ──> metric, same decision as float, error of the outputs,
-                                                             per image, so that two models can be compared in pairs
+    Judge(float outputs of the images) ── graph ──> file ──> metric, same decision as float, error of the outputs
 
+All figures are kept per image, so that two models can be compared image by image (a paired comparison).
 The result is a `qatkit.choose.verdict.Verdict`.
 """
 

@@ -30,7 +30,7 @@ def seal(path: Path) -> None:
     with path.open("r+b") as stream:
         content = stream.read()
         if content[-_END_BYTES:-18] != _END or content[-2:] != b"\0\0":
-            raise ValueError(f"{path} is not a zip archive without a comment")
+            raise ValueError(f"{path} is not a zip archive, or has a comment already")
         stream.seek(len(content) - 2)
         stream.write(struct.pack("<H", _COMMENT) + _MARK + _digest(content[:-2]))
 

@@ -1,4 +1,4 @@
-"""Packs weights in number formats: stores codes of a few bits and scales instead of float32 numbers.
+"""Packs weights in number formats: stores codes of a few bits and scales instead of float32 numbers, in two forms.
 
     bytes              operators of opset 13, which any runtime supports, look up the values of codes in tables
     DequantizeLinear   reads a float8 or int8 tensor, blockwise from opset 21 on (`DEQUANTIZED`)
@@ -7,11 +7,11 @@
     scales [.., blocks, ..] uint8 ── Cast ── Gather(powers of two) ── Gather(block of each value) ── Mul ── the weight
 
 Two elements of 4 bits share a byte, and the table has both values for each byte. Four elements of 6 bits share three
-bytes and are separated by division. In a weight whose size is not such a multiple, each element has a byte. ONNX
-Runtime computes all of this once, when it loads the file. A weight in float16 or bfloat16 becomes a tensor of this
-type and a Cast.
+bytes and are separated by division. If the number of elements is not a multiple of 2 (4 bits) or 4 (6 bits), each
+element takes a byte. ONNX Runtime computes all of this once, when it loads the file. A weight in float16 or bfloat16
+becomes a tensor of this type and a Cast.
 
-In every form, the unpacked weight equals the float32 weight of the simulation bit for bit. This is checked for each
+In both forms, the unpacked weight equals the float32 weight of the simulation bit for bit. This is checked for each
 weight; a weight that does not pass, such as one with a NaN, is not packed.
 
 Low bits come first, as in ONNX's 4-bit types.

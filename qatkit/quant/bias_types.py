@@ -49,7 +49,7 @@ def whole_bias(
 
 
 def rounded_bias(bias: Tensor, step: Tensor, spec: QuantSpec, shift: int | None = None) -> Tensor:
-    """Returns the values of `bias` [out] in the file, with a straight-through gradient; Args as for `whole_bias`."""
+    """Returns `bias` [out] rounded as in the file, with a straight-through gradient; see `whole_bias` for Args."""
     with torch.no_grad():
         whole, multiplier = whole_bias(bias, step, spec, shift)
         change = (whole * multiplier * step.double()).to(bias.dtype) - bias

@@ -181,7 +181,7 @@ def tensor_lines(found: Analysis) -> list[str]:
             f" ({100 * row.clipped:.2g} % clipped, {100 * row.grid:.0f} % of the grid used)"
         )
     else:
-        lines.append("no scale loses much against a scale from the range of the values")
+        lines.append("no scale has a much larger error than a scale from the range of the values")
     if one.first is not None:
         lines.append(f"ONNX Runtime first differs from the simulation at {one.first}")
     elif any(row.runtime is not None for row in one.rows):

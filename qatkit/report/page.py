@@ -126,7 +126,7 @@ def _tiles(results: Results) -> str:
         tiles.append(
             (
                 f"{results.size_ratio:.3f}",
-                f"size relative to the float file ({results.sizes['int8'] / 1e6:.2f} MB)",
+                f"of the float file's size ({results.label}: {results.sizes['int8'] / 1e6:.2f} MB)",
             )
         )
     if results.parity is not None:

@@ -49,7 +49,7 @@ def print_report(
 
 
 def plain_report(results: Results, checks: Sequence[Check] | None = None) -> str:
-    """Returns the same report as ASCII text with one trailing newline."""
+    """Returns the report of `print_report` as ASCII text with one trailing newline."""
     rows = [columns(results), *table_cells(results)]
     first, *others = drawn(rows, figures=True)
     rule = "-" * (sum(max(map(len, column)) + 2 for column in zip(*rows, strict=True)) - 2)

@@ -271,7 +271,9 @@ def _first_calls(model: nn.Module, scope: Sequence[str], example: Any) -> dict[s
     for path in scope:
         if path not in seen:
             raise ConfigError(
-                "model.scope", path, reason="the model does not call this submodule for the example"
+                "model.scope",
+                path,
+                reason="the model does not call this submodule on the example input; remove it from model.scope",
             )
         if not flatten(seen[path].example):
             args, kwargs = arguments_of(seen[path].example)

@@ -76,7 +76,7 @@ class Emulation:
 
         Args:
             batch: the batch, in any form that the file accepts.
-            saturate: the names of the kernels that compute as without VNNI; the others are exact.
+            saturate: the names of the kernels to compute as a processor without VNNI does; the others are exact.
             observe: a function that is called with each kernel that can saturate, and its input.
 
         Raises:

@@ -73,5 +73,5 @@ def test_a_file_without_a_digest_is_judged_by_archive_checksums(tmp_path: Path) 
 def test_what_is_no_archive_is_not_sealed(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(b"text" * 20)
-    with pytest.raises(ValueError, match="a zip archive without a comment"):
+    with pytest.raises(ValueError, match="not a zip archive, or has a comment already"):
         seal(path)

@@ -144,7 +144,7 @@ def test_parts_train_in_their_places() -> None:
         ([], "at least one"),
         (["backbon"], "did you mean backbone"),
         (["backbone", "backbone.stem"], "lies inside 'backbone'"),
-        (["head.unused"], "the model does not call this submodule for the example"),
+        (["head.unused"], "the model does not call this submodule on the example input"),
         (["head"], r"must be tensors, not \(list\)"),
     ],
 )

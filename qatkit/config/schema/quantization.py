@@ -117,9 +117,8 @@ class BackendConfig:
     )
     activation_symmetric: bool | None = setting(
         None,
-        "activations with zero in the middle of their range: the zero point is 0 for signed types "
-        "and the middle of unsigned ones (128 for uint8), but 0 after a ReLU, where the range starts "
-        "at zero; null: the backend's choice",
+        "symmetric activations. Signed types: the zero point is 0. Unsigned types: it is the middle "
+        "(128 for uint8), or 0 after a ReLU. null: the backend's choice",
     )
     # Any: a string or a mapping.
     weight_granularity: Any = setting(

@@ -150,7 +150,7 @@ class Recorder(TorchFunctionMode):
         name = self.names.get(id(tensor))
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             raise self.refuse(
-                "torch.vmap and torch.func transform a function, which can't be followed", WHOLE_BATCH
+                "functions transformed by torch.vmap or torch.func can't be traced", WHOLE_BATCH
             )
         if name is None:
             name = f"_constant_{len(self.constants)}"

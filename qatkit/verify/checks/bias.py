@@ -177,7 +177,8 @@ def _texts(output: Mapping[str, Any], by: str, label: str) -> list[str]:
         if beyond:
             where = "" if part is output else f" for {name}"
             told.append(
-                f"mean shift of {label} against float{whose}: {shift} +/- {error} ({share} of the deviation){where}"
+                f"mean shift{whose} in {label} against float{where}: {shift} +/- {error}"
+                f" ({share} of the targets' standard deviation)"
             )
     return told
 

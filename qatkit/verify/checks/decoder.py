@@ -21,7 +21,7 @@ _PERPLEXITY = 1e-3  # maximum allowed relative difference between two files of t
 
 
 class DecoderCheck(Check):
-    """Perplexity with and without cached keys and values, greedy text, and tokens per second."""
+    """Perplexity with and without cached keys and values, equal tokens in greedy decoding, and tokens per second."""
 
     name = "decoder"
 
