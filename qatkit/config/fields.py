@@ -8,8 +8,8 @@ Code that checks a value, in a whole configuration or at a function's own bounda
 
     limit_of(ExportConfig, "opset").check("export.opset", opset)
 
-`--help` and docs/configuration.md are written from the same fields. The module knows only plain dataclasses:
-neither Hydra nor torch.
+`--help` and docs/configuration.md are written from the same fields. The module handles plain
+dataclasses, and imports neither Hydra nor torch.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class Place(Limit):
     """A limit to valid paths, which a file system and a YAML file can store; the path need not exist."""
 
     def holds(self, value: str) -> bool:
-        """Returns whether a path is not blank, has only printable characters, and it and its names are short enough."""
+        """Returns whether a path is printable and not blank, and neither it nor a name in it is too long."""
         try:
             sizes = [len(name.encode()) for name in value.split("/")]
         except UnicodeEncodeError:  # bytes that are not UTF-8

@@ -182,7 +182,10 @@ def _check_schedule(config: Config) -> None:
 
 
 def _check_search(config: Config) -> None:
-    """Checks the settings of a search: each trial must be a run in a single process, without a rescue."""
+    """Checks the space, objectives, constraints and storage of a search.
+
+    Each trial must be a run in a single process, without a rescue.
+    """
     asked = config.search
     if asked.trials == 0:
         if asked.space:

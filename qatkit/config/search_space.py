@@ -139,7 +139,7 @@ def flat(space: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def axes(space: Mapping[str, Any], hint: Callable[[str], Any] = hint_in_schema) -> list[Axis]:
-    """Returns the axes of `search.space`, in the order of their keys.
+    """Returns the axes of `search.space`, sorted by key.
 
     Args:
         space: the entries of `search.space`.
@@ -147,7 +147,7 @@ def axes(space: Mapping[str, Any], hint: Callable[[str], Any] = hint_in_schema) 
             If the type is Any, the numbers keep the type in which they are written.
 
     Raises:
-        ConfigError: an entry does not describe an axis.
+        ConfigError: `space` is empty, or an entry does not describe an axis.
     """
     if not space:
         allowed = "at least one key, such as 'search.space={schedule.lr:{low:1e-4,high:1e-2},calibration:[minmax,mse]}'"
