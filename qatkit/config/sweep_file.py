@@ -5,8 +5,8 @@ If a sweep was interrupted, the same command reads the file and continues the sw
     multirun/A/sweep.json     seed=0: its folder, job 12_0     seed=1: ...          interrupted
     multirun/B/sweep.json     the same command again, which takes over A's runs
 
-A sweep is recognized by its typed overrides. If it has ended and each of its
-runs has a report, the same command starts a new sweep.
+A sweep is recognized by its typed overrides. If it has ended and each of its runs has a report, the same command
+starts a new sweep.
 """
 
 from __future__ import annotations

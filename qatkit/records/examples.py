@@ -60,7 +60,7 @@ class Example:
     """A sample to draw.
 
     Attributes:
-        differs: the share that `Examples.measure` names.
+        differs: the share of the sample in which the files differ; `Examples.measure` says of what.
         panels: the panels from left to right.
     """
 
