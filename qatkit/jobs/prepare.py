@@ -59,7 +59,7 @@ class Models(Always):
 
 
 class KnownPlaces(Always):
-    """Applies the placement that the file of `placement` or the run's folder contains, if there is one."""
+    """Applies a placement that is already known: from the file that `placement` names, or from the run's folder."""
 
     def run(self, state: State) -> State:
         run = placed_before(state.run, state.captured, state.data.inputs, state.module_type)

@@ -97,7 +97,7 @@ def _read_1_0_0(name: str, entry: Mapping[str, Any]) -> Encoding | None:
 
 
 def _grid(bits: int, signed: bool) -> tuple[str, int]:
-    """Returns the type, and what its zero points lack to those of the unsigned type with as many bits."""
+    """Returns the type, and the number by which zero points of the unsigned type with as many bits are larger."""
     return f"{'' if signed else 'u'}int{bits}", 2 ** (bits - 1) if signed else 0
 
 

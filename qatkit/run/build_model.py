@@ -143,7 +143,10 @@ def feeds_of(model: ImportedModel, batch: Batch) -> dict[str, NDArray[Any]]:
 
 
 def _wrong_output(output: Tensor | None, count: int, data: DataModule) -> str:
-    """Describes the output expected for `count` images; returns "" if the given one is finite and suits the task."""
+    """Returns the output that the task expects for `count` images and what is wrong with the given one, as text.
+
+    The result is "" if the given output is finite and suits the task.
+    """
     task, width = data.task, data.num_classes if data.labelled else None
     name = task.names.outputs
     kind = "" if task.every_output else "float "
