@@ -90,7 +90,7 @@ class Check(Always):
 
 
 class OpenFolder(Always):
-    """Creates the run's folder; nothing is written before this stage."""
+    """Creates the run's folder with config.yaml; earlier stages write nothing."""
 
     def run(self, state: State) -> State:
         open_folder(state.run)

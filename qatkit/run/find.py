@@ -61,7 +61,9 @@ def output_dir(config: Config, job: int | None = None) -> Path:
 
 
 def place(config: Config, job: int | None = None) -> Path:
-    """Returns the folder in which a run will begin: `output_dir`, or with resume=auto that of the unfinished run.
+    """Returns the folder of a run that will begin: with resume=auto that of an unfinished run, else `output_dir`.
+
+    If there is no unfinished run to continue, resume=auto has no effect.
 
     Raises:
         ConfigError: `output_dir` raises it.
