@@ -337,7 +337,10 @@ def check_limits(settings: Any, prefix: str) -> None:
 
 
 def values_of(settings: Any, prefix: str) -> Iterator[tuple[str, Any, Limit | None, bool]]:
-    """Yields (key, value, limit, whether null is allowed) for all values of a dataclass and its inner dataclasses."""
+    """Yields (key, value, limit, whether null is allowed) for all fields of a dataclass.
+
+    This includes the fields of inner dataclasses, and of dataclasses in mappings.
+    """
     for one in dataclasses.fields(settings):
         key, value = f"{prefix}.{one.name}".lstrip("."), getattr(settings, one.name)
         entries = {f"{key}.{name}": entry for name, entry in value.items()} if isinstance(value, dict) else {}

@@ -170,7 +170,7 @@ def _new_folder(config: Config, name: str) -> Path:
     The folder may contain an earlier, unfinished attempt of the same run.
 
     Raises:
-        ConfigError: the folder contains such a file or another run.
+        ConfigError: the folder contains a finished run, or files of a run with another file or mode.
     """
     folder, begun = output_dir(config), False
     for existing in (FLOAT_FILE, name):

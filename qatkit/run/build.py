@@ -92,7 +92,7 @@ def opened_data(config: Config) -> DataModule:
 
 
 def _short(config: Config, inputs: ArrayInputs) -> dict[str, dict[int, int]]:
-    """Returns {input: {axis: length in the example}} for the axes that `export.dynamic_axes` names.
+    """Returns {input: {axis: length in the example}} for the axes of a text that `export.dynamic_axes` names.
 
     The result is empty if the model has several inputs, or if no axes are named (none, auto). The capture ends
     the run if the model does not support other lengths along the named axes.
