@@ -114,9 +114,9 @@ def bundle_line(path: Path) -> str:
 
 
 def same_file(asked: ExportConfig, reported: ExportConfig) -> dict[str, object]:
-    """Returns the settings of the file in which `asked` differs from `reported`, with the values of `reported`.
+    """Returns those settings with an effect on the file that differ, each with its value in `reported`.
 
-    The result is empty if both make the same file.
+    The result is empty if `asked` and `reported` make the same file.
     """
     keys = ("opset", "dynamic_batch", "dynamic_axes", "mode", "io", "packed_weights", "tensorrt_table")
     return {key: getattr(reported, key) for key in keys if getattr(asked, key) != getattr(reported, key)}

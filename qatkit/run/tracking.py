@@ -106,8 +106,8 @@ class Tracker(MLFlowLogger):
     def experiment(self) -> Any:
         """MLflow's client.
 
-        Lightning reads it at the start of each stage. Unless a call is being sent, reading it contacts no server,
-        which may not answer.
+        Lightning reads it at the start of each stage, when the server may not answer. Reading it therefore contacts
+        the server only while a call is being sent.
         """
         return super().experiment if self._initialized or self._sending else self._mlflow_client
 
