@@ -96,7 +96,7 @@ def command_with(*overrides: str, without: Sequence[str] = ()) -> str:
 
 
 def again(*overrides: str, without: Sequence[str] = ()) -> str:
-    """Returns the typed command line of either program, changed as in `command_with`; "" if none is known."""
+    """Returns the typed command line of either program, changed as in `command_with`; "" in a library call."""
     typed = _TYPED.get()
     if typed is None:
         return ""

@@ -160,10 +160,10 @@ def _check_booleans(overrides: Sequence[str]) -> None:
 
 
 def check_texts(overrides: Sequence[str]) -> None:
-    """Rejects unquoted texts that Hydra reads as numbers and thereby changes (1.10 to 1.1, 2026_11 to 202611).
+    """Rejects unquoted values of text settings that Hydra would read as numbers and change (1.10 to 1.1).
 
     Raises:
-        ConfigError: a text would change; the message shows it in the quotes that preserve it.
+        ConfigError: a value would change; the message shows it in the quotes that preserve it.
     """
     parser = OverridesParser.create()
     for text in overrides:
@@ -190,7 +190,7 @@ def _default(key: str) -> Any:
 
 
 def _node(key: str) -> Any:
-    """Returns the schema's node of a key, which knows the key's type; None for a key that the schema lacks."""
+    """Returns the OmegaConf node of a key in the schema, which has the key's type; None for an unknown key."""
     group, _, leaf = key.rpartition(".")
     parent = _default(group) if group else _schema()
     return parent._get_node(leaf, validate_access=False) if isinstance(parent, DictConfig) else None
@@ -219,7 +219,10 @@ def to_config(node: DictConfig) -> Config:
 
 
 def _use_present_names(config: Config) -> None:
-    """Replaces former names of modules and tasks, so that runs of former versions can resume and compare as equal."""
+    """Replaces earlier names of modules and tasks by the present ones.
+
+    Runs of earlier versions can thus be resumed, and their settings compare as equal to present ones.
+    """
     for group, leaf in (key.split(".") for key in DOTTED):
         holder = getattr(config, group)
         setattr(holder, leaf, present_name(getattr(holder, leaf)))
@@ -231,7 +234,7 @@ def _use_present_names(config: Config) -> None:
 
 
 def save_config(config: Config, path: Path, without: Collection[str] = ()) -> None:
-    """Writes `config` as YAML in an atomic step; `without` names groups that the run does not use."""
+    """Writes `config` as YAML in an atomic step, except for the groups in `without`, which the run does not use."""
     values = {key: value for key, value in OmegaConf.structured(config).items() if key not in without}
     write_text(path, OmegaConf.to_yaml(OmegaConf.create(values)))
 

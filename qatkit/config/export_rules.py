@@ -108,7 +108,10 @@ def _analysis_off(asked: AnalysisConfig) -> list[tuple[str, object, object]]:
 
 
 def _check_low_bits(config: Config) -> None:
-    """Checks low-bit types. ONNX Runtime has no int8 kernels for them and computes in float, which fails the audit."""
+    """Rejects packed int4 weights before opset 21, and `verify.audit` with low-bit types in static mode.
+
+    ONNX Runtime has no int8 kernels for these types and computes in float, which the audit would report.
+    """
     packed, overrides = config.export.pack_int4, config.backend.overrides
     if packed and config.export.opset < 21:
         raise ConfigError("export.opset", config.export.opset, "21 to 23 with export.pack_int4=true")
@@ -145,9 +148,8 @@ def _check_16_bits(config: Config) -> None:
 def _check_axes(config: Config) -> None:
     """Checks dynamic axes and streaming.
 
-    The axes of a given ONNX file cannot be changed. Streaming needs a file made from a module by
-    export.mode=static, with float inputs and outputs, without features in the graph, and with a dynamic axis
-    besides the batch.
+    The inputs and axes of a given ONNX file cannot be changed, so both settings exclude such a file. Streaming
+    also needs export.mode=static, float inputs and outputs, no features in the graph, and dynamic axes.
     """
     wanted, name = config.export.dynamic_axes, config.model.name
     of_file = config.onnx is not None or name.startswith("onnx/")
@@ -168,7 +170,10 @@ def _check_axes(config: Config) -> None:
 
 
 def _check_encodings(config: Config) -> None:
-    """Checks fixed encodings: they need quantizers, and no other setting may choose the type of a tensor."""
+    """Checks the file of fixed encodings: it must exist, and the mode must be one that calibrates.
+
+    precision.search is rejected, since it would choose types of tensors that the encodings fix.
+    """
     path = config.calibration.encodings
     if path is None:
         return
@@ -183,7 +188,7 @@ def _check_encodings(config: Config) -> None:
 
 
 def _check_table(config: Config) -> None:
-    """Checks the TensorRT table: an engine is built from the float file, so nothing may change its weights."""
+    """Checks the TensorRT table: it belongs to the original float model, so nothing may change the weights."""
     release = config.export.tensorrt_table
     if release is None:
         return

@@ -15,7 +15,7 @@ from qatkit_verify.errors import ConfigError, as_typed
 
 
 def checked(owner: type, name: str, key: str, value: Any) -> Any:
-    """Checks `value` against the field `name` of a dataclass and returns it, as a float if the field is one.
+    """Checks `value` against the field `name` of a dataclass; returns it, converted to float for a float field.
 
     Args:
         owner: the dataclass.

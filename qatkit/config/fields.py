@@ -8,8 +8,8 @@ Code that checks a value, in a whole configuration or at a function's own bounda
 
     limit_of(ExportConfig, "opset").check("export.opset", opset)
 
-`--help` and docs/configuration.md are written from the same fields. The module knows only plain dataclasses:
-neither Hydra nor torch.
+`--help` and docs/configuration.md are written from the same fields. The module handles plain
+dataclasses, and imports neither Hydra nor torch.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class Place(Limit):
     """A limit to valid paths, which a file system and a YAML file can store; the path need not exist."""
 
     def holds(self, value: str) -> bool:
-        """Returns whether a path is not blank, has only printable characters, and it and its names are short enough."""
+        """Returns whether a path is printable and not blank, and neither it nor a name in it is too long."""
         try:
             sizes = [len(name.encode()) for name in value.split("/")]
         except UnicodeEncodeError:  # bytes that are not UTF-8
@@ -337,7 +337,10 @@ def check_limits(settings: Any, prefix: str) -> None:
 
 
 def values_of(settings: Any, prefix: str) -> Iterator[tuple[str, Any, Limit | None, bool]]:
-    """Yields (key, value, limit, whether null is allowed) for all values of a dataclass and its inner dataclasses."""
+    """Yields (key, value, limit, whether null is allowed) for all fields of a dataclass.
+
+    This includes the fields of inner dataclasses, and of dataclasses in mappings.
+    """
     for one in dataclasses.fields(settings):
         key, value = f"{prefix}.{one.name}".lstrip("."), getattr(settings, one.name)
         entries = {f"{key}.{name}": entry for name, entry in value.items()} if isinstance(value, dict) else {}

@@ -106,7 +106,7 @@ def _in_quotes(key: str, value: str) -> str:
 
 
 def _message(error: Exception) -> str:
-    """Returns the first line of the error message, or a description of the problem."""
+    """Returns the first line of the error's message, or for some errors a description that is easier to read."""
     message = str(error).strip().split("\n")[0] or type(error).__name__
     if isinstance(error, RecursionError):
         return "expected a value that is nested less deeply"
@@ -122,7 +122,11 @@ def _message(error: Exception) -> str:
 
 
 def _missing(file: str, overrides: Sequence[str]) -> tuple[str, str]:
-    """Returns the group and option of a missing YAML file, split as in the override that names it, if any does."""
+    """Returns the group and the option of a missing YAML file, which the message calls GROUP/OPTION.
+
+    Both may contain slashes. The override that names the file shows where to split; if there is none, the last
+    slash separates them.
+    """
     for text in overrides:
         group, _, option = text.lstrip("+").partition("=")
         if f"{group}/{option}" == file:
@@ -132,11 +136,15 @@ def _missing(file: str, overrides: Sequence[str]) -> tuple[str, str]:
 
 
 def _culprit(error: Exception, overrides: Sequence[str]) -> str:
-    """Returns the override that causes the error, if one can be found.
+    """Returns the override that causes the error, or all overrides if none can be found.
 
-    It is the first that the message quotes, whose value the message quotes, or with which alone Hydra fails in
-    the same way, or else the last whose key is in the message. If there is none, the result is the first
-    override of Hydra's own settings, or else all overrides.
+    These are tried in order:
+
+    1. the first override that the message quotes
+    2. the first whose value the message quotes
+    3. the first with which alone Hydra fails in the same way
+    4. the last whose key is in the message
+    5. the first of Hydra's own settings
     """
     message = str(error)
     for text in overrides:
@@ -205,7 +213,7 @@ def _as_typed(key: str, overrides: Sequence[str]) -> tuple[str, str]:
 
 
 def _keys(error: OmegaConfBaseException, name: str) -> list[str]:
-    """Returns the keys that may have been meant: the fields of the group that does not have the given one."""
+    """Returns the keys that may have been meant: the fields of the group in which the key was not found."""
     group = error.object_type
     if not dataclasses.is_dataclass(group):
         return [field.name for field in dataclasses.fields(Config)]

@@ -15,10 +15,10 @@ _KEY = "backend.overrides_file"
 
 
 def with_overrides_file(values: Any) -> Any:
-    """Returns the plain values of a configuration, with the overrides of the file inserted before its own.
+    """Returns the plain values of a configuration, with the file's overrides before those in `backend.overrides`.
 
-    Of two overrides with the same selector, that of the file is dropped. The file is not needed afterwards,
-    since the config.yaml of a run contains all overrides.
+    If both have the same selector, the file's override is dropped. The file is not needed afterwards, since the
+    config.yaml of a run contains all overrides.
 
     Raises:
         ConfigError: the file cannot be read, or is not a mapping from selectors to settings.

@@ -17,7 +17,10 @@ _OF_PLACES = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENOTDIR, errno.EISDI
 
 
 def expand_home(settings: Any) -> None:
-    """Expands `~/` in the paths of a dataclass and its inner ones; a shell does so only at the start of a word."""
+    """Expands `~/` at the start of each path in a dataclass and its inner dataclasses.
+
+    A shell does not expand it in KEY=~/PATH, since `~` is not at the start of the word.
+    """
     for one in dataclasses.fields(settings):
         value = getattr(settings, one.name)
         if dataclasses.is_dataclass(value):
@@ -28,11 +31,12 @@ def expand_home(settings: Any) -> None:
 
 @contextmanager
 def at_places(settings: Any) -> Iterator[None]:
-    """Reports file system errors at the paths of a dataclass as errors of the setting.
+    """Reports file system errors within the context as errors of the setting whose path is affected.
 
     Raises:
         ConfigError: a path cannot be used, for example because permission is missing, or because a file is where a
             folder should be.
+        OSError: the error is of another kind, such as a full disk, or its path belongs to no setting.
     """
     try:
         yield
@@ -45,7 +49,7 @@ def at_places(settings: Any) -> Iterator[None]:
 
 
 def _places(settings: Any, path: str) -> list[tuple[int, str, str]]:
-    """Returns (number of common names, key, value) of each setting whose path is `path`, contains it or lies in it."""
+    """Returns (number of common path parts, key, value) of each setting whose path is `path`, above it or below it."""
     there, found = Path(path).absolute().parts, list[tuple[int, str, str]]()
     for key, value, limit, _ in values_of(settings, ""):
         if isinstance(limit, Place) and isinstance(value, str):

@@ -125,7 +125,8 @@ def _check_rescue(config: Config) -> None:
 def _check_precision(config: Config) -> None:
     """Checks mixed precision: either a search, or one point of the front that an earlier search has found.
 
-    Both need static export; the search also needs real calibration samples.
+    Both need static export; the search also needs real calibration samples. Only the search can reach
+    target.min_speedup.
     """
     asked = config.precision
     if (asked.front is None) != (asked.point is None):
@@ -182,7 +183,10 @@ def _check_schedule(config: Config) -> None:
 
 
 def _check_search(config: Config) -> None:
-    """Checks the settings of a search: each trial must be a run in a single process, without a rescue."""
+    """Checks the space, objectives, constraints and storage of a search.
+
+    Each trial must be a run in a single process, without a rescue.
+    """
     asked = config.search
     if asked.trials == 0:
         if asked.space:

@@ -32,7 +32,8 @@ _ALLOWED = "a name, a glob, re/PATTERN, op/TYPE, subgraph/NAME or {from: [...], 
 def every_override(backend: BackendConfig) -> dict[str, OverrideConfig]:
     """Returns all overrides in ascending precedence: those of the user, that of `only`, and those of `exclude`.
 
-    The user's subgraphs are written out. Selectors are checked here, before the model is loaded.
+    In selectors of the user's subgraphs, the name is replaced by the ends of the subgraph. Selectors are checked
+    here, before the model is loaded.
 
     Raises:
         ConfigError: a selector cannot be read, or `backend.subgraphs` does not define its subgraph.

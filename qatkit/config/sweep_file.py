@@ -5,7 +5,8 @@ If a sweep was interrupted, the same command reads the file and continues the sw
     multirun/A/sweep.json     seed=0: its folder, job 12_0     seed=1: ...          interrupted
     multirun/B/sweep.json     the same command again, which takes over A's runs
 
-A sweep is recognized by its typed overrides. If all of its runs have ended, the same command starts a new sweep.
+A sweep is recognized by its typed overrides. If it has ended and each of its runs has a report, the same command
+starts a new sweep.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ class SweepFile:
         typed: the overrides of the sweep.
 
     Attributes:
-        ended: whether the previous sweep of the same command has reported all of its runs; False without one.
-        runs: the known runs, by their `key`; empty if there was no previous sweep, or if it has ended and all of its
-            runs have a report.
+        ended: whether the previous sweep of the same command has ended; False if there was none.
+        runs: the known runs, by their `key`. At first these are the runs of the previous sweep, or none if it has
+            ended and each of its runs has a report.
     """
 
     def __init__(self, folder: Path, typed: Sequence[str]) -> None:

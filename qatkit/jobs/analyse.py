@@ -1,6 +1,7 @@
 """The analysis stage of a run: whether weights or activations cost accuracy, in which layers, and at which tensors.
 
-    isolation    on `analysis.images` test images: float, weights or activations or both quantized, and the file
+    isolation    on `analysis.images` test images: the float model, the model with only its weights, only its
+                 activations, or both quantized, and the file
     sensitivity  the estimate; with sensitivity=exact, also the exact loss of the `analysis.top` most sensitive
                  weights and activations
     tensors      on `analysis.tensors` images: each tensor in float, in the simulation and in ONNX Runtime
@@ -62,7 +63,8 @@ def is_asked(asked: AnalysisConfig) -> bool:
 def planned_analysis(state: State, pace: Pace) -> Sequence[Planned]:
     """Returns the row of the plan if an analysis is requested, else ().
 
-    Each site of the exact sensitivity costs two passes of the operators after it, on average half of the graph.
+    For the exact sensitivity, each weight or activation counts as one pass: it needs two passes of the operators
+    after it, which are half of the graph on average.
     """
     asked = state.run.config.analysis
     if not is_asked(asked):

@@ -1,4 +1,4 @@
-"""Quantizes a float ONNX file by ONNX Runtime's tools, without a module; verifies, reports and bundles the new file.
+"""Quantizes a float ONNX file by ONNX Runtime's tools, without a `QATModule`; verifies and bundles the new file.
 
 dynamic | static | float16 | weight_only → verify → report
 """

@@ -66,7 +66,8 @@ class Calibrate(InCheckpoint):
 def _seconds(state: State, pace: Pace) -> float:
     """Returns the estimated seconds of a calibration.
 
-    They include the pass over the samples, the search after it, and the files of a tournament's finalists.
+    The pass over the samples is followed by the scoring of all methods if `calibration.search` is set, and in a
+    tournament by the evaluation of the finalists' files.
     """
     config, found = state.run.config, pace.calibration
     observed, held_out = splits(state.data, config)
@@ -79,7 +80,7 @@ def _seconds(state: State, pace: Pace) -> float:
 
 
 def _settled(run: Run, found: Calibrated) -> Run:
-    """Returns the run for later modules, in which the same operators stay float as after this calibration."""
+    """Returns the run with overrides, so that later modules keep the operators float that this calibration did."""
     config = run.config
     overrides = {**config.backend.overrides, **float_overrides(found.floats)}
     cache = None if found.floats else config.calibration.cache  # it belongs to the previous module

@@ -133,7 +133,7 @@ def _check_folder(config: Config, tasks: str | None, processes: int) -> None:
     """Requires output_dir for processes that a cluster or launcher starts.
 
     Otherwise each process would create a folder with its own time in the name, and wait there for the first
-    one. With resume=FILE the folder is known, and a search is not checked here.
+    one. resume=FILE already names the folder, and the folder of a search has no time in its name.
     """
     several = processes > 1 and (tasks == str(processes) or "TORCHELASTIC_RUN_ID" in os.environ)
     if not (config.trainer.num_nodes > 1 or several):

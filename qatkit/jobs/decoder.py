@@ -1,6 +1,6 @@
 """Exports the decoder of a language model: the finished module with keys and values of earlier tokens as inputs.
 
-    float model ── captured with keys and values ──> prepared like the module ── its weights ──> converted ──> ONNX
+    float model ── capture with keys and values ──> prepare ── weights of the finished module ──> convert ──> ONNX
 
 The verified file processes whole windows, as perplexity requires. Generating text requires a file that
 computes one token at a time. Both have the same weights, and `DecoderCheck` compares them.
@@ -139,9 +139,9 @@ def _write(state: State, folder: Path) -> list[str]:
 
 
 def _choose_level(state: State, path: Path) -> list[str]:
-    """Rewrites a decoder's file, which has accuracy level 0, at the requested level.
+    """Replaces a decoder's file, which has accuracy level 0, by one of level 4 if that is requested.
 
-    With `auto`, it is rewritten at level 4 if that is faster at a small enough loss.
+    With `auto`, it is replaced if level 4 is faster at a small enough loss.
 
     Returns:
         A note with the measurements if both levels were compared, else an empty list.

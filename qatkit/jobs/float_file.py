@@ -83,7 +83,8 @@ def quantized(config: Config, folder: Path, file: FloatFile, made: Path) -> int:
 def with_task(config: Config, file: FloatFile) -> tuple[Config, tuple[str, ...]]:
     """Chooses the task of a run that imports a file, by the run's data and the file's outputs.
 
-    Only the default task, classification, is replaced, by outputs if the file does not return logits of classes.
+    The default task "classification" becomes "outputs" if the file does not return logits of classes. Any other
+    task is kept.
 
     Returns:
         The configuration with this task, and notes for the report.
@@ -188,9 +189,9 @@ def _does_not_run(file: FloatFile, inputs: str, error: Exception) -> ConfigError
 
 
 def _task_for(config: Config, data: DataModule, outputs: Sequence[Array]) -> str:
-    """Returns the name of the configured task, but "outputs" instead of "classification" if that does not apply.
+    """Returns the name of the configured task, but "outputs" if it is "classification" and does not suit the file.
 
-    It applies if no `verify.decision` is set and the first output may have the logits of the classes.
+    Classification suits if no `verify.decision` is set and the first output may have the logits of the classes.
     """
     if config.task != _CLASSES or config.verify.decision != VerifyConfig().decision:
         return config.task if config.task != _CLASSES else _ANY

@@ -114,7 +114,10 @@ def bundle_line(path: Path) -> str:
 
 
 def same_file(asked: ExportConfig, reported: ExportConfig) -> dict[str, object]:
-    """Returns the settings that would make a different file: the values of `reported` that differ in `asked`."""
+    """Returns those settings with an effect on the file that differ, each with its value in `reported`.
+
+    The result is empty if `asked` and `reported` make the same file.
+    """
     keys = ("opset", "dynamic_batch", "dynamic_axes", "mode", "io", "packed_weights", "tensorrt_table")
     return {key: getattr(reported, key) for key in keys if getattr(asked, key) != getattr(reported, key)}
 

@@ -50,10 +50,10 @@ def check_packed(module: QATModule, config: Config) -> None:
 
 
 def check_form(config: Config) -> None:
-    """Checks that the file supports the form of packed weights and the accuracy level of their products.
+    """Checks that the form of packed weights and the accuracy level of their products suit mode and backend.
 
     Raises:
-        ConfigError: `export.packed_weights` or `export.accuracy_level` is not supported.
+        ConfigError: `export.packed_weights` or `export.accuracy_level` is not supported, or they exclude each other.
     """
     asked = config.export
     for key, value, default in (

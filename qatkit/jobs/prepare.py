@@ -59,7 +59,7 @@ class Models(Always):
 
 
 class KnownPlaces(Always):
-    """Applies the placement that the file of `placement` or the run's folder contains, if there is one."""
+    """Applies a placement that is already known: from the file that `placement` names, or from the run's folder."""
 
     def run(self, state: State) -> State:
         run = placed_before(state.run, state.captured, state.data.inputs, state.module_type)
@@ -90,7 +90,7 @@ class Check(Always):
 
 
 class OpenFolder(Always):
-    """Creates the run's folder; nothing is written before this stage."""
+    """Creates the run's folder with config.yaml; earlier stages write nothing."""
 
     def run(self, state: State) -> State:
         open_folder(state.run)

@@ -10,9 +10,9 @@
 This module checks the settings and the file before torch is imported, so that an unusable file is rejected at
 once.
 
-The other modes (dynamic, float16, and weight_only without weights.bits) have no module. Their reports therefore
-have no simulation and no control, and parity compares the new file with the float file, and its results with
-and without ONNX Runtime's optimizations.
+The other modes (dynamic, float16, and weight_only without weights.bits) make no `QATModule`. Their reports
+therefore have no simulation and no float control. Parity compares the new file with the float file, and the new
+file's results with and without ONNX Runtime's optimizations.
 """
 
 from __future__ import annotations
@@ -124,7 +124,10 @@ def _by_graph(config: Config) -> int:
 
 
 def _of_batch(run: Config, batch: int) -> Config:
-    """Returns the configuration for a file with a fixed batch size, which the new file has too."""
+    """Returns the configuration for a file with a fixed batch size, which the new file keeps.
+
+    The number of calibration images is rounded down to whole batches.
+    """
     whole = run.calibration.images // batch * batch
     calibration = replace(run.calibration, images=whole, batch_size=batch)
     return replace(run, calibration=calibration, export=replace(run.export, dynamic_batch=False))
@@ -167,7 +170,7 @@ def _new_folder(config: Config, name: str) -> Path:
     The folder may contain an earlier, unfinished attempt of the same run.
 
     Raises:
-        ConfigError: the folder contains such a file or another run.
+        ConfigError: the folder contains a finished run, or files of a run with another file or mode.
     """
     folder, begun = output_dir(config), False
     for existing in (FLOAT_FILE, name):

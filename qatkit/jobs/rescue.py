@@ -191,7 +191,7 @@ class _Climb:
     def _measured(
         self, name: str, title: str, config: Config, job: Callable[[Config], int]
     ) -> tuple[RungResult, dict[str, Any]]:
-        """Runs a rung and returns its figures and report; if it cannot run, the reason instead of figures, and {}."""
+        """Runs a rung and returns its figures and report; if it makes no report, the reason for that and {}."""
         place = f"{RUNG_FOLDERS}/{name}"
         folder, start = self.folder / place, time.monotonic()
         try:

@@ -195,7 +195,10 @@ def with_choices_of(config: Config, report: Mapping[str, Any]) -> Config:
 
 
 def handed_over(asked: Config, rung: Config) -> Config:
-    """Returns the configuration of the run that verifies the chosen rung with the user's settings."""
+    """Returns the configuration of the run that verifies the chosen rung with the user's checks and analyses.
+
+    The run has no float control.
+    """
     verify = replace(asked.verify, control=False, every=rung.verify.every)
     return replace(rung, verify=verify, analysis=asked.analysis)
 

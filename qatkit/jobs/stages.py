@@ -131,7 +131,7 @@ class Conditional(Unannounced):
 
 
 class InCheckpoint(Unannounced):
-    """A stage whose result is in the checkpoint."""
+    """A stage whose result the checkpoint contains, so that it is restored as soon as there is a checkpoint."""
 
     def done(self, state: State) -> bool:
         return state.stored is not None

@@ -281,7 +281,10 @@ def float_on_purpose(module: QATModule, model: nn.Module) -> list[str]:
 
 
 def _guards(config: Config, module: QATModule) -> dict[str, Any]:
-    """Returns, as plain values, the choice of `reduce_range` and the cost of each operator with guarded weights."""
+    """Returns, as plain values, the choice of `reduce_range` and what its guard against saturation costs.
+
+    The cost is given for each operator whose weights the guard limits.
+    """
     return {
         "choice": config.backend.reduce_range,
         "hazard": module.backend.saturates,

@@ -9,7 +9,7 @@
 An offset is the negative zero point. Up to version 1.0.0 the zero point is that of the unsigned type with the
 same number of bits, so the offset is -128 for an int8 tensor with the zero point 0. In these versions
 "symmetric" means that the type is signed. Only files of version 2.0.0 contain biases, as in AIMET. Only
-integers are read and written.
+encodings of integer types are read and written.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ def from_dict(content: Mapping[str, Any]) -> Encodings:
 
 
 def _entries(content: Mapping[str, Any]) -> Iterator[tuple[bool, str, Any]]:
-    """Yields (whether it belongs to a parameter, its name, the entry) for each entry."""
+    """Yields (whether the tensor is a parameter, its name, its entry).
+
+    In version 2.0.0, which does not separate parameters, the first value is always False.
+    """
     for one in content.get("encodings", ()):
         yield False, one["name"], one
     for group in _GROUPS:
@@ -94,7 +97,7 @@ def _read_1_0_0(name: str, entry: Mapping[str, Any]) -> Encoding | None:
 
 
 def _grid(bits: int, signed: bool) -> tuple[str, int]:
-    """Returns the type, and the zero point of its unsigned counterpart minus its own."""
+    """Returns the type, and the number by which zero points of the unsigned type with as many bits are larger."""
     return f"{'' if signed else 'u'}int{bits}", 2 ** (bits - 1) if signed else 0
 
 

@@ -114,13 +114,14 @@ class Difference:
 
 @dataclass(frozen=True)
 class Histogram:
-    """Counts of a tensor's values per bin between two ends, in float and quantized, and the range of the type.
+    """The number of a tensor's values in each bin, in float and quantized, and the range of its quantization.
 
     Attributes:
         low, high: the ends of the bins.
         exact, found: the counts in float and quantized, per bin.
-        range_low, range_high: the range of the type.
-        step: the distance between two values of the type; with several scales, the largest distance.
+        range_low, range_high: the smallest and the largest value that the quantized tensor can have.
+        step: the distance between neighbouring values of the quantized tensor, its scale; with several scales, the
+            largest one.
     """
 
     low: float

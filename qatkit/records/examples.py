@@ -60,7 +60,7 @@ class Example:
     """A sample to draw.
 
     Attributes:
-        differs: the share that `Examples.measure` names.
+        differs: the share of the sample in which the files differ; `Examples.measure` says of what.
         panels: the panels from left to right.
     """
 
@@ -96,7 +96,7 @@ def box(left: float, top: float, right: float, bottom: float, colour: str, label
 
 
 def photograph(title: str, picture: NDArray[Any], shapes: Sequence[Shape] = ()) -> Panel:
-    """Returns a panel of a picture, uint8 [H, W, 3]; it is shrunk and compressed (JPEG)."""
+    """Returns a panel of a picture, uint8 [H, W, 3]; it is compressed (JPEG), and shrunk if it is large."""
     from PIL import Image
 
     image = Image.fromarray(picture)
@@ -111,7 +111,7 @@ def coloured(
 ) -> Panel:
     """Returns a panel of numbers below 256, [H, W], each drawn in its colour "#rrggbb".
 
-    The picture is shrunk and compressed without loss (PNG).
+    The picture is compressed without loss (PNG), and shrunk if it is large.
     """
     import numpy as np
     from PIL import Image

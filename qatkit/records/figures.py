@@ -65,7 +65,9 @@ def figures_of(report: Mapping[str, Any], row: str = "int8") -> Figures:
 
 
 def validation_of(report: Mapping[str, Any], row: str = "int8") -> Figures:
-    """Returns the figures on the held-out training images, which do not include latency and size.
+    """Returns the figures on the held-out training images; latency and size are None.
+
+    All figures are None if the run measured nothing on held-out images.
 
     Raises:
         ValueError, KeyError, TypeError, AttributeError: see `figures_of`.

@@ -24,11 +24,11 @@ class RungResult(Figures):
 
     Attributes:
         name, title: the name of the rung, and a short description of it.
-        folder: the folder of its run, relative to that of the climb; "" if it wrote no file.
+        folder: the folder of its run, relative to that of the climb; "" if it could not run.
         seconds: the duration of the rung.
         meets: whether the target is met.
         kept: whether the next rungs build on it.
-        why: the reason for the decision.
+        why: the reason for `kept`, or the reason why there are no figures.
     """
 
     name: str

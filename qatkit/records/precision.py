@@ -20,7 +20,8 @@ class PrecisionPoint:
         number: the number with which a later run selects the point (`precision.point`); 0 is the fastest.
         floats: the sites of the float operators, in graph order; None for the float model itself.
         operators: the number of float operators among those that can be int8.
-        predicted_ms, ms: the predicted and the measured time per run; predictions use the files timed before.
+        predicted_ms, ms: the predicted and the measured time per run; the prediction uses the files that were
+            timed before this one.
         ratio: float's time divided by that of the point.
         score: the task's main metric; None without labels.
         agreement: the share of images with the same decision as float.
@@ -57,8 +58,8 @@ class Precision:
         measured: the number of files that were written and measured, including those not on the front.
         images: the number of images, held out of calibration, on which the files were judged.
         note: the reason why the point was chosen.
-        steps: for a model with states, the calibration steps over which each file kept its own states, for
-            agreement and SQNR; 0 for other models.
+        steps: for a model with states, the number of calibration steps over which agreement and SQNR were measured
+            while each file kept its own states; 0 for other models.
     """
 
     points: Sequence[PrecisionPoint]
@@ -79,7 +80,10 @@ class Precision:
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any], metric: Metric = TOP1) -> Precision:
-        """Returns the front from the result of `as_dict`, also from JSON or a report of a task with this metric."""
+        """Returns the front from the result of `as_dict`, which may have been stored as JSON.
+
+        In a report, the key of `metric` replaces `score`; both are read.
+        """
         points = []
         for row in (with_score(row, metric) for row in stored["points"]):
             floats = row["floats"]

@@ -59,7 +59,7 @@ class Fidelity:
 
 @dataclass(frozen=True)
 class Parity:
-    """Three-way parity: the converted module, ONNX Runtime without optimizations, ONNX Runtime with all.
+    """The agreement of the converted module, ONNX Runtime without optimizations, and ONNX Runtime with all of them.
 
     For a file that was quantized without a module, `reference` is the file itself without optimizations.
     `unoptimized` is then None, and `against_float` compares the optimized file with the float file.
@@ -124,8 +124,8 @@ class Divergence:
     def begins(self) -> TensorParity | None:
         """The first tensor with different rounding, if it explains `first`.
 
-        It is None if there is no `first`, if no tensor before `first` differs, or if `first` differs more than ten
-        times as much as the tensor before it.
+        It is None if there is no `first`, if no tensor before `first` differs, or if the share of elements that
+        differ is more than ten times as large in `first` as in the tensor before it.
         """
         if self.first is None:
             return None

@@ -1,8 +1,8 @@
 """The names of the files in a run's folder, and the content of model.json.
 
     config.yaml        the configuration, complete                    written first
-    rescue.yaml        of a rescue: the requested configuration; config.yaml becomes that of its file
-    ladder.json        and the result of each rung; the rungs' own folders are below rungs/
+    rescue.yaml        of a rescue: the requested configuration; config.yaml is then that of the chosen rung
+    ladder.json        of a rescue: the results of the rungs, whose own folders are below rungs/
     float.ckpt         a checkpoint for each training stage           while it trains
     last.ckpt
     control.ckpt

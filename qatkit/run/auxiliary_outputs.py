@@ -31,7 +31,8 @@ def check_auxiliary(config: Config, model: nn.Module, outputs: Mapping[str, Tens
     """Rejects auxiliary outputs that training can't use.
 
     Raises:
-        ConfigError: an auxiliary output precedes another one, or its shape differs from that of 'out'.
+        ConfigError: an auxiliary output precedes one that is not auxiliary, or, if the run trains, its shape differs
+            from that of 'out'.
     """
     marked = getattr(model, "auxiliary_outputs", ())
     if getattr(model, "inference_outputs", None) is not None or "out" not in outputs or not marked:

@@ -92,10 +92,10 @@ def opened_data(config: Config) -> DataModule:
 
 
 def _short(config: Config, inputs: ArrayInputs) -> dict[str, dict[int, int]]:
-    """Returns the example lengths of a text input, along the axes that `export.dynamic_axes` names.
+    """Returns {input: {axis: length in the example}} for the axes of a text that `export.dynamic_axes` names.
 
-    It is empty if there are several inputs or if no axes are named (none, auto). The capture ends the run if the
-    model does not support other lengths along the named axes.
+    The result is empty if the model has several inputs, or if no axes are named (none, auto). The capture ends
+    the run if the model does not support other lengths along the named axes.
     """
     named = config.export.dynamic_axes
     if isinstance(named, str) or not inputs.lone:
@@ -105,7 +105,7 @@ def _short(config: Config, inputs: ArrayInputs) -> dict[str, dict[int, int]]:
 
 
 def held_out(config: Config) -> int | None:
-    """Returns how many training images are held out, for `DataModule`; None means its default share."""
+    """Returns how many training images `DataModule` holds out: 0 if nothing uses them; None for its default share."""
     return config.verify.held_out if config.verify.validation or chooses_epochs(config) else 0
 
 
@@ -115,7 +115,7 @@ def chooses_epochs(config: Config) -> bool:
 
 
 def holds_out(config: Config) -> bool:
-    """Returns whether some calibration images are held out to judge a calibration with the others."""
+    """Returns whether some calibration images are held out, to judge candidates calibrated on the others."""
     searches = (config.calibration.search == "tournament", config.algorithm_choice == "auto")
     return any(searches) or config.precision.search == "auto"
 

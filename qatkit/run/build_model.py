@@ -30,8 +30,9 @@ def built(config: Config, data: DataModule) -> nn.Module:
     """Returns the model after a check on one batch: memory, time, and finite outputs that suit the task.
 
     Raises:
-        ConfigError: training is requested and no parameter can be trained, the memory does not suffice, the
-            forward pass fails, or the outputs do not suit the task.
+        ConfigError: the model cannot be trained as requested, or has a new head that would stay untrained; the memory
+            does not suffice, or a stage would take over a year; the forward pass fails, or the outputs do not suit
+            the task.
     """
     check_weights_fit(config, models.parameters(config.model))
     model = float_model(config, config.model, data.num_classes)
@@ -143,7 +144,10 @@ def feeds_of(model: ImportedModel, batch: Batch) -> dict[str, NDArray[Any]]:
 
 
 def _wrong_output(output: Tensor | None, count: int, data: DataModule) -> str:
-    """Describes the output expected for `count` images; returns "" if the given one is finite and suits the task."""
+    """Returns the output that the task expects for `count` images and what is wrong with the given one, as text.
+
+    The result is "" if the given output is finite and suits the task.
+    """
     task, width = data.task, data.num_classes if data.labelled else None
     name = task.names.outputs
     kind = "" if task.every_output else "float "

@@ -61,7 +61,9 @@ def output_dir(config: Config, job: int | None = None) -> Path:
 
 
 def place(config: Config, job: int | None = None) -> Path:
-    """Returns the folder in which a run will begin: `output_dir`, or with resume=auto that of the unfinished run.
+    """Returns the folder of a run that will begin: with resume=auto that of an unfinished run, else `output_dir`.
+
+    If there is no unfinished run to continue, resume=auto has no effect.
 
     Raises:
         ConfigError: `output_dir` raises it.
@@ -128,7 +130,7 @@ def _done(config: Config, folder: Path) -> bool:
 
 
 def begun_as(config: Config, folder: Path) -> bool:
-    """Returns whether `folder` is free for a run of this configuration: it has none yet, or one of the same."""
+    """Returns whether a run of this configuration may use `folder`: no other run was started there."""
     asked = _asked(folder)
     return not asked.is_file() or _same_run(config, asked)
 
@@ -180,7 +182,10 @@ def _asked(folder: Path) -> Path:
 
 
 def _same_run(config: Config, saved: Path) -> bool:
-    """Returns whether the file `saved` contains `config`; False for a missing file or one of an older schema."""
+    """Returns whether the file `saved` contains `config`, apart from `resume` and `output_dir`.
+
+    False for a file that is missing or does not fit the schema.
+    """
     try:
         other = load_config(saved)
     except ConfigError:

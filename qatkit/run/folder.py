@@ -120,8 +120,8 @@ def folder_of(config: Config) -> Path:
     """Returns the run's folder, either a new one or that of a run to resume. Nothing is written yet.
 
     Raises:
-        ConfigError: `resume` names no checkpoint of a run, a checkpoint to resume from is damaged, or the folder
-            holds another run.
+        ConfigError: `resume` names no checkpoint of a run, or one outside of `output_dir`; a checkpoint to resume
+            from is damaged; or the folder holds another run.
     """
     if config.resume == "auto":
         found = find_resume(config)

@@ -124,7 +124,7 @@ def check_weights_fit(config: Config, parameters: int | None) -> None:
 
 
 def check_inputs(config: Config, data: DataModule) -> None:
-    """Checks that the inputs of every batch fit into memory, and so does the cache of decoded images.
+    """Checks that the inputs of every batch, and the cache of decoded images, fit into memory.
 
     Raises:
         ConfigError: a batch or the cache does not fit; the message names the largest possible value.

@@ -45,8 +45,8 @@ def observer_of(config: CalibrationConfig) -> Callable[[], Observer]:
     """Returns the factory of the observers, with the settings that the observer class accepts.
 
     Raises:
-        ConfigError: the class is no observer, it does not accept a setting or needs another one, or a search needs
-            a histogram that it lacks, or real samples.
+        ConfigError: the class is no observer, does not accept a setting or needs another one; or `calibration.search`
+            is used with a setting that it chooses itself, a class without a histogram, or random samples.
     """
     make: Callable[..., Observer] = resolve(config.observer, "calibration.observer")
     if not (inspect.isclass(make) and issubclass(make, Observer) and make.update is not Observer.update):

@@ -1,9 +1,9 @@
 r"""Makes the standard streams of a process safe to write to, even if they are closed or a pipe ends early.
 
-closed descriptor 0, 1, 2   ──> /dev/null, or the first file that is opened would take its place
+closed descriptor 0, 1, 2   ──> /dev/null; otherwise the first file that is opened would get its number
 a pipe that nobody reads    ──> /dev/null from then on: a training run does not end with `| head -1`
 ascii, Latin-1              ──> characters that they lack as \x.. or \u....
-qatkit's own warnings       ──> one line each, without the place in the code
+qatkit's own warnings       ──> one line each, without file and line number
 """
 
 from __future__ import annotations

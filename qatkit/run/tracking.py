@@ -104,7 +104,11 @@ class Tracker(MLFlowLogger):
 
     @property
     def experiment(self) -> Any:
-        """MLflow's client. Lightning reads it at the start of each stage, even if the server does not answer."""
+        """MLflow's client.
+
+        Lightning reads it at the start of each stage, when the server may not answer. Reading it therefore contacts
+        the server only while a call is being sent.
+        """
         return super().experiment if self._initialized or self._sending else self._mlflow_client
 
     def begin(self, told: Mapping[str, str]) -> None:
@@ -157,7 +161,7 @@ class Tracker(MLFlowLogger):
             self.flush()
 
     def flush(self) -> None:
-        """Sends waiting calls until the server does not answer; reports rejected calls, which are not tried again."""
+        """Sends waiting calls until none is left or the server does not answer; drops calls that it rejects."""
         while self.waiting:
             (call, patient), start = self.waiting[0], time.monotonic()
             try:
@@ -176,7 +180,7 @@ class Tracker(MLFlowLogger):
             self._told.discard(_AWAY)
 
     def _say(self, text: str, error: Exception) -> None:
-        """Reports a problem only once if it occurs several times in a row."""
+        """Reports each kind of problem once; an unavailable server again after it has answered in between."""
         if text not in self._told:
             self._told.add(text)
             say(f"{_KEY}={self._uri}: the tracking server {text} ({first_line(error)[:200]})")

@@ -99,7 +99,7 @@ def fit(
 
 @contextmanager
 def _innermost_channels(graph: nn.Module, wanted: bool) -> Iterator[None]:
-    """Stores the graph's 4-D tensors channels-last within the context; a convolution's output follows its weight."""
+    """Stores the graph's 4-D tensors channels-last within the context; convolutions then return this layout."""
     if not wanted:
         yield
         return

@@ -261,7 +261,7 @@ def wait_for_first(checkpoint: Path) -> None:
     """Waits, in every process but the first, until the first one has written the checkpoint with its choices.
 
     Raises:
-        ConfigError: no active process could write the checkpoint.
+        ConfigError: the first process has ended, or works in another folder.
         SystemExit: the process that started this one has ended.
     """
     parent, seen = _parent(), time.monotonic()

@@ -48,7 +48,10 @@ def teacher_of(config: Config, data: DataModule) -> nn.Module | None:
 
 
 def _pretrained(name: str, file: str | None) -> str | None:
-    """Returns the name of the weights to load; None for a user's own builder, which loads them itself."""
+    """Returns the name of the pretrained weights to load.
+
+    None if `file` has the weights, or for a user's own builder, which loads them itself.
+    """
     return "DEFAULT" if file is None and models.has_weights(name) else None
 
 

@@ -1,7 +1,7 @@
 """Validates the model at the end of each epoch; training then continues as if it had not been interrupted.
 
     the last step of an epoch ─ checkpoint ─ judged, state restored ─ a row of the curve ─ the listener is called
-    stopped before the row    ─ the first step of the continued run makes up for it, or its end
+    stopped before the row    ─ the continued run judges before its first step, or at its end if none is left
 
 Lightning's own loop skips the validation of an epoch if the run was stopped between the epoch's last step and
 its validation. `Validating` therefore runs the module itself. `qatkit.choose.epochs` judges epochs by their
@@ -31,7 +31,7 @@ from qatkit_verify import stopping
 
 
 class Judging(Callback, ABC):
-    """Judges the model in training at the end of each epoch.
+    """Judges the model in training every `interval` optimizer steps, such as those of an epoch.
 
     Args:
         module: the trained module; a row is added to its `curve` for each judgement.
