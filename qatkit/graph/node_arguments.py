@@ -33,7 +33,7 @@ def arguments(node: fx.Node, function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def known(value: Any) -> Any:
-    """Returns the number or list that a computed size has for the example; other values are returned unchanged."""
+    """Returns the value of a computed size (a number or list) for the example; returns anything else unchanged."""
     found = value.meta.get("value") if isinstance(value, fx.Node) else None
     return value if found is None or isinstance(found, Tensor) else found
 

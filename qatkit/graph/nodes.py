@@ -20,7 +20,7 @@ OWNER = "owner"  # key in a node's meta: the path of the enclosing module that b
 class Outputs(nn.Module):
     """The end of a graph with training-only outputs (auxiliary heads).
 
-    In training it returns all outputs, in inference only the first ones.
+    In training it returns all outputs, in inference only the first `kept`.
 
     Args:
         kept: the number of outputs in inference.

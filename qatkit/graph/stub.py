@@ -118,7 +118,7 @@ def _merge_patches(node: fx.Node) -> str | None:
 
 
 def _drop_empty_pad(node: fx.Node) -> str | None:
-    """Removes a padding to a multiple that pads nothing for the example (the patches of clips)."""
+    """Removes a padding whose amounts are 0 for the example, such as that of clips to a multiple of the patch size."""
     given = arguments(node, F.pad)
     computed = has_free_axes(node) and any(isinstance(amount, fx.Node) for amount in given["pad"])
     if not node.all_input_nodes or computed or any(known(amount) != 0 for amount in given["pad"]):
