@@ -125,7 +125,10 @@ class FineTuning(Learner):
         return loss
 
     def _distillation(self, output: Tensor, outputs: Any, answer: Any) -> Tensor:
-        """Returns the task's distillation loss of the first output, or the mean over all if the task uses all."""
+        """Returns the task's distillation loss of `output`, or its mean over all outputs if the task uses all.
+
+        The mean is over floating-point outputs; in training, only over those with a gradient.
+        """
         task, wanted, t = self.task, output_leaves(answer)[1], self.schedule.distill_temperature
         if not task.every_output:
             return task.distillation(output, task.trained(wanted), t)
@@ -159,7 +162,7 @@ class FineTuning(Learner):
     def check_gradients(self) -> None:
         """Checks that the gradient of the loss reaches all weights.
 
-        Without epochs, or with feature distillation, nothing is checked.
+        Nothing is checked without epochs, or with feature distillation, whose gradient starts inside the graph.
 
         Raises:
             ConfigError: the gradient does not reach some weights; the message names the first operator with such
@@ -201,7 +204,7 @@ class FineTuning(Learner):
         self.follow_oscillation(self._progress)
 
     def after_step(self) -> None:
-        """Multiplies learned and fixed scales by the change of training BatchNorms (`qatkit.graph.batch_norm.follow`).
+        """Makes learned and fixed scales of weights follow their BatchNorms (`qatkit.graph.batch_norm.follow`).
 
         Called after each optimizer step. A custom training loop must also call it, and `set_phase` before the step.
         """
@@ -270,7 +273,7 @@ class FineTuning(Learner):
         self.ready_to_convert()
 
     def reestimate(self, batches: Iterable[Any]) -> int:
-        """Re-estimates the statistics of the remaining BatchNorms on `batches`, with quantization on.
+        """Re-estimates the statistics of the remaining BatchNorms on `batches`, quantized unless `quantize` is False.
 
         Returns:
             The number of these BatchNorms.
@@ -281,7 +284,7 @@ class FineTuning(Learner):
         return reestimate(self.graph, tensors, quantize=self.quantize)
 
     def ready_to_convert(self) -> None:
-        """Fixes ranges and turns fake quantization on, to simulate the result of `convert`."""
+        """Fixes ranges, and quantizes (unless `quantize` is False) to simulate the result of `convert`."""
         set_phase(self.graph, observe=False, quantize=self.quantize)
         align(self.graph)
 

@@ -44,7 +44,7 @@ class Learner(lightning.LightningModule):
         schedule, lr: the settings, and the initial learning rate.
         task: the task that is learned.
         about: entries for export that are written into checkpoints.
-        keys: the prefix of the keys of this training's own settings.
+        keys: the prefix of the configuration keys of this training's settings, for messages.
         average: the average of the weights, if `schedule.ema` is set, from the first step until
             `take_average`.
         curve: the metrics of each evaluated epoch (`qatkit.records.tried.Epoch`).
@@ -152,7 +152,7 @@ class Learner(lightning.LightningModule):
             self.average.swap()
 
     def take_average(self, stored: Mapping[str, Tensor] | None = None) -> None:
-        """Replaces the weights by their average, for export, and drops the average.
+        """Replaces the weights by their average, if there is one, for export, and drops the average.
 
         After a training with `schedule.ema` by a plain Trainer, the caller must call this.
 
@@ -242,7 +242,7 @@ class Learner(lightning.LightningModule):
 
 
 def _recount(checkpoint: dict[str, Any], accumulate: int) -> None:
-    """Converts Lightning's counts of batches for the same number of steps, if the batches per step have changed."""
+    """Converts Lightning's counts of batches if the batches per step have changed; the count of steps stays."""
     before = checkpoint.get("accumulate", accumulate)
     progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     for counts in (progress["total"], progress["current"]):
