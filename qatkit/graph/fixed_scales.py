@@ -131,7 +131,7 @@ def _zero_point(key: str, given: int | None, spec: QuantSpec) -> int:
     """Returns the given zero point, or the only one of a symmetric type.
 
     Raises:
-        ConfigError: the zero point does not fit the type, or it is missing.
+        ConfigError: the zero point does not fit the type or its symmetry, or is missing for an asymmetric type.
     """
     low, high = spec.type_range
     middle = 0 if not spec.has_zero_point else (spec.quant_max + spec.quant_min + 1) // 2
