@@ -54,7 +54,7 @@ def feature_loss(ours: Tensor, theirs: Tensor) -> Tensor:
 def watched(model: nn.Module, batch: Example, paths: Sequence[str]) -> tuple[Any, list[Tensor]]:
     """Returns the outputs of a model, and the outputs of its modules at `paths` within the same call.
 
-    For a module that returns a tuple, this is the first value.
+    Of a tuple, only the first value is returned; of several calls of a module, the last one counts.
 
     Raises:
         KeyError: the model does not call one of the modules.

@@ -168,7 +168,11 @@ class Learner(lightning.LightningModule):
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
-        """Restores the training state on exit; within the context the graph is in inference mode and may be changed."""
+        """Sets the graph to inference mode within the context; its weights and their average may be changed there.
+
+        Weights, averages, modes and random generators are restored afterwards; after an exception, only modes and
+        generators.
+        """
         average, stored = self.average, self._stored_average
         values = {} if average is None else {name: one.clone() for name, one in average.state.items()}
         weights = {name: one.clone() for name, one in self.state_dict().items()}
@@ -251,7 +255,7 @@ def _recount(checkpoint: dict[str, Any], accumulate: int) -> None:
 
 
 class FloatModule(Learner):
-    """A Lightning module that trains an unchanged float model."""
+    """A Lightning module that trains a float model as it is, without fusing or quantizing it."""
 
     keys = "schedule.float_"
 

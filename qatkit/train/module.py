@@ -66,8 +66,8 @@ class QATModule(FineTuning):
     """A Lightning module that prepares, calibrates, fine-tunes and converts a float model.
 
     Args:
-        model: the float model, which is not changed, or a `Captured` of it with the same example. A `Captured` is traced
-            and compared with its graph only once for all modules that are made from it. A model of another
+        model: the float model, which is not changed, or a `Captured` of it with the same example. A `Captured` is
+            traced and compared with its graph only once for all modules that are made from it. A model of another
             type than float32 is quantized from a float32 copy, and its inputs are converted too.
         example: an input of the real shapes: images [N, C, H, W], a tuple of positional arguments or a
             mapping of keyword arguments, with tensors anywhere in them (`qatkit.graph.signature`).
