@@ -20,7 +20,7 @@ def has_free_axes(node: fx.Node) -> bool:
 
 
 def shape_of(node: Any) -> tuple[int, ...] | None:
-    """Returns the shape of a node's tensor for the example; None if it is not a tensor or there is no example."""
+    """Returns the shape of a node's tensor for the example; None if it has no tensor or was not propagated."""
     value = node.meta.get("value") if isinstance(node, fx.Node) else None
     return tuple(value.shape) if isinstance(value, Tensor) else None
 

@@ -18,7 +18,7 @@ results of the new operators equal those of the originals to 1e-5, and parameter
     relu(relu(x))                →  relu(x)
     x + 0, sum([x]), x * 1       →  x
 
-Rules that need the size of a tensor apply only if an example was given.
+Rules that need the size of a tensor take it from the example.
 """
 
 from __future__ import annotations

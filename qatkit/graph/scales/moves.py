@@ -70,8 +70,8 @@ class Rule:
         inputs, after: positions of the quantizers of its inputs and of its output. For a HardSigmoid, `after` is the
             position of its input's quantizer.
         count: the number of values that an average pool averages, else 1.
-        turns: for the kind "table" (unary operators), whether the scale after the operator and the scale before it
-            may have to move.
+        turns: two flags for the kind "table" (unary operators): whether the scale after the operator may have to
+            move, and whether the one before it may.
     """
 
     kind: str
