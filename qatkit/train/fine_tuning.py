@@ -1,7 +1,7 @@
 """Fine-tuning of a prepared graph: its phases, its loss, and its scales from step to step.
 
     before a step   phase (observe, quantize, frozen statistics) ─ learned scales aligned ─ oscillation recorded
-    the loss        targets, a teacher's outputs and features, weights pulled to the middle of their steps
+    the loss        targets, a teacher's outputs and features, weights pulled towards their quantized values
     at the end      ranges fixed, scales aligned, as in `convert`
 
 `qatkit.train.module.QATModule` creates the graph.
@@ -222,7 +222,7 @@ class FineTuning(Learner):
             update_oscillation(self.graph, threshold if kind == "freeze" else None)
 
     def dampening(self, progress: float) -> Tensor:
-        """Returns the loss term that pulls weights to the middle of their steps, for `schedule.oscillation=dampen`."""
+        """Returns the loss term that pulls weights to their quantized values, for `schedule.oscillation=dampen`."""
         return annealed(0.0, self.schedule.dampening, progress) * dampening(self.graph)
 
     def on_train_end(self) -> None:

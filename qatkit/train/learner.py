@@ -284,7 +284,8 @@ def make_optimizer(model: nn.Module, schedule: ScheduleConfig, lr: float) -> tor
     """Returns SGD or AdamW for the weights, with learned scales in separate groups.
 
     Vectors (biases, norms) get no weight decay. Learned scales move by relative steps
-    (`qatkit.quant.learned.by_shares`); among these only PACT's clipping values decay.
+    (`qatkit.quant.learned.by_shares`), as do the weights with `schedule.relative_lr`. Among the learned scales, only
+    PACT's clipping values decay.
     """
     learned: dict[int, bool] = {
         id(p): q.decayed
