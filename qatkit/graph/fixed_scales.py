@@ -153,7 +153,7 @@ def _spread(key: str, given: Any, shape: Sequence[int]) -> Tensor:
     """Returns one number, or one number per output channel, as a tensor in the shape of the scales.
 
     Raises:
-        ConfigError: the list has another length, or the weight has only one scale.
+        ConfigError: the list has another length, or the weight does not have one scale per output channel.
     """
     if not _several(given):
         return torch.full(tuple(shape), given)

@@ -1,6 +1,6 @@
 """Finds trainable weights that no gradient reaches, since every path to the outputs passes through an opaque module.
 
-Torch does not compute such a module, so it has no gradient (`qatkit.graph.nodes.is_opaque`).
+No gradient passes through an opaque module, since torch does not compute it (`qatkit.graph.nodes.is_opaque`).
 """
 
 from __future__ import annotations
