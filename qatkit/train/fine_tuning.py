@@ -65,7 +65,8 @@ class FineTuning(Learner):
             inputs, named: the model's arguments, one batch with the structure of the example, or the graph's tensors.
 
         Raises:
-            ConfigError: the inputs do not have the structure of the example.
+            ConfigError: the inputs do not have the structure of the example, or are partly positional and partly
+                named.
         """
         return self.graph(*self.tensors(*inputs, **named))
 
@@ -73,7 +74,8 @@ class FineTuning(Learner):
         """Returns the graph's inputs for a call or a batch; floating-point tensors are converted to float32.
 
         Raises:
-            ConfigError: the call or batch does not have the structure of the example.
+            ConfigError: the call or batch does not have the structure of the example, or arguments are partly
+                positional and partly named.
         """
         if named and inputs:
             raise ConfigError(

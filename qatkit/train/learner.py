@@ -35,7 +35,8 @@ class Learner(lightning.LightningModule):
     computed from the outputs that `Task.trained` returns. A `ScheduleConfig` has the settings.
 
     Checkpoints contain the state of torch's random generator, so that dropout after a resume is the same as in an
-    uninterrupted run. They also contain the average of the weights and the metrics of the epochs so far.
+    uninterrupted run. They also contain the average of the weights, the best weights, and the metrics of the epochs so
+    far.
 
     Raises:
         ConfigError: a checkpoint is to be written, but the weights are not finite.
