@@ -100,7 +100,10 @@ def pad_channels(converted: fx.GraphModule, multiples: Mapping[str, int]) -> int
 
 
 def _inside(graph: fx.Graph, multiples: Mapping[str, int]) -> list[_Widening]:
-    """Finds the groups of inner tensors that can be padded to the kernels' multiple with few additional channels."""
+    """Finds the groups of inner tensors that need few more channels to reach the multiple of the kernels.
+
+    Groups in which all tensors have a single spatial position are left out.
+    """
     found, seen = [], set[fx.Node]()
     for node in graph.nodes:
         if not _is_convolution(node) or node in seen:

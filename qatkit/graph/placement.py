@@ -270,7 +270,7 @@ class Placer:
         ]
 
     def _summed(self, reader: fx.Node, node: fx.Node) -> list[int]:
-        """Returns the axes of `node` over which `reader` sums products: two if `node` is both operands, maybe none."""
+        """Returns the axes of `node` over which `reader` sums products; two if `node` is both operands, [] if none."""
         name = self.facts[reader].name
         if name in ("conv", "linear"):
             return [1 if name == "conv" else -1]

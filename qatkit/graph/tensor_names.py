@@ -49,9 +49,9 @@ def names_of_graph(graph_module: fx.GraphModule) -> TensorNames:
 def best_first(found: Iterable[tuple[bool, int, str]]) -> list[str]:
     """Returns names of tensors with one range, best first and without duplicates.
 
-    Tensors with all values at their original positions come before those whose values were moved (by a reshape,
-    say). Within both groups, a tensor comes the earlier, the more nodes before it (such as a ReLU) its quantizer
-    absorbs.
+    Tensors that share the range only because values were moved between them (by a reshape, say) come last. Otherwise,
+    a tensor behind more absorbed nodes is better: activations that became part of the range, BatchNorms that were
+    folded into the weights.
 
     Args:
         found: for each tensor, whether its values were moved, how many nodes are absorbed, and its name.
