@@ -44,7 +44,7 @@ class _Sums:
 
 
 def kept_norms(graph_module: nn.Module) -> list[nn.Module]:
-    """Returns the BatchNorms of a prepared graph that have statistics."""
+    """Returns the BatchNorms of a prepared graph that have running statistics."""
     return [m for m in graph_module.modules() if isinstance(m, _Norm) and m.track_running_stats]
 
 
@@ -130,9 +130,10 @@ def follow(graph_module: fx.GraphModule, variances: Mapping[nn.Module, Tensor]) 
 
 @torch.no_grad()
 def _hold(graph_module: fx.GraphModule, standing: Mapping[WeightFakeQuantize, Tensor]) -> None:
-    """Restores the previous integers of weights whose rounding was chosen.
+    """Restores the integers that weights had before their scales changed, if an algorithm chose their rounding.
 
-    After the scales have changed, a weight that was a multiple of its scale may be slightly below it.
+    The chosen directions (up or down) are not enough: a weight that was an exact multiple of its scale may now lie
+    slightly below this multiple, and would be rounded to the next lower one.
     """
     for _, operator, fake in quantized_weights(graph_module):
         if fake in standing and fake.fixed_scale is not None:

@@ -1,13 +1,13 @@
 """Follows the channels of an operator's output: where each is in later values, and which operators read it.
 
 Every channel gets a number, and the numbers are passed through the later operators as if they were values. A reshape
-moves them, a pooling of equal numbers keeps them, and a product with another tensor has them along its own axes. Where
-a Conv or Linear reads them, each of its input channels must have a single number. Views, chunks, windows, heads and
-flattens therefore need no special cases.
+moves them, a pooling of equal numbers keeps them, and a matrix product with another tensor keeps them along the axes
+that it does not sum over. Where a Conv or Linear reads them, each of its input channels must have a single number.
+Views, chunks, windows, heads and flattens therefore need no special cases.
 
 A channel is `free` if all operators that read it commute with a positive factor until a Conv or Linear, whose weight
 can compensate for the factor. For shifts (`follow_shifts`) the factor is replaced by an added constant, for
-which the operator's bias compensates.
+which the bias of the Conv or Linear compensates.
 """
 
 from __future__ import annotations
@@ -50,9 +50,11 @@ class Followed:
     """The result of following the channels of one operator's output.
 
     Attributes:
-        free: whether each channel can be scaled, bool [channels]; False for a channel that no `readers` read.
-        readers: the operators that compensate for the factors.
-        added: parameters that are added before the readers, each with the channels of its values (in its shape).
+        free: whether each channel can be scaled (or shifted), bool [channels]; False for a channel that none of the
+            `readers` reads.
+        readers: the operators that compensate for the factors (or shifts).
+        added: parameters that are added to the channels before the readers; each with an int64 tensor of its shape
+            that has the channel of every value, -1 for none.
         why: the first reason why a channel is not free; "" if there is none.
     """
 

@@ -37,7 +37,7 @@ def held_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _reached(value: Any) -> Iterator[Any]:
-    """Yields `value` and everything with state that it refers to, without searching modules and tensors."""
+    """Yields `value` and everything with state that it refers to, without searching nn.Modules and tensors."""
     waiting, seen = [value], set[int]()
     while waiting:
         one = waiting.pop()
@@ -72,10 +72,10 @@ def _is_empty(cell: types.CellType) -> bool:
 
 
 def rebind(model: nn.Module, copied: nn.Module, memo: dict[int, Any]) -> None:
-    """Makes the functions of a copy, which are hooks or attributes, refer to copies of their referents.
+    """Makes the hooks and function attributes of a copied model refer to copies of the objects that they refer to.
 
-    A model without hooks or replaced forwards that refer to objects with state is left unchanged. Functions
-    that the copy has made itself (by torch.compile) are correct already.
+    If no hook and no replaced forward refers to an object with state, nothing is changed. Functions that only the
+    copy has (torch.compile makes them) already refer to the copy.
 
     Args:
         model: the original.
@@ -115,7 +115,7 @@ def _is_hooked(module: nn.Module) -> bool:
 def _has_state(value: Any) -> bool:
     """Returns whether a value is a function that refers to objects with state.
 
-    Functions, tuples, classes, modules, strings and numbers have none.
+    Classes, Python modules, strings and numbers have none; functions and tuples have none of their own.
     """
     if not isinstance(value, (types.FunctionType, functools.partial)):
         return False

@@ -85,9 +85,9 @@ def matched(
         file: the file that the encodings come from, for messages.
 
     Raises:
-        ConfigError: no name is known, an unknown name is similar to a name of the model, or an encoding has
-            another type, symmetry, granularity or type of scales than its quantizer (the message says which
-            settings would fit).
+        ConfigError: the model has none of the named tensors, an unknown name is similar to that of a tensor without
+            an encoding, or an encoding has another type, symmetry, granularity or type of scales than its quantizer
+            (the message says which settings would fit).
     """
     given = _by_known_name(names, encodings)
     _check_names(names, given, file)
@@ -124,9 +124,9 @@ def _by_output(values: Any, one: Encoding) -> Any:
 
 
 def _by_known_name(names: TensorNames, encodings: Mapping[str, Encoding]) -> dict[str, Encoding]:
-    """Returns the encodings under the names of the model's tensors.
+    """Returns the encodings by the names of the model's tensors; unknown names are kept.
 
-    In a file that qatkit exported, tensors are recognized by the names of their quantize nodes.
+    Tensors of a file that qatkit exported are recognized by the names of their quantize nodes.
     """
     sites = {node: place for place, node in names.nodes.items()}
     found: dict[str, Encoding] = {}
@@ -242,9 +242,10 @@ class _Matching:
     def _advice(self, inputs: Set[str]) -> str:
         """Returns the settings that would make the encodings fit.
 
-        If scales do not fit the type of scales, only this type is changed. Otherwise, a kind of quantizers
-        (activations or weights) gets backend keys if all of them need the same settings; also if only some of
-        them do, but one of these quantizes a model input. Else there is one override for each quantizer.
+        If scales do not fit the type of scales, the advice changes only this type. Otherwise it is given separately
+        for activations and weights: backend keys if all encodings that do not fit need the same settings, and
+        either no encoding fits or one of those that do not fit is that of a model input, which no override can
+        change. Else it is one override for each encoding that does not fit.
         """
         if any(key.endswith(_SCALES) for one in self.wanted.values() for key in one):
             return f"backend.{_SCALES}=float"

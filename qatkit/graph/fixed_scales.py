@@ -131,7 +131,7 @@ def _zero_point(key: str, given: int | None, spec: QuantSpec) -> int:
     """Returns the given zero point, or the only one of a symmetric type.
 
     Raises:
-        ConfigError: the zero point does not fit the type, or it is missing.
+        ConfigError: the zero point does not fit the type or its symmetry, or is missing for an asymmetric type.
     """
     low, high = spec.type_range
     middle = 0 if not spec.has_zero_point else (spec.quant_max + spec.quant_min + 1) // 2
@@ -153,7 +153,7 @@ def _spread(key: str, given: Any, shape: Sequence[int]) -> Tensor:
     """Returns one number, or one number per output channel, as a tensor in the shape of the scales.
 
     Raises:
-        ConfigError: the list has another length, or the weight has only one scale.
+        ConfigError: the list has another length, or the weight does not have one scale per output channel.
     """
     if not _several(given):
         return torch.full(tuple(shape), given)

@@ -58,8 +58,8 @@ def fuse(
         branches: "train" or "merged" (`qatkit.graph.weights.branches`).
 
     Returns:
-        The graph, the number of fused BatchNorms, merged branches and lifted weights, and the BatchNorms and products
-        that stay separate, each with the reason.
+        The graph; the total number of fused BatchNorms, convolutions merged from branches, and products with a
+        weight that got a module; the BatchNorms and products left unchanged, each with the reason.
 
     Raises:
         ConfigError: `batch_norm` or `branches` is unknown, or the graph can't be recorded.
@@ -156,7 +156,7 @@ def _folded(weight: Tensor, bias: Tensor | None, norm: nn.Module) -> tuple[nn.Pa
 
 
 def _alive(module: nn.Module, reads: Mapping[int, int]) -> bool:
-    """Returns whether a module's weight or bias is computed or read elsewhere, so that nothing can be folded in."""
+    """Returns whether a module's weight or bias is computed or read elsewhere, which prevents folding into it."""
     return isinstance(module, Computed) or any(reads[id(p)] > 1 for p in module.parameters())
 
 
@@ -172,7 +172,7 @@ def _keep_children(owner: fx.GraphModule, path: str, norm: nn.Module) -> bool:
 
 
 def _alone(node: fx.Node) -> bool:
-    """Returns whether a node is a BatchNorm of images with running statistics that is called once."""
+    """Returns whether a BatchNorm has running statistics, normalizes images and is called only once."""
     module = module_of(node)
     calls = sum(n.op == "call_module" and n.target == node.target for n in node.graph.nodes)
     if not isinstance(module, nn.BatchNorm2d) or module.running_var is None or calls != 1:
@@ -181,9 +181,9 @@ def _alone(node: fx.Node) -> bool:
 
 
 def _to_convolution(node: fx.Node, batch_norm: str) -> None:
-    """Replaces bn(x) by a convolution of x with one weight per channel.
+    """Replaces bn(x) by a depthwise 1x1 convolution of x.
 
-    If the BatchNorm is kept, that weight is 1 and not trained.
+    Unless `batch_norm` is "fold", the BatchNorm stays a child of the convolution, whose weights are 1 and not trained.
     """
     bn = cast(nn.BatchNorm2d, module_of(node))
     conv: nn.Module = nn.Conv2d(

@@ -1,4 +1,7 @@
-"""Finds trainable weights that no gradient reaches, since every path to the outputs passes through an opaque module."""
+"""Finds trainable weights that no gradient reaches, since every path to the outputs passes through an opaque module.
+
+No gradient passes through an opaque module, since torch does not compute it (`qatkit.graph.nodes.is_opaque`).
+"""
 
 from __future__ import annotations
 

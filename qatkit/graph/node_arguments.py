@@ -20,7 +20,7 @@ def has_free_axes(node: fx.Node) -> bool:
 
 
 def shape_of(node: Any) -> tuple[int, ...] | None:
-    """Returns the shape of a node's tensor for the example; None if it is not a tensor or there is no example."""
+    """Returns the shape of a node's tensor for the example; None if it has no tensor or was not propagated."""
     value = node.meta.get("value") if isinstance(node, fx.Node) else None
     return tuple(value.shape) if isinstance(value, Tensor) else None
 
@@ -33,7 +33,7 @@ def arguments(node: fx.Node, function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def known(value: Any) -> Any:
-    """Returns the number or list that a computed size has for the example; other values are returned unchanged."""
+    """Returns the value of a computed size (a number or list) for the example; returns anything else unchanged."""
     found = value.meta.get("value") if isinstance(value, fx.Node) else None
     return value if found is None or isinstance(found, Tensor) else found
 

@@ -20,7 +20,7 @@ OWNER = "owner"  # key in a node's meta: the path of the enclosing module that b
 class Outputs(nn.Module):
     """The end of a graph with training-only outputs (auxiliary heads).
 
-    In training it returns all outputs, in inference only the first ones.
+    In training it returns all outputs, in inference only the first `kept`.
 
     Args:
         kept: the number of outputs in inference.
@@ -48,7 +48,7 @@ def outputs_in_inference(model: nn.Module, outputs: Any) -> int | None:
     """Returns how many of a model's outputs, counted from the first, are exported; None for all of them.
 
     A model declares this by an attribute `inference_outputs`. torchvision's models are recognized by their
-    auxiliary heads, and segmentation models by an output "aux" in addition to "out". An attribute
+    auxiliary heads, and segmentation models by a dict of just the outputs "out" and "aux". An attribute
     `auxiliary_outputs` has names of auxiliary outputs (`qatkit.run.auxiliary_outputs`); they are left out if
     another output has the name "out".
 

@@ -1,6 +1,6 @@
 """Modules of torch.nn rewritten as the products that they compute, so that each product gets its int8 kernel.
 
-    Bilinear(a, b)              →  a Linear from a to all outputs and all features of b, times b
+    Bilinear(a, b)              →  a Linear of a, then for each output a product with b, summed over its features
     LSTMCell, GRUCell, RNNCell  →  a Linear of the input and a Linear of the state; the gates stay float
 
 They replace the originals before the capture, with the same parameters.

@@ -189,11 +189,11 @@ class Overrides:
         return spec if override.activation_dtype is None else replace(spec, dtype=override.activation_dtype)
 
     def of_weight(self, node: fx.Node) -> Chosen:
-        """Returns the selector and the override that apply to an operator's weight."""
+        """Returns selector and override of an operator's weight; both are empty if there are none."""
         return self.by_weight.get(node) or self.by_node.get(node) or ("", OverrideConfig())
 
     def of_activation(self, node: fx.Node) -> Chosen:
-        """Returns the selector and the override that apply to the tensor quantized after an operator."""
+        """Returns selector and override of the tensor quantized after an operator; both are empty if there are none."""
         return self.by_point.get(node) or self.by_node.get(node) or ("", OverrideConfig())
 
 

@@ -10,9 +10,9 @@ them are 0 too. The integer sums stay the same, and so do the scales that they a
 
 Tensors that share their channels are widened together or not at all. Such a group runs from the convolutions that
 compute the tensors, through depthwise convolutions, activations, pools, gates and sums, to the convolutions that read
-them. The whole group stays unchanged if another operator reads one of the tensors, if one is an output, or if one
-belongs to an operator that stays float. Zeros pass through gates and sums, while the factors in
-`qatkit.graph.channels` do not.
+them. The whole group stays unchanged if another operator reads one of the tensors, if one is an output of the
+graph, or if one belongs to an operator that stays float. `qatkit.graph.channels` cannot find these groups: the factors
+that it follows do not pass through gates and sums, while zeros do.
 """
 
 from __future__ import annotations
@@ -100,7 +100,10 @@ def pad_channels(converted: fx.GraphModule, multiples: Mapping[str, int]) -> int
 
 
 def _inside(graph: fx.Graph, multiples: Mapping[str, int]) -> list[_Widening]:
-    """Finds the groups of inner tensors whose number of channels is not a multiple that the kernels need."""
+    """Finds the groups of inner tensors that need few more channels to reach the multiple of the kernels.
+
+    Groups in which all tensors have a single spatial position are left out.
+    """
     found, seen = [], set[fx.Node]()
     for node in graph.nodes:
         if not _is_convolution(node) or node in seen:
@@ -194,7 +197,7 @@ def _images(graph: fx.Graph, multiple: int) -> list[_Widening]:
 
 
 def _unpadded(node: fx.Node) -> fx.Node:
-    """Returns the first input of a node, before zero paddings that only this node reads."""
+    """Returns the first input of a node, or what that was before zero paddings that nothing else reads."""
     source = cast(fx.Node, node.args[0])
     while belongs_to(source, node) and len(source.users) == 1:
         node, source = source, cast(fx.Node, source.args[0])
@@ -235,7 +238,7 @@ def _changes(found: Iterable[_Widening]) -> dict[fx.Node, tuple[int, int]]:
 
 
 def _pad_bytes(one: _Widening) -> None:
-    """Pads the channels of an image with zeros and quantizes it again: in the file, a Pad of bytes (`export.pads`)."""
+    """Pads the channels of a quantized image and quantizes it again; exported as one Pad of bytes (`export.pads`)."""
     source, (reader,) = cast(fx.Node, one.source), one.readers
     while (before := cast(fx.Node, reader.args[0])) is not source:
         reader = before  # the spatial zero padding stays a part of the convolution

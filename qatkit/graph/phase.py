@@ -16,7 +16,7 @@ from qatkit.quant.qat_layers import QATOperator
 def set_phase(graph_module: nn.Module, *, observe: bool, quantize: bool, calibrating: bool = False) -> None:
     """Turns observing and fake quantization on or off in the whole graph.
 
-    Outside of calibration, `observe` turns on only the observers that follow the training.
+    Unless `calibrating` is True, `observe` turns on only the observers that also follow the values during training.
     """
     for module in graph_module.modules():
         if isinstance(module, Quantizer):

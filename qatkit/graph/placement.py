@@ -158,7 +158,7 @@ class Placer:
         return (multiplies and self.rule(reader).when == "always") or self._shortcut(reader) is node
 
     def _shortcut(self, node: fx.Node) -> fx.Node | None:
-        """Returns the operand of an Add that is the shortcut around a Conv; None if there is none.
+        """Returns the operand of an Add that is the shortcut around a Conv; None if there is none or it is constant.
 
         The other operand is a Conv that only the Add reads. If both operands are, the second one is the shortcut.
         """
@@ -252,7 +252,7 @@ class Placer:
         return self._absorbing_point(node, readers)
 
     def _along_axes(self, point: Point) -> list[Point]:
-        """Splits a point by the axis that its readers sum over, if the type has blocks along this axis."""
+        """Splits a point into one for each axis that its readers sum over, if the activations have a number format."""
         if self.backend.activation.form is None:
             return [point]
         by_axis: dict[int, list[fx.Node]] = {}
@@ -270,7 +270,7 @@ class Placer:
         ]
 
     def _summed(self, reader: fx.Node, node: fx.Node) -> list[int]:
-        """Returns the axes of `node` over which its `reader` sums products; two if `node` is both operands."""
+        """Returns the axes of `node` over which `reader` sums products; two if `node` is both operands, [] if none."""
         name = self.facts[reader].name
         if name in ("conv", "linear"):
             return [1 if name == "conv" else -1]

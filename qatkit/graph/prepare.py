@@ -261,8 +261,8 @@ def _link_weights(graph_module: fx.GraphModule) -> None:
 def _past_activation(node: fx.Node) -> fx.Node:
     """Returns the activation that is the only reader of `node` and is computed with it, else `node`.
 
-    A ReLU always counts. It is still a node of the graph if activations have no zero point, since then no
-    quantizer absorbs it.
+    A ReLU or ReLU6 always counts, whatever the backend fuses. It is still a node of the graph if activations have no
+    zero point, since then no quantizer absorbs it.
     """
     reader = next(iter(node.users)) if len(node.users) == 1 else None
     if reader is not None and facts(reader).activation:

@@ -83,7 +83,11 @@ def prove(model: nn.Module, graph_module: fx.GraphModule, example: Example) -> N
 def _differences(
     model: nn.Module, graph_module: fx.GraphModule, example: Example
 ) -> Iterator[tuple[tuple[Tensor, ...], float]]:
-    """Yields inputs that the model accepts, each with the difference between the outputs of graph and model."""
+    """Yields inputs that the model accepts, each with the difference between the outputs of graph and model.
+
+    Raises:
+        ConfigError: the model fails even if the whole numbers in its inputs keep their order.
+    """
     for tensors, alike in _others(flatten(example), graph_module):
         try:
             yield tensors, _difference(model, graph_module, example, tensors)
@@ -241,7 +245,7 @@ def _of_model(model: nn.Module, example: Example, tensors: Sequence[Tensor]) -> 
 def _first_difference(
     model: nn.Module, given: fx.GraphModule, example: Example, tensors: Sequence[Tensor]
 ) -> str:
-    """Describes the first module whose output differs, in a newly captured graph or else in the given one."""
+    """Returns where outputs first differ: in which module of a new graph or of the given one, or between modules."""
     expected = list(_outputs(copy_of(model), example, tensors))
     for graph in (trace(model, example), given):
         values = _values(graph, tensors)

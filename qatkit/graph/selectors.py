@@ -2,7 +2,7 @@
 
 An operator has the name of its module or call (`site`). In a model imported from an ONNX file, the name of a node of
 the file also selects all operators recorded inside that node. An exact name has precedence over patterns and prefixes,
-so names with brackets, colons or one of our prefixes need no quoting here.
+so names that contain brackets or colons, or begin like a selector (`op/`), need no quoting here.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ def _made_by(node: fx.Node) -> str:
 
 
 def _weight_of(node: fx.Node) -> str:
-    """Returns the name of an operator's weight."""
+    """Returns the name of an operator's weight; "" if its node in an imported file has no such input."""
     of_file = file_node(node)
     if of_file is None:
         return f"{site(node)}.weight"

@@ -18,7 +18,7 @@ results of the new operators equal those of the originals to 1e-5, and parameter
     relu(relu(x))                →  relu(x)
     x + 0, sum([x]), x * 1       →  x
 
-Rules that need the size of a tensor apply only if an example was given.
+Rules that need the size of a tensor take it from the example.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _merge_patches(node: fx.Node) -> str | None:
 
 
 def _drop_empty_pad(node: fx.Node) -> str | None:
-    """Removes a padding to a multiple that pads nothing for the example (the patches of clips)."""
+    """Removes a padding whose amounts are 0 for the example, such as that of clips to a multiple of the patch size."""
     given = arguments(node, F.pad)
     computed = has_free_axes(node) and any(isinstance(amount, fx.Node) for amount in given["pad"])
     if not node.all_input_nodes or computed or any(known(amount) != 0 for amount in given["pad"]):

@@ -49,11 +49,12 @@ def names_of_graph(graph_module: fx.GraphModule) -> TensorNames:
 def best_first(found: Iterable[tuple[bool, int, str]]) -> list[str]:
     """Returns names of tensors with one range, best first and without duplicates.
 
-    Tensors whose values were not moved come before the others; in both parts, those after more absorbed nodes
-    are first.
+    Tensors that share the range only because values were moved between them (by a reshape, say) come last. Otherwise,
+    a tensor behind more absorbed nodes is better: activations that became part of the range, BatchNorms that were
+    folded into the weights.
 
     Args:
-        found: for each name, whether values were moved, how many nodes were absorbed, and the name.
+        found: for each tensor, whether its values were moved, how many nodes are absorbed, and its name.
     """
     ordered = sorted(found, key=lambda one: (one[0], -one[1]))
     return list(dict.fromkeys(name for _, _, name in ordered))

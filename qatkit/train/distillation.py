@@ -6,8 +6,8 @@ Distillation from the teacher's final outputs is part of the task (`qatkit.tasks
 
 A feature is the output of a module of the float model. The prepared graph may lack this module, since it was
 fused or was traced through. With quantization off the graph computes the same values as the float model, so the
-feature is the graph's first value that equals the module's output. It is searched for on the example before any
-training, where the shapes in model and teacher are compared too.
+feature is the graph's first value that equals the module's output. Before any training, this value is searched for with
+the example as input, and the shapes of the features in model and teacher are compared.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def feature_loss(ours: Tensor, theirs: Tensor) -> Tensor:
 def watched(model: nn.Module, batch: Example, paths: Sequence[str]) -> tuple[Any, list[Tensor]]:
     """Returns the outputs of a model, and the outputs of its modules at `paths` within the same call.
 
-    For a module that returns a tuple, this is the first value.
+    Of a tuple, only the first value is returned; of several calls of a module, the last one counts.
 
     Raises:
         KeyError: the model does not call one of the modules.

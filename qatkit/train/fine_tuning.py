@@ -1,7 +1,7 @@
 """Fine-tuning of a prepared graph: its phases, its loss, and its scales from step to step.
 
     before a step   phase (observe, quantize, frozen statistics) ─ learned scales aligned ─ oscillation recorded
-    the loss        targets, a teacher's outputs and features, weights pulled to the middle of their steps
+    the loss        targets, a teacher's outputs and features, weights pulled towards their quantized values
     at the end      ranges fixed, scales aligned, as in `convert`
 
 `qatkit.train.module.QATModule` creates the graph.
@@ -65,7 +65,8 @@ class FineTuning(Learner):
             inputs, named: the model's arguments, one batch with the structure of the example, or the graph's tensors.
 
         Raises:
-            ConfigError: the inputs do not have the structure of the example.
+            ConfigError: the inputs do not have the structure of the example, or are partly positional and partly
+                named.
         """
         return self.graph(*self.tensors(*inputs, **named))
 
@@ -73,7 +74,8 @@ class FineTuning(Learner):
         """Returns the graph's inputs for a call or a batch; floating-point tensors are converted to float32.
 
         Raises:
-            ConfigError: the call or batch does not have the structure of the example.
+            ConfigError: the call or batch does not have the structure of the example, or arguments are partly
+                positional and partly named.
         """
         if named and inputs:
             raise ConfigError(
@@ -125,7 +127,10 @@ class FineTuning(Learner):
         return loss
 
     def _distillation(self, output: Tensor, outputs: Any, answer: Any) -> Tensor:
-        """Returns the task's distillation loss of the first output, or the mean over all if the task uses all."""
+        """Returns the task's distillation loss of `output`, or its mean over all outputs if the task uses all.
+
+        The mean is over floating-point outputs; in training, only over those with a gradient.
+        """
         task, wanted, t = self.task, output_leaves(answer)[1], self.schedule.distill_temperature
         if not task.every_output:
             return task.distillation(output, task.trained(wanted), t)
@@ -159,7 +164,7 @@ class FineTuning(Learner):
     def check_gradients(self) -> None:
         """Checks that the gradient of the loss reaches all weights.
 
-        Without epochs, or with feature distillation, nothing is checked.
+        Nothing is checked without epochs, or with feature distillation, whose gradient starts inside the graph.
 
         Raises:
             ConfigError: the gradient does not reach some weights; the message names the first operator with such
@@ -201,7 +206,7 @@ class FineTuning(Learner):
         self.follow_oscillation(self._progress)
 
     def after_step(self) -> None:
-        """Multiplies learned and fixed scales by the change of training BatchNorms (`qatkit.graph.batch_norm.follow`).
+        """Makes learned and fixed scales of weights follow their BatchNorms (`qatkit.graph.batch_norm.follow`).
 
         Called after each optimizer step. A custom training loop must also call it, and `set_phase` before the step.
         """
@@ -219,7 +224,7 @@ class FineTuning(Learner):
             update_oscillation(self.graph, threshold if kind == "freeze" else None)
 
     def dampening(self, progress: float) -> Tensor:
-        """Returns the loss term that pulls weights to the middle of their steps, for `schedule.oscillation=dampen`."""
+        """Returns the loss term that pulls weights to their quantized values, for `schedule.oscillation=dampen`."""
         return annealed(0.0, self.schedule.dampening, progress) * dampening(self.graph)
 
     def on_train_end(self) -> None:
@@ -270,7 +275,7 @@ class FineTuning(Learner):
         self.ready_to_convert()
 
     def reestimate(self, batches: Iterable[Any]) -> int:
-        """Re-estimates the statistics of the remaining BatchNorms on `batches`, with quantization on.
+        """Re-estimates the statistics of the remaining BatchNorms on `batches`, quantized unless `quantize` is False.
 
         Returns:
             The number of these BatchNorms.
@@ -281,7 +286,7 @@ class FineTuning(Learner):
         return reestimate(self.graph, tensors, quantize=self.quantize)
 
     def ready_to_convert(self) -> None:
-        """Fixes ranges and turns fake quantization on, to simulate the result of `convert`."""
+        """Fixes ranges, and quantizes (unless `quantize` is False) to simulate the result of `convert`."""
         set_phase(self.graph, observe=False, quantize=self.quantize)
         align(self.graph)
 

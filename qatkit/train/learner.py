@@ -35,7 +35,8 @@ class Learner(lightning.LightningModule):
     computed from the outputs that `Task.trained` returns. A `ScheduleConfig` has the settings.
 
     Checkpoints contain the state of torch's random generator, so that dropout after a resume is the same as in an
-    uninterrupted run. They also contain the average of the weights and the metrics of the epochs so far.
+    uninterrupted run. They also contain the average of the weights, the best weights, and the metrics of the epochs so
+    far.
 
     Raises:
         ConfigError: a checkpoint is to be written, but the weights are not finite.
@@ -44,7 +45,7 @@ class Learner(lightning.LightningModule):
         schedule, lr: the settings, and the initial learning rate.
         task: the task that is learned.
         about: entries for export that are written into checkpoints.
-        keys: the prefix of the keys of this training's own settings.
+        keys: the prefix of the configuration keys of this training's settings, for messages.
         average: the average of the weights, if `schedule.ema` is set, from the first step until
             `take_average`.
         curve: the metrics of each evaluated epoch (`qatkit.records.tried.Epoch`).
@@ -152,7 +153,7 @@ class Learner(lightning.LightningModule):
             self.average.swap()
 
     def take_average(self, stored: Mapping[str, Tensor] | None = None) -> None:
-        """Replaces the weights by their average, for export, and drops the average.
+        """Replaces the weights by their average, if there is one, for export, and drops the average.
 
         After a training with `schedule.ema` by a plain Trainer, the caller must call this.
 
@@ -168,7 +169,11 @@ class Learner(lightning.LightningModule):
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
-        """Restores the training state on exit; within the context the graph is in inference mode and may be changed."""
+        """Sets the graph to inference mode within the context; its weights and their average may be changed there.
+
+        Weights, averages, modes and random generators are restored afterwards; after an exception, only modes and
+        generators.
+        """
         average, stored = self.average, self._stored_average
         values = {} if average is None else {name: one.clone() for name, one in average.state.items()}
         weights = {name: one.clone() for name, one in self.state_dict().items()}
@@ -242,7 +247,7 @@ class Learner(lightning.LightningModule):
 
 
 def _recount(checkpoint: dict[str, Any], accumulate: int) -> None:
-    """Converts Lightning's counts of batches for the same number of steps, if the batches per step have changed."""
+    """Converts Lightning's counts of batches if the batches per step have changed; the count of steps stays."""
     before = checkpoint.get("accumulate", accumulate)
     progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     for counts in (progress["total"], progress["current"]):
@@ -251,7 +256,7 @@ def _recount(checkpoint: dict[str, Any], accumulate: int) -> None:
 
 
 class FloatModule(Learner):
-    """A Lightning module that trains an unchanged float model."""
+    """A Lightning module that trains a float model as it is, without fusing or quantizing it."""
 
     keys = "schedule.float_"
 
@@ -280,7 +285,8 @@ def make_optimizer(model: nn.Module, schedule: ScheduleConfig, lr: float) -> tor
     """Returns SGD or AdamW for the weights, with learned scales in separate groups.
 
     Vectors (biases, norms) get no weight decay. Learned scales move by relative steps
-    (`qatkit.quant.learned.by_shares`); among these only PACT's clipping values decay.
+    (`qatkit.quant.learned.by_shares`), as do the weights with `schedule.relative_lr`. Among the learned scales, only
+    PACT's clipping values decay.
     """
     learned: dict[int, bool] = {
         id(p): q.decayed

@@ -66,9 +66,9 @@ class QATModule(FineTuning):
     """A Lightning module that prepares, calibrates, fine-tunes and converts a float model.
 
     Args:
-        model: the float model, which is not changed. A model captured with the same example is traced and compared
-            with its graph only once for all modules made from it. A model of another type than float32 is
-            quantized from a float32 copy, and its inputs are converted too.
+        model: the float model, which is not changed, or a `Captured` of it with the same example. A `Captured` is
+            traced and compared with its graph only once for all modules that are made from it. A model of another
+            type than float32 is quantized from a float32 copy, and its inputs are converted too.
         example: an input of the real shapes: images [N, C, H, W], a tuple of positional arguments or a
             mapping of keyword arguments, with tensors anywhere in them (`qatkit.graph.signature`).
         schedule: settings of fine-tuning, such as the BatchNorm mode and the milestones.
@@ -172,7 +172,7 @@ class QATModule(FineTuning):
         return graph
 
     def opened(self, model: nn.Module | Captured) -> fx.GraphModule:
-        """Returns the input graph of `prepare_qat`, rebuilt from the float model to decide on placements."""
+        """Returns a graph as `prepare_qat` gets it, made again from the float model, to decide what is quantized."""
         captured = self._captured(model)
         model = model.model if isinstance(model, Captured) else model
         shares = self._shares_weights()

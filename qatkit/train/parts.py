@@ -180,7 +180,7 @@ class Parts:
 
 
 class _Calls:
-    """A record of the largest input of every part, by number of the call within one batch."""
+    """A record of the largest absolute input value of every part, for its first, second, ... call in a batch."""
 
     def __init__(self, parts: Mapping[str, Part]) -> None:
         self.largest: dict[str, list[float]] = {path: [] for path in parts}

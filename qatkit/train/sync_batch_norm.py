@@ -157,7 +157,7 @@ def _follow(running: tuple[Tensor, ...], seen: tuple[Tensor, ...], share: float 
 
 @contextmanager
 def synchronized(model: nn.Module | None) -> Iterator[None]:
-    """Makes every training BatchNorm of `model` normalize by the statistics of all ranks; does nothing for None.
+    """Within the context, training BatchNorms of `model` use the statistics of all ranks; None changes nothing.
 
     A BatchNorm whose own forward does not use F.batch_norm uses the statistics of its process, with a warning.
     """

@@ -3,9 +3,9 @@
     after step t:  average ← d·average + (1 - d)·weights,   d = min(decay, (1 + t) / (10 + t))
 
 Without the rising d, the average of a short run would be close to the initial weights. The average covers the
-trained parameters (including learned scales), the statistics of BatchNorms, and the weight scales that an
-algorithm found, which follow the weights. Ranges stay as observed. d is a function of the step, so a resumed run
-needs only the average.
+trained parameters (including learned scales), the statistics of BatchNorms, and the fixed scales of weights, which
+follow their BatchNorms in training. Ranges stay as observed. d is a function of the step, so a resumed run needs only
+the average.
 
 Source: Polyak and Juditsky, "Acceleration of stochastic approximation by averaging", 1992; the rising d is that of
 TensorFlow's `tf.train.ExponentialMovingAverage(num_updates=...)`.

@@ -45,7 +45,7 @@ Known = bool | None
 
 
 def align(graph_module: fx.GraphModule) -> None:
-    """Sets the scales of all activations from their observers' ranges, then moves them into place.
+    """Sets the scales of all activations from their observers' ranges, then aligns them.
 
     The result depends only on the ranges, so that a second call changes nothing.
     """
@@ -53,7 +53,7 @@ def align(graph_module: fx.GraphModule) -> None:
 
 
 class Alignment:
-    """The relations between the scales of one graph, found once; each call moves the scales into place.
+    """The relations between the scales of one graph, found once; each call sets and aligns the scales.
 
     It refers to the quantizers that the graph had when the object was created. A call copies no value to the host,
     except for the first call after the quantizers have moved to another device.

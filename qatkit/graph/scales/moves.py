@@ -26,7 +26,7 @@ _MARGIN, _TRIED = 1e-3, [1 + i / 4096 for i in range(41)]
 
 
 class Scales(NamedTuple):
-    """All scales of a graph while they are moved into place.
+    """All scales of a graph while they are aligned.
 
     Attributes:
         values: the scales [quantizers], float64 with values that float32 can represent.
@@ -70,8 +70,8 @@ class Rule:
         inputs, after: positions of the quantizers of its inputs and of its output. For a HardSigmoid, `after` is the
             position of its input's quantizer.
         count: the number of values that an average pool averages, else 1.
-        turns: for the kind "table" (unary operators), whether the scale after the operator and the scale before it
-            may have to move.
+        turns: two flags for the kind "table" (unary operators): whether the scale after the operator may have to
+            move, and whether the one before it may.
     """
 
     kind: str
@@ -83,7 +83,7 @@ class Rule:
 
     @property
     def likeness(self) -> Hashable:
-        """The key of rules that move scales by the same operations."""
+        """A key that is equal for rules that move scales by the same operations."""
         if self.kind == "table":
             return self.kind, self.turns, _function(self.node)
         return self.kind, len(self.inputs), len(set(self.inputs))
@@ -196,7 +196,7 @@ class _HardSigmoids(_Around):
 class _Tables(_Around):
     """Moves one scale of a unary operator, by at most 1 %, until no result is close to a tie.
 
-    If no candidate keeps the margin, the one with the largest distance is chosen.
+    If no such scale is found, the one whose results stay farthest from ties is chosen.
     """
 
     def __init__(

@@ -58,7 +58,10 @@ def quantizers_around(node: fx.Node, backend: Backend) -> Group:
 
 @torch.no_grad()
 def settle_together(group: Sequence[FakeQuantize]) -> None:
-    """Sets the scale of a group's first quantizer from the ranges of all; a fixed scale applies to the whole group."""
+    """Sets the scale and zero point of a group's first quantizer, from which the caller copies them to the others.
+
+    They are those of the first quantizer with a fixed scale; else they follow from a range that covers all ranges.
+    """
     standing = next((one for one in group if one.frozen), None)
     if standing is not None:
         group[0].scale.copy_(standing.scale)

@@ -64,8 +64,8 @@ class Region:
 def merge_branches(graph_module: fx.GraphModule, *, fold: bool = False, merged: bool = False) -> PassResult:
     """Merges branches of a graph in place; new nodes except the convolutions have no value in their meta.
 
-    `changed` in the result is the number of new convolutions. Blocks that only the model's own code can merge are
-    added to the notes of the graph.
+    `changed` in the result is the number of new convolutions. Blocks with several convolutions that only the model's
+    own code can merge are listed in the graph's notes; their branches stay separate.
 
     Args:
         graph_module: a traced and propagated graph.
@@ -277,9 +277,9 @@ class _Merging:
 
 
 def _regions(last: fx.Node, inside: Sequence[fx.Node] | None) -> list[Region]:
-    """Returns the regions that end with `last` and have several convolutions or sums.
+    """Returns the regions that end with `last`, if they have at least two nodes that are convolutions or sums.
 
-    In a block, these are all such regions, largest first; elsewhere only the smallest region counts.
+    In a block, these are all such regions, largest first; elsewhere, only the smallest region that ends with `last`.
     """
     order = {node: i for i, node in enumerate(last.graph.nodes)}
     found, nodes, front = list[Region](), list[fx.Node](), {last}

@@ -24,8 +24,8 @@ class WeightOrigin:
         leaves: names of the parameters and buffers that the weight depends on.
         program: the module that computes the weight from these; None if the weight is the single leaf itself, or
             depends on no parameter.
-        key: a key that is equal for equal computations of the same tensors; None if the weight depends on no
-            parameter.
+        key: a key that is equal for weights computed in the same way from the same tensors; None if the weight
+            depends on no parameter.
     """
 
     value: Tensor
@@ -113,8 +113,8 @@ class Constants:
     def _inputs(self, leaves: Iterable[fx.Node]) -> list[fx.Node]:
         """Returns one node per tensor, in the order in which the tensors were first used.
 
-        Computations of the same tensors have the same order, also in different runs. A checkpoint keeps the optimizer's
-        state in the order of the parameters, so a resumed run needs the same order.
+        All programs that read the same tensors have them in the same order, also in another run: a checkpoint stores
+        the optimizer's state in the order of the parameters, so a resumed run needs the same order.
         """
         found = {id(self._values[n]): n for n in leaves}
         for tensor in found:

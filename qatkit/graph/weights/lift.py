@@ -27,7 +27,7 @@ _NO_WEIGHT = "stays float: the operator of the file does not multiply by a const
 
 
 def lift_weights(graph_module: fx.GraphModule) -> PassResult:
-    """Lifts weights in a traced graph, in place; the graph must be propagated if there is an example.
+    """Lifts weights in a traced and propagated graph, in place.
 
     `changed` in the result is the number of operators that got a module. New nodes have no value in their meta yet.
     """

@@ -2,8 +2,8 @@
 
     einsum("bi,ijk,bj->bk", x, w, y)   →  t = einsum("bi,ijk->bjk", x, w), einsum("bjk,bj->bk", t, y)
 
-Before that, constants are multiplied with each other. The first operand to be multiplied with the weight is the one
-that shares the largest summed axes with it.
+Before that, constants are multiplied with each other. The weight is multiplied first with the operand with which it
+shares the largest axes that are summed over.
 """
 
 from __future__ import annotations
