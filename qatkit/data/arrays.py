@@ -238,7 +238,8 @@ class ArrayBatches:
 
     Attributes:
         source: dotted path of the source, for messages.
-        ports: the model's inputs, if known; else the inputs are the first sample's arrays, batched along axis 0.
+        ports: the model's inputs. If it is empty, they are unknown: each array of a sample is then an input,
+            batched along axis 0.
         states: for a model with states, the output that feeds each state input in the next step, by input
             name.
     """

@@ -190,8 +190,8 @@ class Preprocessing:
 
         Args:
             images: Pillow images or uint8 tensors (channels, height, width), of any sizes.
-            augment: one of the choices of `data.augment`; crop_flip pads by an eighth of each side, by
-                reflection.
+            augment: one of the choices of `data.augment`. crop_flip shifts an image by up to an eighth of its
+                height and width, and fills the rest by reflection.
             draws: one source of random numbers per image.
             policy: one of the choices of `data.policy`, applied after `augment`.
 
