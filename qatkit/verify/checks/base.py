@@ -166,8 +166,8 @@ class Check(ABC):
 
     Attributes:
         name: the key of its figures, and its name in report.html.
-        early: whether it reads only the files, and its result does not depend on their ranges. Its bounds are
-            then checked right after the first export, before any long work.
+        early: whether it reads only the files, and its result does not depend on their quantization ranges. Its
+            bounds are then checked right after the first export, before any long work.
     """
 
     name: ClassVar[str]
@@ -186,7 +186,7 @@ class Check(ABC):
         return []
 
     def explains(self, shortfall: Shortfall, results: Results) -> str | None:
-        """Returns the fix, as the user types it, if this check found the cause of another's shortfall."""
+        """Returns the fix, as the user types it, if this check found the cause of another's shortfall; else None."""
         return None
 
     def lines(self, results: Results) -> list[str]:

@@ -25,7 +25,10 @@ def is_rounded(results: Results) -> bool:
 
 @contextmanager
 def exact(subject: Subject, results: Results) -> Iterator[Subject]:
-    """Yields the subject; if it has a module, a file at another level is replaced by itself at level 0."""
+    """Yields the subject, whose int8 file is replaced by a temporary copy at level 0 if it has another level.
+
+    A file that was not made from a module is not replaced.
+    """
     if subject.reference is None or not is_rounded(results):
         yield subject
         return
