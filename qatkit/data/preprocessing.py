@@ -273,7 +273,7 @@ class Preprocessing:
         return self._resized(crop, Fitting(size, (0, 0), size))[0].float()
 
     def _resized(self, array: Tensor, how: Fitting) -> Tensor:
-        """Returns the kept part of uint8 `array` (N, channels, height, width), resized: uint8 or float32."""
+        """Resizes uint8 `array` (N, channels, height, width) and returns the kept part as uint8 or float32."""
         return resized(array, how, self.interpolation)
 
     def _finished(self, batch: Tensor) -> Tensor:
