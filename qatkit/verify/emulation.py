@@ -76,7 +76,8 @@ class Emulation:
 
         Args:
             batch: the batch, in any form that the file accepts.
-            saturate: the names of the kernels that compute as without VNNI; the others are exact.
+            saturate: the names of the kernels to compute as a processor without VNNI does; all others are
+                computed exactly.
             observe: a function that is called with each kernel that can saturate, and its input.
 
         Raises:

@@ -41,7 +41,7 @@ def weighted_ops() -> frozenset[str]:
 
 @lookup
 def matrix_ops() -> frozenset[str]:
-    """Returns the operators of `weighted_ops` and ONNX Runtime's variants of them."""
+    """Returns the operators that multiply by a weight (`weighted_ops`), with ONNX Runtime's variants of them."""
     return onnx_operators([record for record in operators() if record.weighted], kernels=True)
 
 

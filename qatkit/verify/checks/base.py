@@ -126,7 +126,7 @@ class Speeds:
     Attributes:
         of: returns the measured seconds per sample, by name: of a file ("float", "int8", or "unoptimized" for
             the int8 file without optimizations), of another predictor ("simulated", "control"), of the
-            converted module ("converted"), or of loading ("load"). Raises an exception if it is unknown.
+            converted module ("converted"), or of loading ("load"). Raises an exception if a speed is unknown.
         files: the names of the files that are measured.
         predictors: the names of the other predictors.
         images: the number of samples on which accuracy is measured.

@@ -25,9 +25,9 @@ def is_rounded(results: Results) -> bool:
 
 @contextmanager
 def exact(subject: Subject, results: Results) -> Iterator[Subject]:
-    """Yields the subject, whose int8 file is replaced by a temporary copy at level 0 if it has another level.
+    """Yields the subject, whose int8 file is replaced by a temporary copy at accuracy level 0 if needed.
 
-    A file that was not made from a module is not replaced.
+    The file is replaced if it has another level and was made from a module.
     """
     if subject.reference is None or not is_rounded(results):
         yield subject

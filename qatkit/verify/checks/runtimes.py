@@ -253,9 +253,9 @@ def _shortfall(name: str, one: InRuntime, bounds: VerifyConfig, results: Results
 
 
 def _fix(name: str, divergence: Divergence | None, near: Comparison, asked: RequestedSettings) -> str:
-    """Proposes to keep an operator that the runtime computes wrongly in float, or to leave the runtime out.
+    """Proposes to leave the runtime out or to keep in float the operator that it computes wrongly.
 
-    If the runtime only rounds differently, no override helps; a smaller bound is proposed instead of one.
+    If no single operator is wrong, no override helps, and a smaller bound is proposed instead.
     """
     way = f"verify.min_agreement={math.floor(10_000 * near.held) / 10_000} (the agreement of {name})"
     if divergence is not None and divergence.reference == ALONE:
