@@ -120,7 +120,7 @@ def _time_axis(port: Port, settings: DataConfig) -> int:
     """Returns the time axis, found by the sizes of the axes.
 
     Raises:
-        ConfigError: no axis or several axes may be time, or the axis looks like a spectrum.
+        ConfigError: no axis or several axes may be time, or the size of the axis is typical of a spectrum.
     """
     batch = None if len(port.shape) == 1 else port.axis
     left = [place for place, size in enumerate(port.shape) if size != 1 and place != batch]
