@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class AuditCheck(Check):
-    """An audit of the graph that ONNX Runtime really runs; the bound is `verify.audit`."""
+    """An audit of the graph that ONNX Runtime really runs; `verify.audit` requires that it finds no problem."""
 
     name = "audit"
     early = True
