@@ -192,8 +192,8 @@ def arrays(root: str | None, download: bool, seed: int, request: Request | None 
     For a model with states, the samples are the steps of sequences.
 
     Raises:
-        ConfigError: the folder does not exist; it has fewer than two samples, or no files for a split; a file cannot
-            be read or used (`ArrayFiles`); or only some samples have labels.
+        ConfigError: the folder does not exist; it has fewer than two samples, or no files for a split; a file
+            cannot be read or used (`ArrayFiles`); or only some samples have labels.
     """
     top = data_folder(_SOURCE, root)
     states = request.states if request is not None else {}

@@ -269,7 +269,7 @@ class TrainLoader(ImageLoader):
 
     The loader counts epochs itself, one per pass: Lightning's own counter is off by one after some resumes
     (from a checkpoint written at the end of an epoch of a run with `max_steps`), and Lightning
-    calls `set_epoch` only after the pass has begun. A pass starts when its first batch is requested, not before.
+    calls `set_epoch` only after the pass has begun. A pass starts when its first batch is requested.
 
     A batch counts as consumed once it is returned. Save the state between training steps, as callbacks do
     after a batch, not during a step.

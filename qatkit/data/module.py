@@ -126,8 +126,8 @@ class DataModule(PreparedSplits, lightning.LightningDataModule):
     def calibration_indices(self, images: int, key: str = "calibration.images") -> list[int]:
         """Returns the indices in `splits.train` of the calibration images.
 
-        The choice is class-balanced. The seed determines the choice and its order. If more images are requested
-        than there are, all of them are used, with a warning.
+        The choice is class-balanced. The seed determines the choice and its order. If more images are
+        requested than there are, all of them are used, with a warning.
 
         Raises:
             ConfigError: `images`, the value of `key`, is not positive.

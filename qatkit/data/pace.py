@@ -25,8 +25,8 @@ def pace_of(passes: Sequence[Pass], cache: str = "") -> str:
 
     Args:
         passes: the passes in order.
-        cache: a note on decoded images in memory; "" without a cache. With a cache, the first pass, which fills
-            it, is reported separately.
+        cache: a note on decoded images in memory; "" without a cache. With a cache, the first pass, which
+            fills it, is reported separately.
     """
     done = [one for one in passes if one.images]
     if not done:

@@ -53,8 +53,8 @@ def recording_splits(
 
     Raises:
         ConfigError: there is only one class; a split has no usable file of a class; a file is unusable with
-            data.bad=refuse; a FLAC file needs an extra that is not installed; or settings do not fit recordings
-            (`recordings_of`).
+            data.bad=refuse; a FLAC file needs an extra that is not installed; or settings do not fit
+            recordings (`recordings_of`).
     """
     classes = _classes(root, train, test)
     settings: DataConfig = request.settings

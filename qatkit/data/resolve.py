@@ -68,9 +68,9 @@ def _normalisation(
 ) -> dict[str, tuple[float, ...] | None]:
     """Returns mean and std by name, each as configured.
 
-    If one is not configured, it comes from `base` in the channel order `order`, provided that `base` has pixels
-    in the range `pixels`. Failing that, the mean is 0 and the standard deviation 1 for pixels in 0..255; both are
-    None for pixels in 0..1.
+    If one is not configured, it comes from `base` in the channel order `order`, provided that `base` has
+    pixels in the range `pixels`. Failing that, the mean is 0 and the standard deviation 1 for pixels in
+    0..255; both are None for pixels in 0..1.
     """
     found: dict[str, tuple[float, ...] | None] = {}
     count = len(config.mean or config.std or ()) or (base.channels if base else 3)

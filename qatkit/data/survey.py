@@ -82,8 +82,8 @@ def survey(train: object, test: object, bad: str, *, progress: bool = False) -> 
         progress: whether a progress bar is shown.
 
     Raises:
-        ConfigError: a file is not a readable image and `bad` is "refuse", or no readable image is left in a split
-            or in a class of a split that must be complete (`ImageFiles`).
+        ConfigError: a file is not a readable image and `bad` is "refuse", or no readable image is left in a
+            split or in a class of a split that must be complete (`ImageFiles`).
     """
     parts = {name: one for name, one in (("train", train), ("test", test)) if isinstance(one, ImageFiles)}
     looks = look_at([path for part in parts.values() for path, _ in part.samples], progress=progress)

@@ -32,8 +32,8 @@ def tokenizer_of(settings: DataConfig, about: Mapping[str, str]) -> Tokenizer:
         about: facts that the model declares: the folder or id of its tokenizer, and its number of tokens.
 
     Raises:
-        ConfigError: neither the setting nor the model names a tokenizer, or the tokenizer cannot be read, belongs
-            to another model, or needs a package that is missing.
+        ConfigError: neither the setting nor the model names a tokenizer, or the tokenizer cannot be read,
+            belongs to another model, or needs a package that is missing.
     """
     place = settings.tokenizer or about.get(PLACE)
     if place is None:
