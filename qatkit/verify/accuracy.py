@@ -163,8 +163,9 @@ def accuracies(
 def in_parts(predict: Predictor) -> Predictor:
     """Returns a predictor that runs `predict` on as many images at a time as fit the caches.
 
-    The predictor of an accelerator is returned unchanged. The number of images follows a fixed rule and is not
-    timed, so that two runs add the same floats in the same order (figures: docs/decisions/0033-several-processes.md).
+    The predictor of an accelerator is returned unchanged. The number of images follows a fixed rule and is
+    not timed, so that two runs add the same floats in the same order (figures:
+    docs/decisions/0033-several-processes.md).
     """
     if isinstance(
         predict, OnAccelerator

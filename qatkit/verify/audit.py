@@ -138,8 +138,8 @@ class Origin:
     def find(self, node: ir.Node, weight: Weight | None) -> ir.Node | None:
         """Returns the operator with the name of `node` (without fusion suffixes) or with the same output; else None.
 
-        For a matrix operator, the result is a matrix operator too. If name and output lead to none, `weight` or the
-        operators before the one found identify it.
+        For a matrix operator, the result is a matrix operator too. If name and output lead to none, `weight`
+        or the operators before the one found identify it.
         """
         names = [str(node.name).removeprefix("fused ")]
         while (shorter := _FUSED_SUFFIX.sub("", names[-1])) != names[-1]:
@@ -156,8 +156,8 @@ class Origin:
     def _matrix(self, found: ir.Node | None, weight: Weight | None) -> ir.Node | None:
         """Returns the only matrix operator with this weight.
 
-        If there is no such operator, or there are several, the result is the nearest matrix operator shortly before
-        `found`, such as an activation or the Add of a bias.
+        If there is no such operator, or there are several, the result is the nearest matrix operator shortly
+        before `found`, such as an activation or the Add of a bias.
         """
         owners = self._by_weight.get(weight.name, []) if weight is not None else []
         if len(owners) == 1:
@@ -272,8 +272,8 @@ class _Judge:
     def _centred(self, node: ir.Node) -> ir.Node | None:
         """Returns the reader of `node` that computes the variance if `node` is the x - ReduceMean(x) of a LayerNorm.
 
-        It is None for other nodes, for a norm written by hand in several modules, and for several norms that share
-        the difference.
+        It is None for other nodes, for a norm written by hand in several modules, and for several norms that
+        share the difference.
         """
         if node.op_type != "Sub":
             return None

@@ -151,8 +151,8 @@ def decoding(
         whole: returns the other file's logits [N, T, V] for tokens [N, T].
         windows: windows of tokens, each [1, T].
         steps: the number of tokens at the end of the first window that are computed one by one.
-        generated: the number of tokens that the decoder generates greedily after the first quarter of the first
-            window.
+        generated: the number of tokens that the decoder generates greedily after the first quarter of the
+            first window.
     """
     nats, same, count = [list[float](), list[float]()], 0, 0
     for tokens in windows:

@@ -98,8 +98,8 @@ def optimizer_divergence(
     """Finds the first tensor that ONNX Runtime's optimizations change by more than `TOLERANCE`.
 
     It compares quantized tensors and float outputs (in a file without QuantizeLinear, all float tensors), as
-    far as the optimized graph has tensors with their names. Level ALL, which leaves fewer of them, is compared
-    only if level EXTENDED changes none.
+    far as the optimized graph has tensors with their names. Level ALL, which leaves fewer of them, is
+    compared only if level EXTENDED changes none.
 
     Args:
         path: any ONNX file, with a dynamic batch or the batch size of `images`.

@@ -46,8 +46,8 @@ def parity(
 
     A batch has images [N, C, H, W], (images, labels), or tensors by name. If there are several outputs, the
     differences are those of the output that is farthest off in its own steps, and the agreement is the lowest
-    of all outputs that decide something (`qatkit_verify.compare`). For a file with integer inputs or outputs, the
-    module gets the same integer pixels, and its outputs are rounded to the file's steps.
+    of all outputs that decide something (`qatkit_verify.compare`). For a file with integer inputs or outputs,
+    the module gets the same integer pixels, and its outputs are rounded to the file's steps.
 
     Args:
         converted: the module, or a function from images to its first output.

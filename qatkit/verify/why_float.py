@@ -111,8 +111,8 @@ def why_float_other(node: ir.Node, became: str) -> str:
 def surrounded(node: ir.Node) -> bool:
     """Returns whether the file asks for an 8-bit kernel by dequantized activations and quantized outputs.
 
-    It is False for a node that no 8-bit kernel computes: a MaxPool with indices, an elementwise operator or Concat
-    with a float constant, or a Pad with a value other than 0.
+    It is False for a node that no 8-bit kernel computes: a MaxPool with indices, an elementwise operator or
+    Concat with a float constant, or a Pad with a value other than 0.
     """
     inputs = activations(node)
     readers = [reader for output in node.outputs for reader in output.consumers()]
@@ -192,8 +192,8 @@ def _int8_reason(node: ir.Node, options: Mapping[str, str]) -> str:
 def _bias_reason(node: ir.Node, found: Weight, became: str) -> str:
     """Returns why the bias keeps the operator in float; "" if it does not.
 
-    There are three cases: ONNX Runtime merges a MatMul with the float bias of an Add into a Gemm; the bias of a Gemm
-    is float and its output is not quantized; the bias of a convolution has a wrong scale.
+    There are three cases: ONNX Runtime merges a MatMul with the float bias of an Add into a Gemm; the bias
+    of a Gemm is float and its output is not quantized; the bias of a convolution has a wrong scale.
     """
     after = node.outputs[0].consumers()
     quantized = any(reader.op_type == "QuantizeLinear" for reader in after)

@@ -89,8 +89,8 @@ def audit_line(audit: Audit, *, weights_alone: bool = False) -> str:
 def _fix(audit: Audit, asked: RequestedSettings) -> str:
     """Returns the proposed fix: an override that keeps the first problematic operator in float.
 
-    It is "" if no operator is problematic or no override can name it. For a file without a module, no override
-    applies, and the fix is verify.audit=false.
+    It is "" if no operator is problematic or no override can name it. For a file without a module, no
+    override applies, and the fix is verify.audit=false.
     """
     if asked.mode is not None:
         return (

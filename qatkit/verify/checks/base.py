@@ -166,8 +166,8 @@ class Check(ABC):
 
     Attributes:
         name: the key of its figures, and its name in report.html.
-        early: whether it reads only the files, and its result does not depend on their quantization ranges. Its
-            bounds are then checked right after the first export, before any long work.
+        early: whether it reads only the files, and its result does not depend on their quantization ranges.
+            Its bounds are then checked right after the first export, before any long work.
     """
 
     name: ClassVar[str]

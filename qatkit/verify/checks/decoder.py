@@ -23,8 +23,8 @@ _PERPLEXITY = 1e-3  # maximum allowed relative difference between two files of t
 class DecoderCheck(Check):
     """Figures of a decoder, which caches keys and values, compared with the file for complete windows.
 
-    They are the perplexity with and without cached keys and values, the share of equal tokens in greedy decoding, and
-    the tokens per second.
+    They are the perplexity with and without cached keys and values, the share of equal tokens in greedy
+    decoding, and the tokens per second.
     """
 
     name = "decoder"

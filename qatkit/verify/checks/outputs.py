@@ -12,8 +12,8 @@ from qatkit.verify.checks.base import Check, Subject
 class OutputsCheck(Check):
     """SQNR, cosine similarity and L2 distance of each output against the float file's; no bounds.
 
-    They are measured on `verify.parity_images` test samples if `verify.outputs` is set. Without labels they are
-    also measured for a task in which every output counts.
+    They are measured on `verify.parity_images` test samples if `verify.outputs` is set. Without labels they
+    are also measured for a task in which every output counts.
     """
 
     name = "outputs"
