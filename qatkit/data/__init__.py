@@ -1,9 +1,9 @@
 """Data sources, preprocessing and loaders: from samples to normalised batches, in small replaceable parts.
 
-- `sources`: functions `(root, download, seed) -> Splits` that return images and labels. - `image_files`,
-`survey`: image files, read within limits and checked before any long work. - `preprocessing`: one immutable
-`Preprocessing` (size, mean, std) that turns pixels into the model's input, in
-  evaluation, in training (with augmentation) and, as JSON in the bundle, in production.
+- `sources`: functions `(root, download, seed) -> Splits` that return images and labels.
+- `image_files`, `survey`: image files, read within limits and checked before any long work.
+- `preprocessing`: one immutable `Preprocessing` (size, mean, std) that turns pixels into the model's input,
+  in evaluation, in training (with augmentation) and, as JSON in the bundle, in production.
 - `arrays`: samples as mappings from the names of a model's inputs to arrays. `rollout`: the same samples with
   the states that the float file computed, for a model that feeds outputs back into its next step.
 - `audio`: frames of WAV and FLAC files; `drawn`: random samples for the inputs that a file declares.

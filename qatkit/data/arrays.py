@@ -192,8 +192,8 @@ def arrays(root: str | None, download: bool, seed: int, request: Request | None 
     For a model with states, the samples are the steps of sequences.
 
     Raises:
-        ConfigError: the folder does not exist or has fewer than two samples, a file cannot be read or used
-            (`ArrayFiles`), or only some samples have labels.
+        ConfigError: the folder does not exist; it has fewer than two samples, or no files for a split; a file
+            cannot be read or used (`ArrayFiles`); or only some samples have labels.
     """
     top = data_folder(_SOURCE, root)
     states = request.states if request is not None else {}
@@ -238,7 +238,8 @@ class ArrayBatches:
 
     Attributes:
         source: dotted path of the source, for messages.
-        ports: the model's inputs, if known; else the inputs are the first sample's arrays, batched along axis 0.
+        ports: the model's inputs. If it is empty, they are unknown: each array of a sample is then an input,
+            batched along axis 0.
         states: for a model with states, the output that feeds each state input in the next step, by input
             name.
     """

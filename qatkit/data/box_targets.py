@@ -70,7 +70,10 @@ class BoxTargets:
         *,
         within: bool = False,
     ) -> Tensor:
-        """Returns all boxes of a batch; with `within`, only the picture is mirrored and not its padding."""
+        """Returns the boxes of a batch.
+
+        Boxes with a true flip are mirrored: with `within` inside their picture, else inside the padded input.
+        """
         found = np.full((len(targets), max(self._most, 1), VALUES), -1, np.float32)
         width = sides(self._pictures.image_size)[1]
         for rows, target, picture, how, flip in zip(found, targets, pictures, hows, flips, strict=True):

@@ -251,7 +251,10 @@ def _voc_picture(top: Path, name: str) -> _Picture:
 
 
 def _voc_box(page: ElementTree.Element) -> _Box:
-    """Returns the box of an object; VOC counts pixels from 1, so the lower corner is shifted by 1."""
+    """Returns the box of an object with corners that count from 0.
+
+    VOC counts pixels from 1 and includes the last one, so 1 is subtracted from xmin and ymin only.
+    """
     x1, y1, x2, y2 = (float(_text(page, f"bndbox/{key}")) for key in ("xmin", "ymin", "xmax", "ymax"))
     difficult = (page.findtext("difficult") or "0").strip() == "1"
     return _Box(_text(page, "name").strip(), (x1 - 1, y1 - 1, x2, y2), IGNORED if difficult else 0)

@@ -156,7 +156,7 @@ def _draw(port: Port, sizes: _Sizes, settings: DataConfig, *, constant: bool) ->
 
 
 def _span(port: Port, asked: Any) -> tuple[float, float]:
-    """Returns the ends of the range in the configuration.
+    """Returns the ends of the range that the configuration sets for an input.
 
     Raises:
         ConfigError: the ends are not two finite numbers in ascending order or, for an input that is not

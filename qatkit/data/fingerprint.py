@@ -21,15 +21,16 @@ def fingerprint(
 ) -> str:
     """Returns hex digits that identify a dataset by its classes, labels and contents.
 
-    The contents of a few items are included, unless the source returns different contents at every call.
+    Contents are represented by `ends`. If that is empty, the contents of a few items are used, unless the
+    source returns different contents at every call.
 
     Args:
         images: the dataset.
         chosen: the indices of the items that the fingerprint covers.
         classes: names of the labels.
-        ends: digests of the size, the first and the last bytes of each file, by index (`Survey.ends`). They
-            replace the contents of the few items; empty if items are not files.
-        seed: seed of the choice of a few items.
+        ends: digests of the size, the first and the last bytes of each file, by index (`Survey.ends`); empty
+            if items are not files.
+        seed: seed of the choice of the few items.
     """
     if ends:
         contents = [ends[index] for index in chosen]

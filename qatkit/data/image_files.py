@@ -50,7 +50,7 @@ def printable(path: str) -> str:
 
 
 def left_out_note(paths: Sequence[str]) -> tuple[str, ...]:
-    """Returns the report's note on files and folders left out by their names; empty if there are none."""
+    """Returns the report's note on paths that were left out because of their names; empty if there are none."""
     if not paths:
         return ()
     names = sorted({printable(os.path.basename(path)) for path in paths})

@@ -62,7 +62,10 @@ class _InOrder(Sampler[int]):
 
 
 def at_once(wanted: int, shape: Sequence[int]) -> int:
-    """Returns the batch size: `wanted`, or fewer if so many pictures of this shape exceed 64 MiB in float."""
+    """Returns `wanted`, or the largest number of pictures of this shape that fit into 64 MiB in float32.
+
+    The result is the smaller of the two, but at least 1.
+    """
     return min(wanted, max(1, _AT_ONCE // math.prod(shape)))
 
 

@@ -88,7 +88,7 @@ def _of_tables(top: Path, root: str, columns: Sequence[str] | None) -> list[list
 
 
 def _of_folders(top: Path) -> list[list[LabelledText]]:
-    """Returns the texts of train/CLASS/*.txt and test/CLASS/*.txt; an empty list if one of the two has none."""
+    """Returns the texts of train/CLASS/*.txt and of test/CLASS/*.txt; [] if either folder has no texts."""
     found = []
     for part in (top / name for name in _PARTS):
         texts = []
@@ -126,7 +126,7 @@ def _classes(train: Sequence[LabelledText], root: str) -> list[str]:
 def _numbers(classes: Sequence[str], *, numbered: bool) -> dict[str, int]:
     """Returns the class number of each accepted label: a name or, if `numbered`, a number as text.
 
-    Names are also accepted in lower case if no two of them then coincide.
+    The names in lower case are included too, unless two names differ only in case.
     """
     folded = {name.casefold(): number for number, name in enumerate(classes)}
     names = folded if len(folded) == len(classes) else {}

@@ -88,9 +88,10 @@ def capped(labels: Sequence[Hashable], usable: list[int], cap: int | None, *part
 
 
 def held_out_subset(labels: Sequence[Hashable], count: int, *parts: object) -> list[int]:
-    """Returns `count` indices, balanced as in `balanced_subset` up to a fifth of each class.
+    """Returns `count` indices, balanced over the classes until a fifth of each class is chosen.
 
-    The remaining ones come from all classes in proportion, so that no rare class is held out entirely.
+    Further indices are chosen in proportion to the sizes of the classes, so that no rare class is held out
+    entirely.
     """
     sizes, taken = Counter(labels), Counter[Hashable]()
     first, rest = list[int](), list[tuple[float, int]]()
@@ -106,11 +107,11 @@ def held_out_subset(labels: Sequence[Hashable], count: int, *parts: object) -> l
 
 
 def held_out_of(train: Sequence[int], groups: Sequence[Hashable], count: int | None, seed: int) -> list[int]:
-    """Returns the indices of the held-out images of a train split, in order.
+    """Returns the indices of the held-out images of a train split, in ascending order.
 
     Args:
         train: indices of the split.
-        groups: groups of all images, by index.
+        groups: groups of all images, by index, such as their labels; the choice is balanced over groups.
         count: number of held-out images; None for a fifth of the split, but at least 1 and at most 1000.
         seed: seed of the choice.
 
@@ -145,7 +146,7 @@ class EvalImages(Dataset[Batch]):
         return len(self.indices)
 
     def __getitems__(self, positions: list[int]) -> Batch | Failure:
-        """Returns the batch at `positions`."""
+        """Returns the batch at `positions`, or a `Failure` if an image of it cannot be read."""
         chosen, placing = [self.indices[p] for p in positions], self._placing
         place = None if placing is None else placing.eval_targets
         return _load(self.images, chosen, self.preprocessing.eval_batch, self.task, place)
@@ -169,7 +170,7 @@ class TrainImages(Dataset[Batch]):
         self._placing = _placing(preprocessing, task, images)
 
     def __getitems__(self, keys: list[_Key]) -> Batch | Failure:
-        """Returns the augmented batch at `keys`."""
+        """Returns the augmented batch at `keys`, or a `Failure` if an image of it cannot be read."""
         placing = self._placing
 
         def draws() -> list[random.Random]:
@@ -233,9 +234,10 @@ def _height_and_width(image: Any) -> Sides:
 
 
 class EpochSampler(Sampler[_Key]):
-    """A sampler of this rank's share of each epoch's permutation; it leaves out the epoch's first `skip` images.
+    """A sampler of this rank's share of each epoch's permutation of the images.
 
-    All ranks get the same number of images: images after the last whole step are left out of the epoch.
+    All ranks get the same number of images: images after the last whole step are left out of the epoch. To
+    continue an epoch, its first `skip` images, counted over all ranks, are left out too.
 
     Args:
         indices: indices of the training images.
@@ -266,8 +268,8 @@ class TrainLoader(ImageLoader):
     """A loader of training batches; `state_dict` saves its position, and `load_state_dict` restores it.
 
     The loader counts epochs itself, one per pass: Lightning's own counter is off by one after some resumes
-    (from a checkpoint written at the end of an epoch of a run with `max_steps`), and its `set_epoch` comes
-    after the pass has begun. A pass starts when its first batch is requested, not before.
+    (from a checkpoint written at the end of an epoch of a run with `max_steps`), and Lightning
+    calls `set_epoch` only after the pass has begun. A pass starts when its first batch is requested.
 
     A batch counts as consumed once it is returned. Save the state between training steps, as callbacks do
     after a batch, not during a step.

@@ -107,7 +107,10 @@ class DataModule(PreparedSplits, lightning.LightningDataModule):
         return self._read(self._test_loaded, self._test, self.eval_rows)
 
     def test_subset_of(self, images: int | None) -> ImageLoader:
-        """Returns a class-balanced choice of `images` test images; None or too large a number: all, in order."""
+        """Returns a class-balanced choice of `images` test images.
+
+        All of them are returned in order if `images` is None or is not below their number.
+        """
         if images is None or images >= len(self._test):
             return self.test_batches()
         return self.test_subset(images, self.eval_rows)
@@ -123,8 +126,8 @@ class DataModule(PreparedSplits, lightning.LightningDataModule):
     def calibration_indices(self, images: int, key: str = "calibration.images") -> list[int]:
         """Returns the indices in `splits.train` of the calibration images.
 
-        The choice is class-balanced, and seeded like its order. If more images are requested than there are, all
-        of them are used, with a warning.
+        The choice is class-balanced. The seed determines the choice and its order. If more images are
+        requested than there are, all of them are used, with a warning.
 
         Raises:
             ConfigError: `images`, the value of `key`, is not positive.
@@ -174,6 +177,8 @@ class DataModule(PreparedSplits, lightning.LightningDataModule):
     def first_batch(self, count: int) -> Any:
         """Returns a batch of `count` calibration samples, not augmented; samples repeat if there are fewer.
 
+        The batch has one sample if the model accepts only one. The first test image is checked as well.
+
         Raises:
             ConfigError: one of the samples, or the first test image, does not match what the source declared.
         """
@@ -206,9 +211,9 @@ class DataModule(PreparedSplits, lightning.LightningDataModule):
         return self._prepared.eval_batch(samples)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the data's fingerprint and, after the start of training, the position in it.
+        """Returns the data's fingerprint and, once training has begun, the position in the epoch.
 
-        Lightning itself drops the loader's state at the end of an epoch.
+        The position is saved here, since Lightning drops the loader's own state at the end of an epoch.
         """
         return {"fingerprint": self.fingerprint} | ({} if self._loader is None else self._loader.state_dict())
 

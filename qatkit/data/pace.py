@@ -11,7 +11,7 @@ class Pass:
     """A pass over the images of an epoch.
 
     Attributes:
-        images: number of images on which all ranks trained.
+        images: number of images that all ranks together trained on.
         waited, spent: seconds spent waiting for images, and seconds in total.
     """
 
@@ -25,7 +25,8 @@ def pace_of(passes: Sequence[Pass], cache: str = "") -> str:
 
     Args:
         passes: the passes in order.
-        cache: a note on decoded images in memory; with it the first pass is reported separately.
+        cache: a note on decoded images in memory; "" without a cache. With a cache, the first pass, which
+            fills it, is reported separately.
     """
     done = [one for one in passes if one.images]
     if not done:

@@ -216,7 +216,7 @@ class PreparedSplits:
 
     @property
     def validation_count(self) -> int:
-        """Number of validation images."""
+        """Number of validation images: the held-out images or, if there are none, the test images."""
         return len(self.held_out or self._test)
 
     def array_axes(self) -> dict[str, int | None]:

@@ -190,8 +190,8 @@ class Preprocessing:
 
         Args:
             images: Pillow images or uint8 tensors (channels, height, width), of any sizes.
-            augment: one of the choices of `data.augment`; crop_flip pads by an eighth of each side, by
-                reflection.
+            augment: one of the choices of `data.augment`. crop_flip shifts an image by up to an eighth of its
+                height and width, and fills the rest by reflection.
             draws: one source of random numbers per image.
             policy: one of the choices of `data.policy`, applied after `augment`.
 
@@ -273,7 +273,7 @@ class Preprocessing:
         return self._resized(crop, Fitting(size, (0, 0), size))[0].float()
 
     def _resized(self, array: Tensor, how: Fitting) -> Tensor:
-        """Returns the kept part of uint8 `array` (N, channels, height, width), resized: uint8 or float32."""
+        """Resizes uint8 `array` (N, channels, height, width) and returns the kept part as uint8 or float32."""
         return resized(array, how, self.interpolation)
 
     def _finished(self, batch: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ class Block:
         return f"{counted(images, 'decoded image')} kept in {used / _MB:,.0f} MB"
 
     def take(self, size: int) -> int | None:
-        """Reserves `size` bytes, with the lock held; returns their start, or None if there is no room."""
+        """Reserves `size` bytes and returns their offset, or None if there is no room; the caller holds the lock."""
         start = int(self._used[0])
         if start + size > self.size:
             return None
@@ -110,7 +110,7 @@ class KeptImages:
         return found.permute(2, 0, 1) if innermost else found
 
     def _store(self, index: int, image: Tensor) -> None:
-        """Stores an image in its own memory order, which differs between Pillow images and tensors."""
+        """Stores an image if there is room, in its memory order, which differs between Pillow images and tensors."""
         innermost = not image.is_contiguous()
         values = (image.permute(1, 2, 0) if innermost else image).contiguous().numpy().reshape(-1)
         if not self.block.lock.acquire(timeout=_PATIENCE):
@@ -128,7 +128,7 @@ class KeptImages:
 
 
 def check_cache(cache: str, workers: int) -> None:
-    """Raises ConfigError if workers are spawned, not forked, so that each would fill its own cache."""
+    """Raises ConfigError for a cache if workers are spawned, not forked: each would then fill its own cache."""
     if cache == "ram" and workers and not sys.platform.startswith("linux"):
         allowed = f"none on {sys.platform} with data.workers={workers}, or data.workers=0"
         raise ConfigError("data.cache", cache, allowed)

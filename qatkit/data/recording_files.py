@@ -52,8 +52,9 @@ def recording_splits(
         notes: lines for the report.
 
     Raises:
-        ConfigError: there is only one class, a class occurs in only one split or has no usable files in one, or
-            a file is unusable with data.bad=refuse.
+        ConfigError: there is only one class; a split has no usable file of a class; a file is unusable with
+            data.bad=refuse; a FLAC file needs an extra that is not installed; or settings do not fit
+            recordings (`recordings_of`).
     """
     classes = _classes(root, train, test)
     settings: DataConfig = request.settings

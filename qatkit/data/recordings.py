@@ -52,7 +52,7 @@ class Recordings:
     """The preparation of batches of recordings.
 
     Attributes:
-        sound: the preprocessing from samples to features; complete even if the model computes the features.
+        sound: the whole preprocessing from samples to features, including any part that the model computes.
         in_graph: whether the model's input is samples, from which the model itself computes the features.
         source: dotted path of the source, for messages.
     """

@@ -16,7 +16,7 @@ def resampled(samples: Samples, rate: int, wanted: int) -> Samples:
     """Returns samples resampled from `rate` to `wanted`, both in Hz, by a polyphase filter.
 
     Raises:
-        ValueError: the rates have a common divisor so small that the filter would be too long.
+        ValueError: the greatest common divisor of the rates is so small that the filter would be too long.
     """
     if rate == wanted:
         return samples

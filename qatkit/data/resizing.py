@@ -36,7 +36,8 @@ def resized(array: Tensor, how: Fitting, interpolation: str) -> Tensor:
 def _shrunk(array: Tensor, size: Sides, interpolation: str) -> Tensor:
     """Resizes uint8 (N, channels, height, width) to `size` in 8 bits.
 
-    torchvision's `resize` computes in float32 on CPUs without AVX2, where its results differ by up to one level.
+    torchvision's `resize` is not used, because it computes in float32 on CPUs without AVX2, where its results
+    differ by up to 1.
     """
     if interpolation == "nearest":
         return nn_functional.interpolate(array, size, mode="nearest")

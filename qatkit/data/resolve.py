@@ -16,12 +16,17 @@ _EXAMPLES = {"image_size": "224", "mean": "[0.485,0.456,0.406]", "std": "[0.229,
 
 
 def resolve_preprocessing(config: DataConfig, base: Preprocessing | None) -> Preprocessing:
-    """Returns `base` (None if nothing defines a preprocessing) with the settings of the configuration.
+    """Returns `base` with the settings of the configuration, which override it.
 
-    If the configuration has an image size but no resize, there is no crop margin.
+    If `data.resize` is null, and `base` is None or `data.image_size` is set, there is no crop margin.
+
+    Args:
+        config: the data group.
+        base: the preprocessing of the weights or of the source; None if neither defines one.
 
     Raises:
-        ConfigError: a value is neither configured nor in `base`, is out of range, or excludes another one.
+        ConfigError: a required value is neither configured nor in `base`, a value is out of range, or two
+            settings exclude each other.
     """
     chosen: dict[str, Any] = {"image_size": config.image_size or getattr(base, "image_size", None)}
     for name, key in KEYS.items():
@@ -61,10 +66,11 @@ def _check_complete(chosen: Mapping[str, Any]) -> None:
 def _normalisation(
     config: DataConfig, base: Preprocessing | None, pixels: str, order: str
 ) -> dict[str, tuple[float, ...] | None]:
-    """Returns mean and std by name; None for a value that is neither configured nor known.
+    """Returns mean and std by name, each as configured.
 
-    Values that are not configured come from `base` if its pixels have the range `pixels`, and are put into
-    the channel order `order`. Otherwise, mean 0 and standard deviation 1 are used for pixels in 0..255.
+    If one is not configured, it comes from `base` in the channel order `order`, provided that `base` has
+    pixels in the range `pixels`. Failing that, the mean is 0 and the standard deviation 1 for pixels in
+    0..255; both are None for pixels in 0..1.
     """
     found: dict[str, tuple[float, ...] | None] = {}
     count = len(config.mean or config.std or ()) or (base.channels if base else 3)

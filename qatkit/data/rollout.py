@@ -60,7 +60,7 @@ class Rollout:
         targets: targets of the samples.
         lengths: number of steps of each sequence.
         starts: the start states of each sequence.
-        every: n, the number of steps per sample.
+        every: n; every n-th step is a sample.
         last: the states after the last step.
 
     Raises:

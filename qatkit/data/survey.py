@@ -82,8 +82,8 @@ def survey(train: object, test: object, bad: str, *, progress: bool = False) -> 
         progress: whether a progress bar is shown.
 
     Raises:
-        ConfigError: a file cannot be read and `bad` is "refuse", or no readable image is left in a split or,
-            if the split must be complete, in a class.
+        ConfigError: a file is not a readable image and `bad` is "refuse", or no readable image is left in a
+            split or in a class of a split that must be complete (`ImageFiles`).
     """
     parts = {name: one for name, one in (("train", train), ("test", test)) if isinstance(one, ImageFiles)}
     looks = look_at([path for part in parts.values() for path, _ in part.samples], progress=progress)
@@ -108,7 +108,7 @@ def survey(train: object, test: object, bad: str, *, progress: bool = False) -> 
 
 
 def _listed(found: Mapping[str, str], root: str) -> str:
-    """Returns the first paths as text, each with its note."""
+    """Returns the first paths with their values in `found` as text, and the number of other paths."""
     some = [f"{printable(os.path.relpath(path, root))} ({why})" for path, why in list(found.items())[:_SHOWN]]
     return ", ".join(some) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
 
@@ -254,7 +254,7 @@ class _Cache:
         return cache_folder() / f"images-{name}.json"
 
     def ends(self, path: str, state: tuple[int, int]) -> str | None:
-        """Returns the digest of a file that has not changed; None for others."""
+        """Returns the cached digest of a file's ends if `state` (size, modification time) is unchanged; else None."""
         size, changed, ends = self.files.get(path, (None, None, ""))
         return ends if (size, changed) == state else None
 

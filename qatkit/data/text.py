@@ -4,7 +4,8 @@
                    the others ────────┴─ tokenizer ─ windows of T tokens ──┴──> calibrate and train
 
 If all names or none have "test", the first half of the text calibrates and the second half verifies. Windows do not
-overlap, no token is added to them, and tokens after the last whole window are left out, as in the perplexities of GPTQ.
+overlap, no token is added to them, and tokens after the last whole window are left out, as in GPTQ's
+measurement of perplexity.
 """
 
 from __future__ import annotations

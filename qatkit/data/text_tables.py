@@ -27,7 +27,7 @@ class LabelledText:
     Attributes:
         text: the text, or both texts.
         label: the label as it is written in the file.
-        place: the file, with the line in a table, for messages.
+        place: the file and, for a row of a table, its line; for messages.
     """
 
     text: str | tuple[str, str]

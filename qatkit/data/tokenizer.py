@@ -25,15 +25,15 @@ _LEAST = 0.9  # minimum share of the model's vocabulary, which is often padded b
 
 
 def tokenizer_of(settings: DataConfig, about: Mapping[str, str]) -> Tokenizer:
-    """Returns the tokenizer of `data.tokenizer`, or of the model if that is null.
+    """Returns the tokenizer that `data.tokenizer` names or, if it is null, the model's own.
 
     Args:
         settings: the data group.
         about: facts that the model declares: the folder or id of its tokenizer, and its number of tokens.
 
     Raises:
-        ConfigError: neither names a tokenizer, it cannot be read, it belongs to another model, or a package is
-            missing.
+        ConfigError: neither the setting nor the model names a tokenizer, or the tokenizer cannot be read,
+            belongs to another model, or needs a package that is missing.
     """
     place = settings.tokenizer or about.get(PLACE)
     if place is None:

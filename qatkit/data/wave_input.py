@@ -39,10 +39,10 @@ class WaveInput:
         shape: shape of a frame, with the batch axis.
         axis: the time axis.
         dtype: name of the input's type in NumPy.
-        full: the value that represents a sample of 1.
+        full: the input's value for a sample of 1.0 (full scale).
         rate: samples per second.
         hop: number of samples from the start of a frame to the start of the next one.
-        because: the source of the rate, for `text`.
+        because: a phrase that says where the rate comes from, for `text`.
     """
 
     name: str
@@ -66,7 +66,7 @@ class WaveInput:
 
     @property
     def text(self) -> str:
-        """A description of the frames: their length, range, distance and rate."""
+        """A description of the frames: their length, range, hop and sampling rate."""
         levels = f" in -{self.full}..{self.full - 1}" if self.full > 1 else ""
         told = f"frames of {self.frame} samples{levels} for '{self.name}', one every {self.hop} samples"
         return f"{told}, at {self.rate} Hz ({self.because})"
@@ -120,7 +120,7 @@ def _time_axis(port: Port, settings: DataConfig) -> int:
     """Returns the time axis, found by the sizes of the axes.
 
     Raises:
-        ConfigError: no axis or several axes may be time, or the axis looks like a spectrum.
+        ConfigError: no axis or several axes may be time, or the size of the axis is typical of a spectrum.
     """
     batch = None if len(port.shape) == 1 else port.axis
     left = [place for place, size in enumerate(port.shape) if size != 1 and place != batch]
@@ -168,7 +168,7 @@ def _rate(settings: DataConfig, about: Mapping[str, str]) -> tuple[int, str]:
 
 
 def _full(port: Port, settings: DataConfig) -> int:
-    """Returns the value that represents a sample of 1."""
+    """Returns the input's value for a sample of 1.0 (full scale)."""
     kind = np.dtype(port.dtype)
     if kind.kind == "f":
         return _INT16 if settings.scale == "int16" else 1

@@ -135,7 +135,7 @@ def accuracies(
 ) -> dict[str, Scores]:
     """Returns the scores of each predictor from a single pass over the images.
 
-    An accelerator computes in parallel with the others.
+    Predictors on an accelerator compute in parallel with those on the CPU.
 
     Args:
         predictors: the predictors by name.
@@ -163,8 +163,9 @@ def accuracies(
 def in_parts(predict: Predictor) -> Predictor:
     """Returns a predictor that runs `predict` on as many images at a time as fit the caches.
 
-    The size of the loaded batches does not matter. The number follows a fixed rule and is not timed, so that
-    two runs add the same floats in the same order (figures: docs/decisions/0033-several-processes.md).
+    The predictor of an accelerator is returned unchanged. The number of images follows a fixed rule and is
+    not timed, so that two runs add the same floats in the same order (figures:
+    docs/decisions/0033-several-processes.md).
     """
     if isinstance(
         predict, OnAccelerator
@@ -185,7 +186,7 @@ def parts(images: Any) -> Iterator[Any]:
 
 
 def all_cores() -> int:
-    """Returns the number of threads for a pass over images: all cores. Latency has its own setting."""
+    """Returns the number of threads for a pass over images: one for each core that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -136,7 +136,11 @@ class Origin:
                 self._by_weight.setdefault(weight.name, []).append(node)
 
     def find(self, node: ir.Node, weight: Weight | None) -> ir.Node | None:
-        """Returns the operator with the same name (without fusion suffixes), output or weight; else None."""
+        """Returns the operator with the name of `node` (without fusion suffixes) or with the same output; else None.
+
+        For a matrix operator, the result is a matrix operator too. If name and output lead to none, `weight`
+        or the operators before the one found identify it.
+        """
         names = [str(node.name).removeprefix("fused ")]
         while (shorter := _FUSED_SUFFIX.sub("", names[-1])) != names[-1]:
             names.append(shorter)
@@ -150,7 +154,11 @@ class Origin:
         return found if found is None or found.op_type not in _PAIRS else None
 
     def _matrix(self, found: ir.Node | None, weight: Weight | None) -> ir.Node | None:
-        """Returns the matrix operator with this weight, else the one before `found` (an activation or bias Add)."""
+        """Returns the only matrix operator with this weight.
+
+        If there is no such operator, or there are several, the result is the nearest matrix operator shortly
+        before `found`, such as an activation or the Add of a bias.
+        """
         owners = self._by_weight.get(weight.name, []) if weight is not None else []
         if len(owners) == 1:
             return owners[0]
@@ -242,7 +250,10 @@ class _Judge:
         return why_float_other(origin, node.op_type), asked
 
     def others(self) -> list[str]:
-        """Returns one line for every LayerNorm that was not fused (x - ReduceMean(x), then its variance)."""
+        """Returns one line for every LayerNorm that was not fused, without those that are float on purpose.
+
+        A LayerNorm is found as x - ReduceMean(x), followed by the variance of the result.
+        """
         lines = []
         for node in self._graph:
             follower = self._centred(node)
@@ -259,7 +270,11 @@ class _Judge:
         return lines
 
     def _centred(self, node: ir.Node) -> ir.Node | None:
-        """Returns the reader of `node` that computes the variance if `node` is x - ReduceMean(x); else None."""
+        """Returns the reader of `node` that computes the variance if `node` is the x - ReduceMean(x) of a LayerNorm.
+
+        It is None for other nodes, for a norm written by hand in several modules, and for several norms that
+        share the difference.
+        """
         if node.op_type != "Sub":
             return None
         mean = next((above for above in back(node.inputs[1]) if above.op_type not in shape_ops()), None)
@@ -310,7 +325,7 @@ def _scope(node: ir.Node) -> str:
 
 
 def _root(value: ir.Value | None) -> ir.Value | None:
-    """Returns the value from which only shape operators and DequantizeLinear lead to `value`."""
+    """Walks up from `value` through shape operators and DequantizeLinear, and returns the value where this ends."""
     for node in back(value):
         if node.op_type != "DequantizeLinear" and node.op_type not in shape_ops():
             break

@@ -2,7 +2,7 @@
 
 complete windows         perplexity and likeliest tokens of both files
 a window in two parts    the second part token by token, after the keys and values of the first
-a greedy text            each token computed with cached keys and values, and again from all tokens before it
+greedy decoding          each token computed with cached keys and values, and again from all tokens before it
 """
 
 from __future__ import annotations
@@ -151,7 +151,8 @@ def decoding(
         whole: returns the other file's logits [N, T, V] for tokens [N, T].
         windows: windows of tokens, each [1, T].
         steps: the number of tokens at the end of the first window that are computed one by one.
-        generated: the number of tokens of a greedy text that continues the first quarter of the first window.
+        generated: the number of tokens that the decoder generates greedily after the first quarter of the
+            first window.
     """
     nats, same, count = [list[float](), list[float]()], 0, 0
     for tokens in windows:

@@ -23,7 +23,7 @@ from qatkit_verify.errors import ConfigError, one_line
 
 @lookup
 def shape_ops() -> frozenset[str]:
-    """Returns the operators that only move values, so that a weight is still the same weight after them."""
+    """Returns the operators that only move or cast values, so that a weight is still the same weight after them."""
     return onnx_operators([operator("shape")]) | {"Identity", "Cast"}
 
 
@@ -41,7 +41,7 @@ def weighted_ops() -> frozenset[str]:
 
 @lookup
 def matrix_ops() -> frozenset[str]:
-    """Returns the operators that multiply and accumulate, including ONNX Runtime's variants."""
+    """Returns the operators that multiply by a weight (`weighted_ops`), with ONNX Runtime's variants of them."""
     return onnx_operators([record for record in operators() if record.weighted], kernels=True)
 
 
@@ -149,7 +149,7 @@ def made_by(value: ir.Value | None, op_type: str) -> ir.Node | None:
 
 
 def back(value: ir.Value | None) -> Iterator[ir.Node]:
-    """Yields the producers of `value`, walking up first inputs."""
+    """Yields the producer of `value`, then that of the producer's first input, and so on up the graph."""
     while value is not None and (node := value.producer()) is not None:
         yield node
         value = operand(node, 0)

@@ -59,7 +59,8 @@ def _channels(weight: NDArray[Any]) -> NDArray[np.bool_]:
 def _computed(node: ir.Node) -> str:
     """Returns why a node without a judged weight is not emulated; "" if it needs no emulation.
 
-    A node needs none if no operand of it can be int8, and a depthwise convolution needs none.
+    A node needs none if its activations cannot be uint8, if its weights cannot be int8, or if it is a
+    depthwise convolution.
     """
     places = PLACES.get(node.op_type)
     if places is None or not of_bytes(node, places.x_zero):

@@ -42,12 +42,12 @@ def parity(
     threads: int = 2,
     task: Task = CLASSIFICATION,
 ) -> Parity:
-    """Compares all outputs over `batches`: images [N, C, H, W], (images, labels), or tensors by name.
+    """Compares all outputs of a file with those of its module over `batches`.
 
-    If there are several outputs, the differences are those of the output that is farthest off in its own
-    steps, and the agreement is the lowest of all outputs that decide something (`qatkit_verify.compare`). For
-    a file with integer inputs or outputs, the module gets the same integer pixels, and its outputs are
-    rounded to the file's steps.
+    A batch has images [N, C, H, W], (images, labels), or tensors by name. If there are several outputs, the
+    differences are those of the output that is farthest off in its own steps, and the agreement is the lowest
+    of all outputs that decide something (`qatkit_verify.compare`). For a file with integer inputs or outputs,
+    the module gets the same integer pixels, and its outputs are rounded to the file's steps.
 
     Args:
         converted: the module, or a function from images to its first output.
@@ -201,9 +201,10 @@ def _some(images: int) -> None:
 def _worst(
     graph: ir.Graph, outputs: Sequence[Output], whose: str, judged: Sequence[Output] | None = None
 ) -> tuple[int, float, str]:
-    """Returns the index of the farthest output (a float one if any), its step, and a text on the step.
+    """Returns the index of the output that is farthest off in its own steps, its step, and a text on the step.
 
-    The distances are those of `judged`, by default of `outputs`.
+    If there are float outputs, only these are considered. The distances are those of `judged`, by default of
+    `outputs`; the steps are those of `outputs`.
     """
     floats = [i for i, one in enumerate(outputs) if one.floats] or list(range(len(outputs)))
     steps = {i: _step(graph.outputs[i], outputs[i], whose) for i in floats}
@@ -219,7 +220,7 @@ def _worst(
 
 
 def _decided(graph: ir.Graph, outputs: Sequence[Output], other: int, far: Comparison) -> Comparison:
-    """Returns `far` with the lowest agreement, with and without ties, over the deciding outputs."""
+    """Returns `far` with the lowest agreement, with and without ties, of all outputs that decide something."""
     found = []
     for i in deciding(outputs):
         step, _ = _step(graph.outputs[i], outputs[i], "")

@@ -55,7 +55,12 @@ class Branches:
 
 @dataclass(frozen=True)
 class Walk:
-    """The settings of a run: the names of the kernels that saturate, and the observer of all that can."""
+    """The settings of a run.
+
+    Attributes:
+        saturate: the names of the kernels that saturate in this run.
+        observe: a function that is called with each kernel that can saturate, and its input; None for none.
+    """
 
     saturate: Collection[str]
     observe: Observer | None

@@ -6,9 +6,10 @@
 
 Two runtimes round differently, and one step in a tensor grows to many steps in later tensors (OpenVINO's
 mobilenet_v2 at 224x224: one step in 0.001 % of the quantized input, up to 72 steps in the last tensors). In
-single operators nothing adds up, so a difference of more than one step is a wrong result. If there is none,
-the runtime fuses operators and rounds at other points. It could not fuse if every tensor were exposed. So one
-tensor is exposed at a time, and bisection finds the first one with more than `_SHARE` of its elements off.
+single operators errors cannot add up, so a difference of more than one step is a wrong result. If there is
+none, the runtime fuses operators and rounds at other points. It could not fuse if every tensor were exposed.
+So one tensor is exposed at a time, and bisection finds the first one with more than `_SHARE` of its elements
+off.
 """
 
 from __future__ import annotations

@@ -78,10 +78,10 @@ class Answers:
     """Figures of the file's outputs while certain operators saturate.
 
     Attributes:
-        agreement: the share of images (or positions) with the same decision as the exact form
+        agreement: the share of images (or positions) with the same decision as without saturation
             (`qatkit_verify.compare`).
         score: the value of the task's main metric; None without labels.
-        sqnr_db: the SQNR of the first output against that of the exact form; None if they are equal.
+        sqnr_db: the SQNR of the first output against that without saturation; None if they are equal.
     """
 
     agreement: float
@@ -151,14 +151,17 @@ class _Walks:
         self._images = 0
 
     def exact(self, layers: dict[str, Layer]) -> int:
-        """Runs the exact form, the reference of all others; fills in `layers` and returns the image count."""
+        """Runs the file without saturation, as the reference for other runs.
+
+        Fills in `layers`, and returns the number of images.
+        """
         for batch, labels in shown(self._batches, "saturation: exact", self._progress):
             self._exact.append(self._emulation.outputs(batch, observe=lambda k, x: layers[k.name].add(k, x)))
             self._images += len(labels)
         return self._images
 
     def answers(self, saturate: Collection[str], title: str) -> Answers:
-        """Returns the figures while operators in `saturate` saturate; without any, those of exact outputs."""
+        """Returns the figures while operators in `saturate` saturate; if it is empty, those of the exact outputs."""
         outputs = [Output(1, None if place else self._task.rule) for place in range(len(self._exact[0]))]
         meter = self._task.meter()
         noise = signal = 0.0

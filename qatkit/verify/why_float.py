@@ -109,7 +109,11 @@ def why_float_other(node: ir.Node, became: str) -> str:
 
 
 def surrounded(node: ir.Node) -> bool:
-    """Returns whether the file asks for an 8-bit kernel by dequantized activations and a quantized output."""
+    """Returns whether the file asks for an 8-bit kernel by dequantized activations and quantized outputs.
+
+    It is False for a node that no 8-bit kernel computes: a MaxPool with indices, an elementwise operator or
+    Concat with a float constant, or a Pad with a value other than 0.
+    """
     inputs = activations(node)
     readers = [reader for output in node.outputs for reader in output.consumers()]
     quantized = bool(readers) and all(reader.op_type == "QuantizeLinear" for reader in readers)
@@ -174,7 +178,10 @@ def _input_reason(node: ir.Node, found: Weight) -> str:
 
 
 def _int8_reason(node: ir.Node, options: Mapping[str, str]) -> str:
-    """Returns the reason if an input is int8 on x86; ONNX Runtime makes it uint8 only for a single reader."""
+    """Returns the reason if an input is int8, for which x86 has no kernel; "" if none is or int8 is allowed.
+
+    ONNX Runtime converts such an input to uint8, but only if it has a single reader.
+    """
     makers = (made_by(value, "DequantizeLinear") for value in activations(node))
     kinds = [quantized_type(maker) for maker in makers if maker is not None]
     if ir.DataType.INT8 in kinds and options.get("session.qdqisint8allowed") != "1":
@@ -185,8 +192,8 @@ def _int8_reason(node: ir.Node, options: Mapping[str, str]) -> str:
 def _bias_reason(node: ir.Node, found: Weight, became: str) -> str:
     """Returns why the bias keeps the operator in float; "" if it does not.
 
-    It does if it is merged into a Gemm, if it is float and the output is not quantized, or if a Conv's bias
-    has a wrong scale.
+    There are three cases: ONNX Runtime merges a MatMul with the float bias of an Add into a Gemm; the bias
+    of a Gemm is float and its output is not quantized; the bias of a convolution has a wrong scale.
     """
     after = node.outputs[0].consumers()
     quantized = any(reader.op_type == "QuantizeLinear" for reader in after)
@@ -218,7 +225,10 @@ def _bias_scale_error(node: ir.Node, found: Weight, bias: Weight) -> float:
 
 
 def _output_reason(node: ir.Node) -> str:
-    """Returns why a single QuantizeLinear is not the only reader of an output; "" if it is, also after a clip."""
+    """Returns why an output, directly or through a clip, is not read by exactly one QuantizeLinear alone.
+
+    It is "" if the output is read in this way.
+    """
     output = node.outputs[0]
     if len(node.outputs) > 1 and node.op_type == "Split":  # judge the first part that is not quantized
         bare = (one for one in node.outputs if any(r.op_type != "QuantizeLinear" for r in one.consumers()))
@@ -267,7 +277,10 @@ def _same_scale(node: ir.Node) -> bool:
 
 
 def layernorm_blocker(value: ir.Value | None) -> str:
-    """Returns why a LayerNorm is not fused: after a DequantizeLinear or Transpose, or an unknown pattern."""
+    """Returns why the LayerNorm that reads `value` is not fused.
+
+    The reason is a DequantizeLinear or a Transpose right before it, else that its pattern is unknown.
+    """
     passed = ""
     for node in back(value):
         if node.op_type == "DequantizeLinear":

@@ -24,7 +24,7 @@ _FEWEST = 3  # minimum number of classes: with two, the worse one is obvious
 
 
 class AccuracyCheck(Check):
-    """The task's metrics; `verify.max_drop` bounds the main one. Without labels see `FidelityCheck`."""
+    """The task's metrics; `verify.max_drop` bounds the loss of the main one. Without labels see `FidelityCheck`."""
 
     name = "accuracy"
 
@@ -83,7 +83,7 @@ class AccuracyCheck(Check):
 def _paired(
     values: Mapping[str, list[Any]], scores: Mapping[str, Scores], task: Task, key: str
 ) -> dict[str, float]:
-    """Returns how much worse a file is than float, and two standard errors of that, from per-image values."""
+    """Returns how much worse a file's main metric is than float's, and two standard errors of this difference."""
     import numpy as np
 
     exact, found = (np.concatenate(values[name]) for name in ("float", key))
@@ -105,7 +105,7 @@ def _paired_line(results: Results) -> str:
 
 
 def _chance_line(results: Results) -> str:
-    """Reports a float model that is no better than always naming the most frequent class; "" otherwise."""
+    """Returns a line if the float model's top-1 is no better than naming one class for all images; else ""."""
     found = results.accuracy.get("float")
     if found is None or results.task.main.key != TOP1.key or not sum(found.class_images):
         return ""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class AuditCheck(Check):
-    """An audit of the graph that ONNX Runtime really runs; the bound is `verify.audit`."""
+    """An audit of the graph that ONNX Runtime really runs; `verify.audit` requires that it finds no problem."""
 
     name = "audit"
     early = True
@@ -87,9 +87,10 @@ def audit_line(audit: Audit, *, weights_alone: bool = False) -> str:
 
 
 def _fix(audit: Audit, asked: RequestedSettings) -> str:
-    """Returns the override that keeps the first problematic operator in float; "" if there is none.
+    """Returns the proposed fix: an override that keeps the first problematic operator in float.
 
-    For a file without a module, no override applies, and the fix is verify.audit=false.
+    It is "" if no operator is problematic or no override can name it. For a file without a module, no
+    override applies, and the fix is verify.audit=false.
     """
     if asked.mode is not None:
         return (

@@ -126,7 +126,7 @@ class Speeds:
     Attributes:
         of: returns the measured seconds per sample, by name: of a file ("float", "int8", or "unoptimized" for
             the int8 file without optimizations), of another predictor ("simulated", "control"), of the
-            converted module ("converted"), or of loading ("load"). Raises an exception if it is unknown.
+            converted module ("converted"), or of loading ("load"). Raises an exception if a speed is unknown.
         files: the names of the files that are measured.
         predictors: the names of the other predictors.
         images: the number of samples on which accuracy is measured.
@@ -166,8 +166,8 @@ class Check(ABC):
 
     Attributes:
         name: the key of its figures, and its name in report.html.
-        early: whether it reads only the files, and its result does not depend on their ranges. Its bounds are
-            then checked right after the first export, before any long work.
+        early: whether it reads only the files, and its result does not depend on their quantization ranges.
+            Its bounds are then checked right after the first export, before any long work.
     """
 
     name: ClassVar[str]
@@ -186,7 +186,7 @@ class Check(ABC):
         return []
 
     def explains(self, shortfall: Shortfall, results: Results) -> str | None:
-        """Returns the fix, as the user types it, if this check found the cause of another's shortfall."""
+        """Returns the fix, as the user types it, if this check found the cause of another's shortfall; else None."""
         return None
 
     def lines(self, results: Results) -> list[str]:

@@ -184,7 +184,7 @@ def _texts(output: Mapping[str, Any], by: str, label: str) -> list[str]:
 
 
 def _loose(found: Mapping[str, Any], results: Results) -> list[str]:
-    """Returns a line if `verify.max_drop` is so large, in the unit of the targets, that it bounds little."""
+    """Returns a line if `verify.max_drop` is large compared with the standard deviation of the targets; else []."""
     bound = RequestedSettings(results).get("verify.max_drop")
     deviation = sum(one["deviation"] for one in found["outputs"]) / len(found["outputs"])
     if bound is None or not results.labelled or bound < _LOOSE * deviation:

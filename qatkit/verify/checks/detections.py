@@ -23,7 +23,10 @@ _SAME = 0.99  # minimum overlap of boxes that count as the same, and minimum sha
 
 
 class DetectionsCheck(Check):
-    """The share of boxes that the file with suppression and PyTorch have in common; the bound is 99 %."""
+    """The share of boxes that the file with suppression and PyTorch have in common; the bound is 99 %.
+
+    Two boxes count as the same if they overlap by at least 99 %.
+    """
 
     name = "detections"
 

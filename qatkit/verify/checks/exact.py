@@ -25,7 +25,10 @@ def is_rounded(results: Results) -> bool:
 
 @contextmanager
 def exact(subject: Subject, results: Results) -> Iterator[Subject]:
-    """Yields the subject; if it has a module, a file at another level is replaced by itself at level 0."""
+    """Yields the subject, whose int8 file is replaced by a temporary copy at accuracy level 0 if needed.
+
+    The file is replaced if it has another level and was made from a module.
+    """
     if subject.reference is None or not is_rounded(results):
         yield subject
         return

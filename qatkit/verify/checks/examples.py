@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ExamplesCheck(Check):
-    """Drawings of the `verify.examples` samples that differ most, of all inspected test samples; no bound."""
+    """Drawings of the inspected test samples on which the files differ most, `verify.examples` of them; no bound."""
 
     name = "examples"
 

@@ -26,7 +26,7 @@ _FAST = (
 
 
 class LatencyCheck(Check):
-    """Milliseconds per run; the bound is `verify.min_speedup`."""
+    """Milliseconds per run of each file; `verify.min_speedup` bounds the speed of the int8 file relative to float."""
 
     name = "latency"
 

@@ -10,10 +10,10 @@ from qatkit.verify.checks.base import Check, Subject
 
 
 class OutputsCheck(Check):
-    """Figures of all outputs, by name, over `verify.parity_images` test samples. They have no bounds.
+    """SQNR, cosine similarity and L2 distance of each output against the float file's; no bounds.
 
-    They are measured if `verify.outputs` is set. Without labels they are also measured for a task in which
-    every output counts.
+    They are measured on `verify.parity_images` test samples if `verify.outputs` is set. Without labels they
+    are also measured for a task in which every output counts.
     """
 
     name = "outputs"

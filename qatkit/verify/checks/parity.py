@@ -101,8 +101,9 @@ def _measured(subject: Subject, count: int) -> Parity:
 def in_doubt(found: Parity, least: float) -> bool:
     """Returns whether chance may explain that a file falls short of the share `least`.
 
-    It may if a file that agrees on exactly the share `least` of all images would differ on at least as many
-    of these images with a probability above 5 %.
+    Assume a file that agrees on exactly the share `least` of all possible images. Chance may explain the
+    shortfall if that file would differ on at least as many of the measured images with a probability
+    above 5 %.
     """
     import numpy as np
 

@@ -96,7 +96,7 @@ class RequestedSettings:
         return None if self.has_module else self.get(self.mode_key)
 
     def other_modes(self) -> str:
-        """Returns the modes that may lose less accuracy, as they are typed; "" with a module."""
+        """Returns the modes that may lose less accuracy, as they are typed; "" if there are none, or with a module."""
         names = _MORE_ACCURATE.get(self.mode or "", ())
         return " or ".join(f"{self.mode_key}={name}" for name in names)
 
@@ -152,7 +152,7 @@ class RequestedSettings:
         return not searched and not refused
 
     def _longer(self) -> str:
-        """Returns the setting for more fine-tuning than there was."""
+        """Returns the settings, or the command after export.py, for more fine-tuning than there was."""
         if self.get("mode") is not None:  # export.py, which trains nothing
             file = str(self.get("model.name")).removeprefix(_FILES)
             backend = " backend=weight_only" if self.weights_alone else ""
@@ -187,7 +187,7 @@ class RequestedSettings:
         return [one for listed in self._floats().values() for one in listed]
 
     def without_float(self) -> str:
-        """Proposes in words to remove the selectors of `left_float`: it is unknown how they were typed."""
+        """Proposes in words to remove selectors of `left_float`, since it is unknown how the user typed them."""
         keys = " or ".join(key for key, listed in self._floats().items() if listed)
         return f"fewer operators in float than {keys} asks for ({', '.join(self.left_float())})"
 

@@ -126,7 +126,7 @@ def notes(results: Results) -> list[str]:
 
 
 def _where(divergence: Divergence) -> str:
-    """Describes the first tensor that differs, and what that implies."""
+    """Describes the first tensor that differs, and what that implies, or says that none does."""
     alone = divergence.reference == ALONE
     if divergence.first is None:
         return (
@@ -253,7 +253,10 @@ def _shortfall(name: str, one: InRuntime, bounds: VerifyConfig, results: Results
 
 
 def _fix(name: str, divergence: Divergence | None, near: Comparison, asked: RequestedSettings) -> str:
-    """Proposes to keep a wrongly computed operator in float; no override fixes different rounding."""
+    """Proposes to leave the runtime out or to keep in float the operator that it computes wrongly.
+
+    If no single operator is wrong, no override helps, and a smaller bound is proposed instead.
+    """
     way = f"verify.min_agreement={math.floor(10_000 * near.held) / 10_000} (the agreement of {name})"
     if divergence is not None and divergence.reference == ALONE:
         line = asked.override(divergence.operator) if asked.has_module else ""

@@ -32,7 +32,7 @@ _MOSTLY_DB = 3.0
 
 
 class SaturationCheck(Check):
-    """The effect of saturation without VNNI; `verify.min_agreement` bounds the share of equal decisions."""
+    """The effect of saturation without VNNI; `verify.min_agreement` bounds the share of unchanged decisions."""
 
     name = "saturation"
 
@@ -91,7 +91,10 @@ class SaturationCheck(Check):
 
 
 def _measured(subject: Subject) -> dict[str, Any]:
-    """Returns the figures: what the weights of all operators prove, and the cost of saturation on images."""
+    """Returns the figures: what the weights of all operators prove, and the cost of saturation on images.
+
+    The cost is measured only with `verify.target_isa` or if this processor saturates.
+    """
     from qatkit.verify.emulation import Emulation
     from qatkit.verify.saturation import Saturation, measure_saturation
     from qatkit_verify.int8_operators import int8_operators

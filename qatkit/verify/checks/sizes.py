@@ -20,7 +20,10 @@ _ROUNDS = 10  # number of rounds of latency at each size
 
 
 class SizesCheck(Check):
-    """Parity and latency at other sizes of dynamic axes (`export.dynamic_axes`); skipped without a module."""
+    """Parity with the module and speed-up at other sizes of dynamic axes (`export.dynamic_axes`).
+
+    The bound on the agreement is `verify.min_agreement`. The check is skipped for a file without a module.
+    """
 
     name = "sizes"
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class StreamCheck(Check):
-    """The share of equal decisions and the SQNR over `verify.parity_images` samples; the SQNR has a bound."""
+    """The share of equal decisions and the SQNR on `verify.parity_images` samples; the bound is on the SQNR."""
 
     name = "stream"
 

@@ -12,7 +12,7 @@ from qatkit.verify.checks.fidelity import fidelity_text
 
 
 class ValidationCheck(Check):
-    """Accuracy and fidelity of both files on images used neither for training nor for calibration.
+    """Accuracy of the files, and fidelity to the float file, on images used neither to train nor to calibrate.
 
     The check is skipped if no images are held out (`verify.validation`). Without labels there is no accuracy.
     """
