@@ -42,7 +42,10 @@ from qatkit_verify.session import open_session
 
 
 def make_ready(run: Run, module: QATModule, data: DataModule) -> None:
-    """Prepares a module for its export as scheduled: averaged weights, re-estimated statistics, aligned scales."""
+    """Prepares a module for its export, and aligns its scales.
+
+    If the schedule requests it, the weights are averaged and the BatchNorm statistics are re-estimated.
+    """
     module.take_average()
     _statistics(run, module, data)
     module.ready_to_convert()

@@ -1,9 +1,8 @@
 """Judges models by their files in ONNX Runtime, on held-out images.
 
-    Judge(float outputs of the images) ── graph ──> file ──> metric, same decision as float, error of the outputs,
-                                                             per image, so that two models can be compared in pairs
+    Judge(float outputs of the images) ── graph ──> file ──> metric, same decision as float, error of the outputs
 
-The result is a `qatkit.choose.verdict.Verdict`.
+All figures are kept per image, so that two models can be compared image by image. The result is a `qatkit.choose.verdict.Verdict`.
 """
 
 from __future__ import annotations
@@ -144,7 +143,7 @@ class Judge:
         return self.task.mean(self._values(self.wanted)) if self.runtime.labelled else None
 
     def noise(self, verdict: Verdict) -> float:
-        """Returns the standard error of the difference to float in the main metric, from the images that differ."""
+        """Returns the standard error of the difference in the main metric between the judged and the float model."""
         values = self._values(self.wanted)
         return self.task.noise(values, values if verdict.values is None else verdict.values)
 

@@ -91,7 +91,7 @@ class Choices:
         )
 
     def _may(self, reader: fx.Node, node: fx.Node) -> bool:
-        """Returns whether a float tensor may be quantized only because this reader is int8."""
+        """Returns whether this reader alone, if it is int8, justifies quantizing the float tensor that it reads."""
         kind = self._chosen[reader]
         return kind.weighted or kind.values == "moved" or site(node) in self.islands
 

@@ -2,7 +2,7 @@
 
     float, table, all SiLUs int8, every 2nd operator float ── profile, clock ──> time of operators and borders
     ── cut ──> the cheapest placement by that ── export, profile, clock ──> corrected times ── cut ... until nothing new
-    all files in alternation ──> the fastest, if it is so in each session of a quiet machine; else the table
+    all files in alternation ──> the file that is fastest in every session of a quiet machine; if none is, the table
 
 "Table" is the placement by the backend's table; borders are conversions between int8 and float. The ranges
 are placeholders, since the latency of a file does not depend on its scales.
