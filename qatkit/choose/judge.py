@@ -2,7 +2,8 @@
 
     Judge(float outputs of the images) ── graph ──> file ──> metric, same decision as float, error of the outputs
 
-All figures are kept per image, so that two models can be compared image by image. The result is a `qatkit.choose.verdict.Verdict`.
+All figures are kept per image, so that two models can be compared image by image. The result
+is a `qatkit.choose.verdict.Verdict`.
 """
 
 from __future__ import annotations
