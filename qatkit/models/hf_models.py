@@ -76,7 +76,7 @@ class HuggingFace:
     def builder(self, name: str) -> Callable[..., Any]:
         """Returns the function that builds the model `name` with random weights.
 
-        Its arguments change the configuration.
+        The function's arguments change the configuration.
 
         Raises:
             ConfigError: transformers is not installed, or there is no such architecture or folder.
