@@ -73,7 +73,8 @@ def _readers(node: fx.Node) -> list[fx.Node]:
 def _told_apart(node: fx.Node, x: Tensor) -> tuple[float, float] | None:
     """Returns the lowest and the highest input beyond which the rounded result of a node no longer changes.
 
-    Returns None if the node is not an elementwise function, or if its result is not quantized.
+    Returns None if the node is not an elementwise function, or if not all readers of its result are quantizers to
+    integers.
 
     Args:
         node: a node that reads the quantizer.

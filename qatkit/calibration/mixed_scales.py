@@ -177,7 +177,7 @@ class _Sink:
                 self.closed.add(axis)
 
     def loss(self) -> Loss | None:
-        """Returns the largest loss over the channel axes; None if all are small enough."""
+        """Returns the loss along the channel axis with the largest share of lost channels; None if all are small."""
         known = {axis: sums for axis, sums in self.by_axis.items() if axis not in self.closed}
         found = [
             self._by_channel(axis, sums) if self.output else self._total(sums) for axis, sums in known.items()
