@@ -76,7 +76,7 @@ def curves_of(run: Run, data: DataModule) -> list[Curve]:
 
 
 def latest_of_the_best(judged: Mapping[str, float], metric: Metric = NAMES.main) -> tuple[str, str]:
-    """Returns the epoch with the best metric (the latest of equals), and the reason.
+    """Returns the step of the epoch with the best metric (the latest of equals), and the reason.
 
     Args:
         judged: the metric by step, in chronological order.

@@ -188,7 +188,7 @@ class Tournament:
         return len(self.layouts(floats).floats) < len(self.layouts.operators)
 
     def _proposed(self) -> tuple[Sites, float] | None:
-        """Returns the cheapest new placement, if it is predicted to be faster than all files that can be chosen.
+        """Returns the cheapest new placement, if it is predicted to be clearly faster than all files that can be chosen.
 
         The float file cannot be chosen. If it is the fastest, a similar placement may still be faster than
         the table.
@@ -262,7 +262,10 @@ class Tournament:
         return precision_costs.Costs([*ends, *others], self.layouts.operators, self.layouts.sites)
 
     def _sessions(self, sessions: int, runs: int, seconds: float) -> Iterator[Session]:
-        """Times all files in turns, in sessions of at most about `seconds` seconds."""
+        """Yields sessions in which all files are timed in turns, each `runs` times.
+
+        If earlier times are known, `runs` is reduced so that a session takes about `seconds` at most.
+        """
         asked, paths = self.config.verify, {name: file.path for name, file in self.files.items()}
         known = [profile.ms for profile in self._profiles.values()]
         if known:  # each run follows an untimed one

@@ -57,7 +57,7 @@ class Costs:
     """Predicts the milliseconds of a run with a set of float operators.
 
     Args:
-        files: the int8 file, the float file, and at least one file of a mixture.
+        files: the int8 file, the float file, and then those of mixtures.
         operators: the sites of the operators that can be int8 or float, in graph order.
         sites: the sites of all nodes, in graph order.
     """

@@ -191,7 +191,7 @@ class Search:
         return sorted(self.layouts.operators, key=self.losses.of_operator, reverse=True)
 
     def front(self, costs: Costs) -> list[Choice]:
-        """Returns the Pareto front over simulated loss and predicted latency.
+        """Returns the Pareto front over simulated loss and predicted latency, followed by the float model.
 
         Only two kinds of sets are simulated: those that are likely to be on the front by their estimated
         losses, and the k most sensitive operators for several k. The latter are added because estimates are
