@@ -358,7 +358,7 @@ def _judged(at: _At) -> MixedScale | None:
 
 
 def _source(quantizer: fx.Node) -> fx.Node:
-    """Returns the node that computes the values of a quantizer; operators that only move values are skipped."""
+    """Returns the node that computes a quantizer's values; operators that only move or select values are skipped."""
     source = quantizer.all_input_nodes[0]
     while facts(source).keeps_range:
         source = source.all_input_nodes[0]
@@ -366,7 +366,7 @@ def _source(quantizer: fx.Node) -> fx.Node:
 
 
 def _direct(quantizer: fx.Node) -> list[fx.Node]:
-    """Returns the operators with a weight that read a quantizer; operators that only move values are skipped."""
+    """Returns the operators with a weight that read a quantizer, also after operators that move or select values."""
     found, left = [], list(quantizer.users)
     while left:
         node = left.pop(0)
