@@ -189,8 +189,9 @@ def decide(
 ) -> tuple[int, str]:
     """Returns the index of the point with which the run continues, and the reason.
 
-    With `min_speedup`, it is the most accurate of the points that reach it; if none does, the fastest. Otherwise it is the fastest point that meets the target, or int8 if that meets it at nearly the
-    same speed; if no point meets the target, the most accurate. The float model is never chosen.
+    With `min_speedup`, it is the most accurate of the points that reach it; if none does, it is the fastest.
+    Otherwise it is the fastest point that meets the target, or int8 if that meets it at nearly the same speed;
+    if no point meets the target, it is the most accurate. The float model is never chosen.
 
     Args:
         points: the measured points, fastest first, including int8 and float.
