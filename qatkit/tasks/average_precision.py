@@ -171,8 +171,8 @@ def mean_precision(found: Array) -> float:
 def histograms(values: Array) -> Array:
     """Returns counts [classes, 1 + 2 thresholds, bins] that can be added over batches.
 
-    Each class has the number of its labelled boxes in bin 0 of row 0. Then follow histograms of scores: those of
-    the right detections at each threshold, and those of the wrong ones.
+    Each class has the number of its labelled boxes in bin 0 of row 0. Then follow histograms of scores, from high
+    to low: those of the right detections at each threshold, and those of the wrong ones.
     """
     boxes, thresholds = values[:, DETECTIONS:, 0].sum(0), len(OVERLAPS)
     found = np.zeros((len(boxes), 1 + 2 * thresholds, _BINS))
