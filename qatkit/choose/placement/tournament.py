@@ -188,7 +188,7 @@ class Tournament:
         return len(self.layouts(floats).floats) < len(self.layouts.operators)
 
     def _proposed(self) -> tuple[Sites, float] | None:
-        """Returns the cheapest new placement, if it is predicted to be clearly faster than all files that may be chosen.
+        """Returns the cheapest new placement, if its predicted time clearly beats all files that may be chosen.
 
         The float file may not be chosen. If it is the fastest, a similar placement may still be faster than
         the table.
