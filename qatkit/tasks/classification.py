@@ -63,7 +63,7 @@ class Classification(Logits):
         return classification.Counted()
 
     def noise(self, first: Array, second: Array) -> float:
-        """Returns the standard error of the difference between two models' top-1, in percentage points.
+        """Returns the standard error of the difference between two models' main metrics, in percentage points.
 
         It follows from the number of images that only one of the models classifies correctly. One is added to
         this number, since finding no such image among few images proves little.
