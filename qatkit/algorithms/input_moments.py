@@ -54,7 +54,7 @@ def input_moments(
 ) -> Iterator[tuple[QATOperator, list[Moments]]]:
     """Yields each operator with the moments of its inputs, in blocks of at most `_WIDEST` inputs.
 
-    Whether quantizers are on or off does not change (`set_phase`): the caller decides it.
+    The quantizers stay on or off, as the caller has set them (`set_phase`).
 
     Args:
         graph_module: the graph.

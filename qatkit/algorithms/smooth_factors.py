@@ -138,7 +138,7 @@ def _largest(
 
 
 def _largest_of(total: Tensor, reader: Reader, values: Tensor) -> None:
-    """Takes the maximum of `total`, by channel of the source, and a reader's `values` [input channels], in place."""
+    """Raises `total`, by channel of the source, to a reader's `values` [input channels] where these are larger."""
     known = reader.channels >= 0
     total.scatter_reduce_(0, reader.channels[known], values.cpu().double()[known], "amax")
 

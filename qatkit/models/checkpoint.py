@@ -69,7 +69,7 @@ class Checkpoint:
     states: Mapping[str, State]
 
     def chosen(self, key: str | None) -> tuple[str, State]:
-        """Returns the name and the state_dict for `key`; for None, the trained weights or, without them, their average.
+        """Returns the name and the state_dict for `key`; for None, the trained weights, or an average if there are none.
 
         Raises:
             ConfigError: there is no such state_dict.

@@ -164,7 +164,7 @@ class Task(ABC):
     def untrainable(self) -> str:
         """A noun phrase for ConfigError: the kind of model that training on targets needs.
 
-        It is "" if the model of this task (`of_model`) is of that kind, as by default.
+        It is "" (the default) if the model of this task (`of_model`) is of that kind.
         """
         return ""
 

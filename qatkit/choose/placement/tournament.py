@@ -264,7 +264,8 @@ class Tournament:
     def _sessions(self, sessions: int, runs: int, seconds: float) -> Iterator[Session]:
         """Yields sessions in which all files are timed in turns, each `runs` times.
 
-        If earlier times are known, `runs` is reduced so that a session takes about `seconds` at most.
+        If earlier times are known, `runs` is reduced, at most to `_LEAST_RUNS`, so that a session takes no more
+        than about `seconds`.
         """
         asked, paths = self.config.verify, {name: file.path for name, file in self.files.items()}
         known = [profile.ms for profile in self._profiles.values()]
