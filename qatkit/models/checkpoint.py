@@ -69,7 +69,9 @@ class Checkpoint:
     states: Mapping[str, State]
 
     def chosen(self, key: str | None) -> tuple[str, State]:
-        """Returns the name and the state_dict for `key`; for None, the trained weights, or an average if there are none.
+        """Returns the name and the state_dict for `key`.
+
+        None selects the trained weights, or an average of them if the file has only averages.
 
         Raises:
             ConfigError: there is no such state_dict.
