@@ -60,7 +60,7 @@ def scalable(graph_module: fx.GraphModule) -> tuple[list[ScalableOperator], list
 
 
 class _Search:
-    """A search for the strength of each source, by the errors of its readers; the first strength means no factors."""
+    """A search for the strength of each source, by the errors of its readers; the first candidate is no scaling."""
 
     def __init__(self, steps: int, found: list[ScalableOperator]) -> None:
         self.strengths = [0.0, *((i + 1) / steps for i in range(steps))]

@@ -97,8 +97,9 @@ def algorithms_of(chosen: Mapping[str, Any]) -> dict[str, Algorithm]:
         chosen: `Config.algorithm`, whose structure `validate` has checked.
 
     Raises:
-        ConfigError: a target cannot be imported or is not a complete algorithm, a setting is unknown or has no
-            value, or a value has another type or is out of range.
+        ConfigError: a target cannot be imported or is not a dataclass derived from `Algorithm` that defines
+            `__call__` and a known stage; a setting is unknown or has no value; or a value has another type or is
+            out of range, such as `images` below 1 in a stage that needs images.
     """
     made = {name: _algorithm(f"algorithm.{name}", entry) for name, entry in chosen.items()}
     return dict(sorted(made.items(), key=lambda item: _ORDER.index(item[1].stage)))

@@ -8,7 +8,7 @@ Dividing channel i of `first` by s_i and multiplying input i of `second` by it c
 
 both ranges become sqrt(r1_i·r2_i), so that one scale per tensor serves all channels. An operator may be the
 second of one pair and the first of the next (conv → depthwise → conv), so the pairs are visited in turn until
-no range changes any more.
+the ranges hardly change (`tolerance`), at most `rounds` times.
 
 This helps where channels have different ranges but share one scale. Where their ranges are similar, or each
 channel has its own scale, nothing is gained (figures: docs/decisions/0015-small-measurements.md).

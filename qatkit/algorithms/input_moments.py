@@ -52,7 +52,9 @@ class Moments:
 def input_moments(
     graph_module: fx.GraphModule, operators: Iterable[QATOperator], images: list[Tensors]
 ) -> Iterator[tuple[QATOperator, list[Moments]]]:
-    """Yields moments of each operator's inputs, in blocks of at most `_WIDEST` inputs, in the graph's current phase.
+    """Yields each operator with the moments of its inputs, in blocks of at most `_WIDEST` inputs.
+
+    The quantizers stay on or off, as the caller has set them (`set_phase`).
 
     Args:
         graph_module: the graph.

@@ -54,7 +54,8 @@ def shifted_means(
 ) -> list[ShiftedMean]:
     """Returns the operators whose outputs are shifted by rounded weights, and corrects their biases if `correct`.
 
-    Operators without 8-bit weights or without a bias that can be corrected are left out.
+    These are the operators with a ratio below `KEPT` that rises by at least `WON` without the shift. Operators
+    without 8-bit weights or without a bias that can be corrected are left out.
 
     Args:
         graph_module: the prepared graph, with ranges; its phase does not change.

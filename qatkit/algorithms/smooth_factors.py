@@ -138,7 +138,7 @@ def _largest(
 
 
 def _largest_of(total: Tensor, reader: Reader, values: Tensor) -> None:
-    """Updates `total`, by channel of the source, with `values` [input channels] of a reader."""
+    """Raises `total`, by channel of the source, to a reader's `values` [input channels] where these are larger."""
     known = reader.channels >= 0
     total.scatter_reduce_(0, reader.channels[known], values.cpu().double()[known], "amax")
 

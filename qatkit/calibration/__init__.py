@@ -4,9 +4,9 @@ observe       passes the images through the graph once while every FakeQuantize 
 candidates    computes several ranges per tensor from the same pass, and chooses the best one
 cache         stores the statistics in a file, so that a second run needs no pass
 checks        reports whether there were too few images, or none of some class
-limits        limits ranges to values for which the next functions give different results
+limits        cuts off the parts of ranges in which the results of the next functions do not change
 mixed_scales  finds tensors that need more than one scale
-losses        the classes of what mixed_scales finds
+losses        classes for the results of mixed_scales
 reach         finds the nodes that reach outputs and logarithms
 """
 

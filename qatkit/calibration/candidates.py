@@ -75,7 +75,7 @@ def apply(graph_module: fx.GraphModule, ranges: Ranges) -> None:
 def output_errors(
     graph_module: fx.GraphModule, offered: Mapping[str, Ranges], batches: Iterable[Example]
 ) -> dict[str, dict[str, float]]:
-    """Returns the relative squared output error of each tensor, by method and by site.
+    """Returns the error of each range (as defined above), averaged over the batches, by method and by site.
 
     Args:
         graph_module: the calibrated graph, with histograms.

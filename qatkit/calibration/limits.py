@@ -1,10 +1,11 @@
-"""Limits ranges to the values for which the functions after a quantizer give different results.
+"""Cuts off the parts of a quantizer's range in which the results of the next functions do not change.
 
     Conv ─ [-59 .. 17] ─ SiLU ─ [-0.28 .. 17]        SiLU(x) rounds to 0 for each x below -5.7
     Conv ─ [ -6 .. 17] ─ SiLU                        the same output bytes, with a third of the step size
 
-A range is cut where the quantized result of every function that reads the tensor stays the same. This works for
-ranges from any method. The limits also apply during fine-tuning, where observers would widen the range again.
+A part at an end of the range is cut off if the quantized result of every function that reads the tensor is
+constant there. This works for ranges from any method. The limits also apply during fine-tuning, where observers
+would widen the range again.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ def set_limits(graph_module: fx.GraphModule) -> None:
 
 
 def _limits(node: fx.Node, quantizer: FakeQuantize) -> Tensor | None:
-    """Returns the widest limits [2] of a quantizer's readers.
+    """Returns the limits [2] of a quantizer's range, which include the values that any of its readers needs.
 
-    Returns None if there is nothing to cut, or if a reader needs all values (`_told_apart`).
+    Returns None if nothing can be cut off, or if a reader needs all values (`_told_apart`).
     """
     assert quantizer.observer is not None
     low, high = float(quantizer.observer.low), float(quantizer.observer.high)
@@ -72,7 +73,8 @@ def _readers(node: fx.Node) -> list[fx.Node]:
 def _told_apart(node: fx.Node, x: Tensor) -> tuple[float, float] | None:
     """Returns the lowest and the highest input beyond which the rounded result of a node no longer changes.
 
-    Returns None if the node is not an elementwise function, or if its result is not quantized.
+    Returns None if the node is not an elementwise function, or if not all readers of its result are quantizers to
+    integers.
 
     Args:
         node: a node that reads the quantizer.

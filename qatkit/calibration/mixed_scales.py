@@ -177,7 +177,7 @@ class _Sink:
                 self.closed.add(axis)
 
     def loss(self) -> Loss | None:
-        """Returns the largest loss over the channel axes; None if all are small enough."""
+        """Returns the loss along the channel axis with the largest share of lost channels; None if all are small."""
         known = {axis: sums for axis, sums in self.by_axis.items() if axis not in self.closed}
         found = [
             self._by_channel(axis, sums) if self.output else self._total(sums) for axis, sums in known.items()
@@ -358,7 +358,7 @@ def _judged(at: _At) -> MixedScale | None:
 
 
 def _source(quantizer: fx.Node) -> fx.Node:
-    """Returns the node that computes the values of a quantizer; operators that only move values are skipped."""
+    """Returns the node that computes a quantizer's values; operators that only move or select values are skipped."""
     source = quantizer.all_input_nodes[0]
     while facts(source).keeps_range:
         source = source.all_input_nodes[0]
@@ -366,7 +366,7 @@ def _source(quantizer: fx.Node) -> fx.Node:
 
 
 def _direct(quantizer: fx.Node) -> list[fx.Node]:
-    """Returns the operators with a weight that read a quantizer; operators that only move values are skipped."""
+    """Returns the operators with a weight that read a quantizer, also after operators that move or select values."""
     found, left = [], list(quantizer.users)
     while left:
         node = left.pop(0)

@@ -35,8 +35,8 @@ def rung_why_not(rung: RungResult, best: RungResult, metric: Metric = NAMES.main
     """Returns the reason why later rungs build on `best` instead of `rung`; "" if they build on `rung`.
 
     A metric in percent decides if the difference exceeds chance, estimated from the number of images on which
-    the two may differ. Otherwise, and for metrics in other units, whose chance is unknown, the error of the
-    outputs (SQNR) decides.
+    the two may differ. Otherwise the error of the outputs (SQNR) decides. It also decides for metrics in other
+    units, for which chance cannot be estimated from these reports.
     """
     if rung.score is not None and best.score is not None and metric.unit == "%":
         differing = (2 - (rung.agreement or 0.0) - (best.agreement or 0.0)) * rung.images

@@ -2,7 +2,7 @@
 
     Entrant(name, make) ── make() ──> the candidate ─── judge ──> Judged ─┬─ Contest   each against the best so far
                                                                           └─ decided   one of all that were judged
-    resumed                a result that a killed run has found already is read again
+    resumed                reads a result that a killed run has already found, or computes it
 
 The module that makes a choice defines the entrants, the rule, and how the result is recorded. A judge is any
 function of a candidate and its name. If accuracy decides, it is `qatkit.choose.judge.Judge`, whose verdicts
@@ -56,7 +56,7 @@ class Outcome(Generic[V]):
 
 
 def judged(entrant: Entrant[M], judge: Callable[[M, str], V]) -> Judged[M, V]:
-    """Creates the candidate of an entrant; returns it with the judge's verdict. The judge also receives its name."""
+    """Creates the candidate of an entrant, passes it and its name to the judge, and returns it with the verdict."""
     start = time.monotonic()
     made = entrant.make()
     verdict = judge(made, entrant.name)

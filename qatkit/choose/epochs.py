@@ -42,7 +42,10 @@ from qatkit_verify.session import open_session
 
 
 def make_ready(run: Run, module: QATModule, data: DataModule) -> None:
-    """Prepares a module for its export as scheduled: averaged weights, re-estimated statistics, aligned scales."""
+    """Prepares a module for its export, and aligns its scales.
+
+    If the schedule requests it, the weights are averaged and the BatchNorm statistics are re-estimated.
+    """
     module.take_average()
     _statistics(run, module, data)
     module.ready_to_convert()
@@ -73,7 +76,7 @@ def curves_of(run: Run, data: DataModule) -> list[Curve]:
 
 
 def latest_of_the_best(judged: Mapping[str, float], metric: Metric = NAMES.main) -> tuple[str, str]:
-    """Returns the epoch with the best metric (the latest of equals), and the reason.
+    """Returns the step of the epoch with the best metric (the latest of equals), and the reason.
 
     Args:
         judged: the metric by step, in chronological order.

@@ -144,7 +144,7 @@ class Judge:
         return self.task.mean(self._values(self.wanted)) if self.runtime.labelled else None
 
     def noise(self, verdict: Verdict) -> float:
-        """Returns the standard error of the difference to float in the main metric, from the images that differ."""
+        """Returns the standard error of the difference in the main metric between the judged and the float model."""
         values = self._values(self.wanted)
         return self.task.noise(values, values if verdict.values is None else verdict.values)
 

@@ -63,8 +63,9 @@ class Calibrated:
 
     Attributes:
         notes: notes for the report.
-        candidates: the methods that were compared.
-        floats: the sites of operators that stay float, since a single scale does not suit their mixed values.
+        candidates: the methods that a tournament compared; () if there was none.
+        floats: the sites of operators that stay float, since a single scale does not suit values of such
+            different sizes.
         shifts: the shift of each channel that the bias compensates, by site.
     """
 

@@ -67,7 +67,7 @@ def tournament(
         folder: the folder in which the template is kept for another judge of the same model.
 
     Returns:
-        All methods; the finalists have their figures.
+        All methods with their errors per tensor; only the finalists also have figures of the whole model.
     """
     offered, errors = _offered(graph_module, observed, runtime.progress)
     total = {title: fmean(errors[title].values()) for title in offered}

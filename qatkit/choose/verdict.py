@@ -1,6 +1,6 @@
 """The quality of one model on held-out images, and the part of a difference between two models that is chance.
 
-    Verdict          the results per image, so that two models can be compared in pairs
+    Verdict          the results per image, so that two models can be compared image by image
     why_not          why a trial is not kept: a worse metric, or no gain beyond noise
     aim              the target of a run
     meets, keeps     whether a target is met: beyond noise, or by the figures only
@@ -78,8 +78,8 @@ def chance(differing: float, images: int) -> float:
 def why_not(trial: Verdict, kept: Verdict) -> str:
     """Returns the reason why `trial` does not replace `kept`; "" if it does.
 
-    It does if its metric is not worse beyond noise, and the errors of its outputs are smaller beyond noise by
-    the mean difference per image.
+    It does if its metric is not worse beyond noise, and the mean error of its outputs, compared image by image, is
+    smaller beyond noise.
     """
     if trial.values is not None and kept.values is not None:
         worse = trial.task.worse(kept.values, trial.values, SURE)

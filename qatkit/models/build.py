@@ -91,12 +91,14 @@ def declared(config: ModelConfig, layout: str | None, task: str = IMAGES) -> Dec
 
 
 def parameters(config: ModelConfig) -> int | None:
-    """Returns the number of parameters before a model is loaded; None except for Hugging Face weights in a folder."""
+    """Returns the number of parameters of Hugging Face weights in a folder, without loading them; else None."""
     return hf_models.parameters(config)
 
 
 def states(config: ModelConfig) -> States | None:
-    """Returns the states of an ONNX file with `model.kwargs.states`; None for other models.
+    """Returns the outputs of an ONNX file that are inputs of its next step (`model.kwargs.states`).
+
+    None for other models, and if the key is not set.
 
     Raises:
         ConfigError: the file cannot be used, or the states do not fit it.
@@ -137,7 +139,7 @@ def _classes(config: ModelConfig, of_data: int | None) -> int | None:
 
 
 def _source(name: str, task: str = IMAGES) -> ModuleType | hf_models.HuggingFace | None:
-    """Returns the source that knows `name`; None for a dotted path."""
+    """Returns the source (module or object) of the models with such a name; None for a dotted path."""
     if name.startswith(hf_models.PREFIX):
         return hf_models.of_task(task)
     for prefix, module in PREFIXES.items():
@@ -155,7 +157,7 @@ def _source_of_weights(config: ModelConfig, task: str = IMAGES) -> Any:
 
 
 def _like_weights(config: ModelConfig) -> ModelConfig:
-    """Returns `config` with the non-default arguments of the model to which `config.weights` belong."""
+    """Returns `config` with the arguments that torchvision's `config.weights` require; those of the user win."""
     if config.weights is None or _source_of_weights(config) is not torchvision_models:
         return config
     return replace(config, kwargs=torchvision_models.arguments(config) | config.kwargs)

@@ -69,7 +69,9 @@ class Checkpoint:
     states: Mapping[str, State]
 
     def chosen(self, key: str | None) -> tuple[str, State]:
-        """Returns the name and the state_dict for `key`; for None, the trained weights, or else an average.
+        """Returns the name and the state_dict for `key`.
+
+        None selects the trained weights, or an average of them if the file has only averages.
 
         Raises:
             ConfigError: there is no such state_dict.
@@ -113,7 +115,7 @@ def read_checkpoint(path: str) -> Checkpoint:
 
 
 def _is_state(content: Any) -> TypeGuard[State]:
-    """Returns whether `content` is a mapping from names to tensors that is not empty."""
+    """Returns whether `content` is a non-empty mapping from names to tensors."""
     return (
         isinstance(content, Mapping)
         and bool(content)
@@ -156,7 +158,7 @@ def _unpickle(path: str, plain: pathlib.Path) -> Any:
 
 
 def _refused_global(message: str) -> str | None:
-    """Returns the name of the code that torch refused to run, from its message; None if it found no code."""
+    """Returns the name of the code that torch refused to run, from its error message; None if this names none."""
     for marker in ("unsupported GLOBAL ", "Unsupported global: GLOBAL ", "Unsupported class "):
         if marker in message:
             return message.split(marker)[1].split()[0]

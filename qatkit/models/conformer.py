@@ -65,7 +65,10 @@ class Convolution(nn.Module):
 
 
 class ConformerBlock(nn.Module):
-    """Attention and convolution between two feed-forwards of half weight, each added to its input; a LayerNorm."""
+    """A feed-forward, attention, convolution and a feed-forward, each added to its input; then a LayerNorm.
+
+    The outputs of the feed-forwards are halved.
+    """
 
     def __init__(self, width: int, heads: int, expansion: int, kernel: int, dropout: float) -> None:
         super().__init__()

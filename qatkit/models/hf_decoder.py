@@ -116,7 +116,7 @@ class Decoder:
         """Checks that tokens [N, T] in two parts give the same logits as all of them at once.
 
         Raises:
-            ConfigError: the logits differ, such as for a model that computes its positions or its mask by itself.
+            ConfigError: the logits differ, for example because the model computes its positions or its mask by itself.
         """
         with torch.no_grad():
             whole: Tensor = self.model(tokens)

@@ -63,8 +63,8 @@ HEADS = {"causal_lm": CAUSAL_LM, "text_classification": TEXT_CLASSIFIER, "text_p
 def class_names(settings: Any, changes: Mapping[str, Any], name: str) -> list[str]:
     """Returns the class names of a configuration.
 
-    There are none unless the configuration is that of a text classifier or `changes` sets them, since the two
-    default classes have no meaning.
+    The result is empty unless the configuration is that of a text classifier or `changes` sets the names: other
+    configurations have two default classes without meaning.
 
     Raises:
         ConfigError: the model does not choose one of several classes, or does not name all of them.

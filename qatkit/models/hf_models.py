@@ -64,7 +64,7 @@ def of_task(task: str) -> HuggingFace:
 
 
 class HuggingFace:
-    """The source of transformers models with one kind of head, with the interface of `qatkit.models.build`.
+    """The source of transformers models with one kind of head; it has the methods that `qatkit.models.build` calls.
 
     Args:
         head: the kind of head.
@@ -76,7 +76,7 @@ class HuggingFace:
     def builder(self, name: str) -> Callable[..., Any]:
         """Returns the function that builds the model `name` with random weights.
 
-        Its arguments change the configuration.
+        The function's arguments change the configuration.
 
         Raises:
             ConfigError: transformers is not installed, or there is no such architecture or folder.
@@ -193,7 +193,7 @@ class HuggingFace:
         """Returns the configuration of an architecture, an id or a folder, with `changes`.
 
         Raises:
-            ConfigError: the configuration cannot be fetched, or has no setting of such a name or value.
+            ConfigError: the configuration cannot be fetched, has no setting of a name in `changes`, or rejects a value.
         """
         transformers, plain = _transformers(name), name.removeprefix(PREFIX)
         from huggingface_hub.errors import StrictDataclassError

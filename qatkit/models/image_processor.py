@@ -22,7 +22,9 @@ _SQUEEZED_FROM = 384  # ConvNeXt's processor crops only if the input is smaller 
 
 
 def preprocessing_of(processor: Any, config: ModelConfig) -> Preprocessing:
-    """Returns the `Preprocessing` that does the same as `processor` to square pictures, but bicubic for Lanczos.
+    """Returns the `Preprocessing` that does the same as `processor` to square pictures.
+
+    An exception is Lanczos resampling, which becomes bicubic.
 
     Raises:
         ConfigError: the processor's outputs are not square, or it reorders the channels.

@@ -52,7 +52,7 @@ class SoundFeatures(nn.Module):
 
 
 class WithFeatures(nn.Module):
-    """A model whose inputs are samples: it computes their features and passes them to the network.
+    """A model of audio samples: it computes their features and passes them to the network.
 
     Args:
         sound: the preprocessing that is computed in the graph.

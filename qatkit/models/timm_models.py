@@ -92,7 +92,11 @@ def _timm(name: str) -> ModuleType:
 
 
 def _pretrained_config(config: ModelConfig) -> Any:
-    """Returns timm's entry for `model.weights`."""
+    """Returns timm's `PretrainedCfg` for `model.weights`.
+
+    Raises:
+        ConfigError: the name or the tag is unknown.
+    """
     builder(config.name)
     from timm.models import get_pretrained_cfg, list_pretrained
 

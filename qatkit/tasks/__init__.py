@@ -70,8 +70,9 @@ def task_of(name: str, decision: str = AUTO) -> Task:
         decision: a value of `verify.decision`.
 
     Raises:
-        ConfigError: `name` is not accepted by `dotted`, or does not lead to a complete subclass of `Task` that can
-            be built without arguments; or `decision` is set for a task that has its own, or is invalid.
+        ConfigError: `name` is not accepted by `dotted`, or does not lead to a subclass of `Task` that implements
+            all abstract methods and can be built without arguments; or `decision` is invalid, or is set for a task
+            other than outputs.
     """
     task = _task_of(name)
     if decision == AUTO:

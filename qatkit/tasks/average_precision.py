@@ -63,7 +63,8 @@ def picture_values(found: Boxes, truth: Array, classes: int) -> Array:
     """Returns the contribution of a picture to the average precision, [DETECTIONS + classes, 5].
 
     A detection's row contains its class, its score, two bit masks and an overlap. The first mask has a bit for
-    each threshold at which the detection is right, the second for each at which it is left out. The overlap
+    each threshold at which the detection is right, the second for each at which it counts neither as right nor
+    as wrong. The overlap
     is the IoU with the box that is matched at the lowest threshold. Class -1 marks an unused row. A class's
     row begins with the number of its labelled boxes.
 
@@ -103,7 +104,10 @@ def _matched(corners: Array, truth: Array) -> Array:
 
 
 def _best(row: Array, free: Array, ignored: Array, least: float) -> int | None:
-    """Returns the free box with the largest overlap, at least `least`; counted boxes come before ignored ones."""
+    """Returns the index of the free box with the largest overlap; None if no overlap is at least `least`.
+
+    An ignored box is returned only if no counted box overlaps enough.
+    """
     for those in (free & ~ignored, free & ignored):
         near = np.where(those, row, -1.0)
         if len(near) and near.max() >= least:
@@ -112,7 +116,7 @@ def _best(row: Array, free: Array, ignored: Array, least: float) -> int | None:
 
 
 def _overlaps(corners: Array, truth: Array) -> Array:
-    """Returns overlaps [detections, boxes]; for a crowd, the share of the detection that lies in it."""
+    """Returns overlaps [detections, boxes]: the IoU; for a crowd, the share of the detection that lies in it."""
     near = overlap(corners, truth[:, 1:5])
     low = np.maximum(corners[:, None, :2], truth[None, :, 1:3])
     high = np.minimum(corners[:, None, 2:], truth[None, :, 3:5])
@@ -157,14 +161,18 @@ def _at_recalls(recalls: Array, shares: Array) -> float:
 
 
 def mean_precision(found: Array) -> float:
-    """Returns the mean of `precisions` over classes with labelled boxes, in percent; 0 if no class has any."""
+    """Returns the mean average precision in percent, from `precisions`; 0 if no class has labelled boxes.
+
+    The mean is over all thresholds and the classes with labelled boxes.
+    """
     return 100 * float(np.nanmean(found)) if np.isfinite(found).any() else 0.0
 
 
 def histograms(values: Array) -> Array:
     """Returns counts [classes, 1 + 2 thresholds, bins] that can be added over batches.
 
-    They are the number of labelled boxes, then the numbers of right and of wrong detections by score.
+    Each class has the number of its labelled boxes in bin 0 of row 0. Then follow histograms of scores, from high
+    to low: those of the right detections at each threshold, and those of the wrong ones.
     """
     boxes, thresholds = values[:, DETECTIONS:, 0].sum(0), len(OVERLAPS)
     found = np.zeros((len(boxes), 1 + 2 * thresholds, _BINS))

@@ -107,7 +107,7 @@ class Task(ABC):
 
     @abstractmethod
     def decision(self, outputs: Array) -> Array:
-        """Returns the decisions of the outputs, integers or booleans [N, ...], to be compared with float's."""
+        """Returns the decisions on the outputs, integers or booleans [N, ...], to compare with the float model's."""
 
     def agree(self, exact: Array, found: Array) -> Array:
         """Returns where two models agree, booleans [N, ...]; by default where their decisions are equal."""
@@ -162,7 +162,10 @@ class Task(ABC):
 
     @property
     def untrainable(self) -> str:
-        """The kind of model needed for training on targets, worded for ConfigError; "" if the model is of this kind."""
+        """A noun phrase for ConfigError: the kind of model that training on targets needs.
+
+        It is "" (the default) if the model of this task (`of_model`) is of that kind.
+        """
         return ""
 
     def trained(self, outputs: Sequence[Tensor]) -> Tensor:
@@ -219,9 +222,9 @@ class Task(ABC):
         return MeanMeter(self)
 
     def divergence(self, exact: Array, found: Array) -> float | None:
-        """Returns the divergence between outputs [rows, values] and the exact ones, summed over rows, in nats.
+        """Returns the Kullback-Leibler divergence of `found` from `exact`, [rows, values], summed over rows, in nats.
 
-        It is None for outputs that are not a distribution.
+        It is None (the default) for outputs that do not define a probability distribution.
         """
         return None
 
@@ -294,7 +297,7 @@ class Task(ABC):
     def group(self, target: Any) -> Hashable:
         """Returns the group of a target; by default all targets are in one group.
 
-        Choices of images are balanced over groups.
+        If only some of the images are used, they are chosen evenly from all groups.
         """
         return 0
 

@@ -63,9 +63,10 @@ class Classification(Logits):
         return classification.Counted()
 
     def noise(self, first: Array, second: Array) -> float:
-        """Returns the standard error of the difference, from the images that only one model classifies correctly.
+        """Returns the standard error of the difference between two models' main metrics, in percentage points.
 
-        One is added to their number, since finding no such image among few images proves little.
+        It follows from the number of images that only one of the models classifies correctly. One is added to
+        this number, since finding no such image among few images proves little.
         """
         return 100 * math.sqrt(int((first != second).sum()) + 1) / len(first)
 

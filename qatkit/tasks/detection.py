@@ -90,7 +90,7 @@ class Detection(Task):
         """Returns the loss of the model's own criterion.
 
         Raises:
-            ConfigError: the model has no criterion.
+            ConfigError: the model has no criterion, or returns no training-only outputs for it.
         """
         if self._criterion is None or not auxiliary:
             raise ConfigError("task", "detection", reason=f"training needs {Detection().untrainable}")

@@ -102,7 +102,10 @@ class Regression(Task):
         return np.asarray(near.all(1))
 
     def _tolerances(self, outputs: Array) -> Array:
-        """Returns the tolerance of each number, from the targets or, if they are unknown, from these outputs."""
+        """Returns the tolerance of each number: 5 % of the standard deviation of the targets.
+
+        If the deviations of the targets are unknown, those of `outputs` are used.
+        """
         import numpy as np
 
         deviations = np.asarray(self.deviations) if self.deviations else columns(outputs).std(0)

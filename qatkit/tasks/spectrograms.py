@@ -154,7 +154,10 @@ def _pitches(how: SoundPreprocess, high: int) -> list[Shape]:
 
 
 def _bars(title: str, rows: Sequence[tuple[str, float, bool]], said: str) -> Panel:
-    """Returns the panel of the answer `said`, with a bar for each row (class, probability, true or not)."""
+    """Returns the panel of a model that predicts the class `said`.
+
+    It has a bar for each row: the class, its probability, and whether it is the labelled class.
+    """
     import numpy as np
 
     each, canvas = _HEIGHT // _SHOWN, np.zeros((_HEIGHT, _WIDTH), np.uint8)

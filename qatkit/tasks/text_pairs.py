@@ -113,7 +113,7 @@ def spearman(first: Array, second: Array) -> float:
 
 
 def _standardized(values: Array) -> Array:
-    """Returns the ranks of the values, shifted and scaled to mean 0 and standard deviation 1."""
+    """Returns the ranks of the values, shifted and scaled to mean 0 and standard deviation 1; 0 if all are equal."""
     from scipy.stats import rankdata
 
     ranks = rankdata(values)

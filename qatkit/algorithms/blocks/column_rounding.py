@@ -129,6 +129,8 @@ class ColumnRounding:
     def _rounded(self, operator: QATOperator, weight: Tensor, moments: _Moments, *, takes: bool) -> _Rounded:
         """Rounds a weight, some rows at a time, since the intermediate tensors take many times the rows' memory.
 
+        Only the weight of a grouped convolution is rounded at once.
+
         Args:
             operator: the operator.
             weight: its weight as inference uses it.

@@ -99,7 +99,7 @@ class Journal:
         self._reads = True  # until a block is missing: all later ones are then computed again
 
     def next(self, learn: Callable[[], Found]) -> Found:
-        """Returns the result of the next block, from its file if possible; otherwise calls `learn` and stores it."""
+        """Returns the result of the next block, from its file if possible; else calls `learn` and stores its result."""
         path = None if self._file is None else block_file(self._file, self._count)
         self._count += 1
         stored = None if path is None or not self._reads else self._stored(path)

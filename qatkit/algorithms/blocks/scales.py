@@ -40,7 +40,7 @@ class Scales:
     lr: float
 
     def learn(self, lesson: Lesson) -> Found:
-        """Returns the scales by site; none if there are none to learn or the current ones are as good."""
+        """Returns the learned scales by site; empty if the block has none or the current ones are as good."""
         set_phase(lesson.module, observe=False, quantize=True)
         start = mean_error(lesson)
         with _learned(lesson) as learned:
@@ -84,7 +84,7 @@ class LearnedScale(nn.Module):
 
 
 def settle(graph_module: fx.GraphModule) -> None:
-    """Sets the observers' ranges, which alignment reads, to the current scales, and aligns again."""
+    """Makes learned scales permanent: sets the observers' ranges accordingly, and aligns all scales again."""
     for quantizer in fake_quantizers(graph_module).values():
         if quantizer.movable and quantizer.observer is not None:
             zero, spec = int(quantizer.zero_point), quantizer.spec

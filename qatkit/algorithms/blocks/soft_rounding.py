@@ -97,7 +97,10 @@ class SoftRounding(nn.Module):
         return self._in_range(self.floor + self.h()), self.shifted(bias)
 
     def shifted(self, bias: Tensor | None) -> Tensor | None:
-        """Returns the bias with its shift, in float, since int32 bias steps are finer than any of these errors."""
+        """Returns the bias plus its shift, and None without a bias.
+
+        The sum is not rounded, since the steps of int32 biases are finer than any of these errors.
+        """
         if bias is None:
             return None
         return bias.detach() if self.shift is None else bias.detach() + self.shift

@@ -144,9 +144,10 @@ class _State:
         )
 
     def together(self, block: Block) -> int:
-        """Returns the number of chunks per step, by `_ROWS` and `_MOST_IMAGES`.
+        """Returns the number of chunks per step.
 
-        It is 1 if an input or output of the block does not have one row per image.
+        With it, the operator with the fewest positions gets about `_ROWS` of them in a step, from at most about
+        `_MOST_IMAGES` images. It is 1 if an input or output of the block does not have one row per image.
         """
         if not all(self.by_rows(node) for node in (*block.inputs, *block.outputs)):
             return 1
@@ -203,7 +204,7 @@ class _State:
         return tuple(_on(self.device, self.cache.get(key, chunk)) for key in keys)
 
     def run(self, lesson: Lesson, side: str, kept: Collection[fx.Node]) -> None:
-        """Computes the outputs of a block and stores those in `kept`; without any, nothing is computed."""
+        """Computes a block and stores those of its outputs that are in `kept`; if none are, it is not computed."""
         outputs = [node in kept for node in lesson.block.outputs]
         if not any(outputs):
             return

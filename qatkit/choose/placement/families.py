@@ -20,7 +20,7 @@ from qatkit_verify.placement.sites import Sites
 
 
 def families(graph: fx.Graph, layouts: Layouts, choices: Choices) -> dict[str, Sites]:
-    """Returns the families of a graph by name: those that change the backend's placement and leave operators int8.
+    """Returns the families by name that change the backend's placement of a graph and leave some operators int8.
 
     `amx`, which changes only how weights are stored, is among them if the backend supports it and there is a
     Conv.

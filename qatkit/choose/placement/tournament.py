@@ -2,7 +2,7 @@
 
     float, table, all SiLUs int8, every 2nd operator float ── profile, clock ──> time of operators and borders
     ── cut ──> the cheapest placement by that ── export, profile, clock ──> corrected times ── cut ... until nothing new
-    all files in alternation ──> the fastest, if it is so in each session of a quiet machine; else the table
+    all files in alternation ──> the file that is fastest in every session of a quiet machine; if none is, the table
 
 "Table" is the placement by the backend's table; borders are conversions between int8 and float. The ranges
 are placeholders, since the latency of a file does not depend on its scales.
@@ -188,9 +188,9 @@ class Tournament:
         return len(self.layouts(floats).floats) < len(self.layouts.operators)
 
     def _proposed(self) -> tuple[Sites, float] | None:
-        """Returns the cheapest new placement, if it is predicted to be faster than all files that can be chosen.
+        """Returns the cheapest new placement, if its predicted time clearly beats all files that may be chosen.
 
-        The float file cannot be chosen. If it is the fastest, a similar placement may still be faster than
+        The float file may not be chosen. If it is the fastest, a similar placement may still be faster than
         the table.
 
         Returns:
@@ -262,7 +262,11 @@ class Tournament:
         return precision_costs.Costs([*ends, *others], self.layouts.operators, self.layouts.sites)
 
     def _sessions(self, sessions: int, runs: int, seconds: float) -> Iterator[Session]:
-        """Times all files in turns, in sessions of at most about `seconds` seconds."""
+        """Yields sessions in which all files are timed in turns, each `runs` times.
+
+        If earlier times are known, `runs` is reduced, at most to `_LEAST_RUNS`, so that a session takes no more
+        than about `seconds`.
+        """
         asked, paths = self.config.verify, {name: file.path for name, file in self.files.items()}
         known = [profile.ms for profile in self._profiles.values()]
         if known:  # each run follows an untimed one

@@ -101,8 +101,8 @@ def allotted(losses: Sequence[Mapping[str, float]], sizes: Sequence[int], averag
     """Returns the number type of each weight, for a small sum of losses with at most `average` bits per value.
 
     For each weight, only types on the lower convex hull of its losses are used. All weights begin with the
-    fewest bits. The step with the largest gain per bit is taken next, as long as one fits. Apart from the
-    last step, this is the minimum sum of losses for the bits used.
+    fewest bits. Steps to more bits are then taken by descending gain per bit; a step that does not fit is
+    skipped. Up to the first skipped step, the sum of losses is the minimum for the bits used.
 
     Args:
         losses: the losses of each weight, by the names in `BITS`.

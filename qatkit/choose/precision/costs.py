@@ -57,7 +57,7 @@ class Costs:
     """Predicts the milliseconds of a run with a set of float operators.
 
     Args:
-        files: the int8 file, the float file, and at least one file of a mixture.
+        files: the int8 file, the float file, and then those of mixtures.
         operators: the sites of the operators that can be int8 or float, in graph order.
         sites: the sites of all nodes, in graph order.
     """
@@ -100,7 +100,7 @@ class Costs:
     def learn(self, files: Sequence[tuple[Layout, float]]) -> None:
         """Corrects the predictions by files that have been timed, most for sets that are similar to theirs.
 
-        Sums do not include effects of operators on others than their neighbours. The logarithm of the error
+        Sums of times ignore effects between operators that are not neighbours. The logarithm of the error
         is interpolated (simple kriging: Rasmussen and Williams, "Gaussian processes for machine learning",
         2006, section 2.2). The covariance is e^(-d/L), where d is the share of the operators' float time in
         which two sets differ.
@@ -218,7 +218,7 @@ def _overhead(files: Sequence[Measured]) -> float:
 
 
 def _without(file: Measured, overhead: float) -> Measured:
-    """Returns the measurements of a file without this overhead; a kernel keeps at least a tenth of its time."""
+    """Returns `file` with `overhead` microseconds less for each kernel, but with at least a tenth of each time."""
     times = [max(one.microseconds / 10, one.microseconds - overhead) for one in file.kernels]
     kernels = [replace(one, microseconds=time) for one, time in zip(file.kernels, times, strict=True)]
     return replace(file, kernels=kernels)

@@ -87,12 +87,12 @@ def runs(operators: Sequence[str]) -> list[Floats]:
 
 
 def grow(operators: Sequence[str], steps: Sequence[Floats], cost: Cost) -> list[Floats]:
-    """Returns the sets on the way from no float operator to all."""
+    """Returns the sets on the way from no float operator towards all, as long as a step saves loss."""
     return _walk(operators, steps, frozenset(), lambda floats, step: floats | step, cost, _by_time)
 
 
 def shrink(operators: Sequence[str], steps: Sequence[Floats], cost: Cost) -> list[Floats]:
-    """Returns the sets on the way from all operators in float to none."""
+    """Returns the sets on the way from all operators in float towards none, as long as a step saves time."""
     return _walk(operators, steps, frozenset(operators), lambda floats, step: floats - step, cost, _by_loss)
 
 
@@ -189,9 +189,9 @@ def decide(
 ) -> tuple[int, str]:
     """Returns the index of the point with which the run continues, and the reason.
 
-    With `min_speedup`, it is the most accurate of the points that are so fast; if there are none, the
-    fastest. Otherwise it is the fastest point that meets the target, or int8 if that meets it at nearly the
-    same speed; if no point meets the target, the most accurate. The float model is never chosen.
+    With `min_speedup`, it is the most accurate of the points that reach it; if none does, it is the fastest.
+    Otherwise it is the fastest point that meets the target, or int8 if that meets it at nearly the same speed;
+    if no point meets the target, it is the most accurate. The float model is never chosen.
 
     Args:
         points: the measured points, fastest first, including int8 and float.

@@ -117,7 +117,7 @@ class Layouts:
         )
 
     def _is_read_as_float(self, point: Point, eight: set[fx.Node]) -> bool:
-        """Returns whether a float operator reads an 8-bit tensor, directly or after operators that only move values."""
+        """Returns whether a float operator reads an 8-bit tensor, also after operators that move or select values."""
         waiting = list(point.readers)
         while waiting:
             reader = waiting.pop()

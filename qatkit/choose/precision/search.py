@@ -191,10 +191,11 @@ class Search:
         return sorted(self.layouts.operators, key=self.losses.of_operator, reverse=True)
 
     def front(self, costs: Costs) -> list[Choice]:
-        """Returns the Pareto front over simulated loss and predicted latency.
+        """Returns the Pareto front over simulated loss and predicted latency, followed by the float model.
 
-        Only sets that are likely to be on the front by their estimated losses are simulated, and the k most
-        sensitive operators for several k, since estimates are least accurate if few operators are quantized.
+        Only two kinds of sets are simulated: those that are likely to be on the front by their estimated
+        losses, and the k most sensitive operators for several k. The latter are added because estimates are
+        least accurate if few operators are quantized.
         """
         ranking, cost, ends = self.ranking, self.price(costs), self.ends(costs)
         tops = self.mixtures(frozenset(ranking[:k]) for k in range(1, len(ranking)))

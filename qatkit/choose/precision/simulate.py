@@ -62,7 +62,7 @@ def _rows(outputs: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class _Place:
-    """A node that a set quantizes: the quantizer that provides its range, and the readers that get float values."""
+    """How a node is quantized: the quantizer that provides the range, and the readers that get the float values."""
 
     switch: Switch
     float_readers: frozenset[fx.Node]
@@ -96,7 +96,7 @@ class _Mixture(PreparedInterpreter):
         """Yields each node whose value is quantized, with its `_Place`.
 
         A tensor that only the mixture quantizes (after a float pool, or a ReLU with other readers) gets the
-        range of the tensor before it, since it has the same values. An absorbed ReLU is not a node of the
+        range of the tensor before it, since that range includes its values. An absorbed ReLU is not a node of the
         int8 graph, but limits the range of its tensor.
         """
         for tensor, readers in layout.readers.items():

@@ -61,7 +61,7 @@ class YoloxLoss:
     def _assigned(
         self, logits: Tensor, objectness: Tensor, boxes: Tensor, truth: Tensor, labels: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Returns the indices of the assigned cells of one picture, and the index of the box of each cell."""
+        """Returns the indices of the assigned cells of one picture, and for each cell the index of its labelled box."""
         middles = (truth[:, :2] + truth[:, 2:]) / 2
         near = ((self._centers - middles[:, None]).abs() < _RADIUS * self._strides).all(2)  # [truth, boxes]
         cells = near.any(0).nonzero()[:, 0]

@@ -69,11 +69,11 @@ def fit(asked: str, seen: Seen) -> Decision:
 def guessed(seen: Seen) -> str:
     """Returns the name of the decision that the outputs clearly imply, else that of the cosine.
 
-    argmax(1)         rows of probabilities
+    boxes             outputs for which `qatkit.tasks.decisions.find_boxes.sure` returns true
+    equal             other outputs of an integer or boolean type
+    argmax(1)         rows of probabilities that add up to 1
     threshold(0.5)    one probability per sample
-    mask              probabilities of classes at each pixel, or one channel that is nearly all 0 or 1
-    boxes             `qatkit.tasks.decisions.find_boxes.sure`
-    equal             whole numbers or booleans
+    mask              probabilities of classes at each pixel, or one channel with nearly all values near 0 or 1
     """
     from qatkit.tasks.decisions.find_boxes import sure
 

@@ -148,7 +148,7 @@ class MisfitError(ValueError):
 
 
 def parsed(asked: str, known: Mapping[str, type[Request]]) -> Request | None:
-    """Returns the request that a text describes; None if the text is neither a name nor a call.
+    """Returns the request that a text describes; None for other texts, such as the dotted path of a function.
 
     Raises:
         ConfigError: a name or an argument is unknown, or the value of an argument is not allowed.

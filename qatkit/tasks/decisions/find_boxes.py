@@ -1,6 +1,7 @@
-"""The search for a detector's boxes in its outputs, by the user's arguments, and else by shapes and values.
+"""The search for boxes in the outputs of a detector.
 
-If anything remains ambiguous, an error asks the user for it; `sure` returns whether nothing is ambiguous.
+Shapes and values of the outputs determine what the user's arguments leave open. If anything remains ambiguous,
+an error asks the user to set it; `sure` returns whether nothing is ambiguous.
 """
 
 from __future__ import annotations
@@ -57,13 +58,15 @@ def possible(seen: Seen) -> bool:
 def sure(seen: Seen) -> bool:
     """Returns whether the outputs are boxes and their layout is clear.
 
-    This requires the shape of a detector's outputs, scores within 0..1, and, depending on the layout:
+    This requires the shape of a detector's outputs, many boxes, scores within 0..1, and, depending on the layout:
 
-    "pair"        many rows that are all ordered corners but are not just sorted values; or an output of positive
-                  values that is named like boxes
+    "pair"        corners: x1 <= x2 and y1 <= y2 in every row, but the four values of some row do not ascend; or
+                  an output of positive values that is named like boxes
     "final"       corners as for "pair", and a class that is a whole number
-    "classes"     boxes on the last axis, as many as a picture has cells, with positive sizes in pixels
-    "objectness"  as many boxes as a square picture has cells, as offsets from these; or three times as many, in pixels
+    "classes"     boxes on the last axis, with positive sizes in pixels; their number is a multiple of 21, as is
+                  the number of cells of strides 8, 16 and 32
+    "objectness"  as many boxes as a square picture has cells, as offsets from these; or three times as many, in
+                  pixels, with positive sizes
     """
     pairs = _pairs(seen)
     if pairs:
@@ -131,7 +134,10 @@ def _singles(seen: Seen) -> list[int]:
 
 
 def _pairs(seen: Seen) -> list[tuple[int, int]]:
-    """Returns the indices (boxes, scores) of outputs that may be a pair; fitting names decide among several."""
+    """Returns the indices (boxes, scores) of outputs that may be boxes and their scores.
+
+    If several pairs fit, those with fitting names are returned.
+    """
     fitting = [
         place for place, one in enumerate(seen.outputs) if one.ndim == 3 and one.shape[0] == seen.samples
     ]
@@ -157,23 +163,27 @@ def _oriented(output: Array) -> tuple[Array, bool]:
 
 
 def _within(values: Array) -> bool:
-    """Returns whether all values are probabilities."""
+    """Returns whether all values are within 0..1, up to rounding errors."""
     return bool(values.min(initial=0) >= -_SLACK and values.max(initial=0) <= 1 + _SLACK)
 
 
 def _ordered(boxes: Array) -> bool:
-    """Returns whether all rows are ordered corners."""
+    """Returns whether x1 <= x2 and y1 <= y2 in every row."""
     return bool((boxes[..., 2:4] >= boxes[..., :2]).all())
 
 
 def _surely_corners(boxes: Array) -> bool:
-    """Returns whether x1 <= x2 and y1 <= y2 in every row, enough rows have an area, and some are not ascending."""
+    """Returns whether the values are clearly corners.
+
+    This requires x1 <= x2 and y1 <= y2 in every row, an area in enough rows, and a row whose four values do not
+    ascend.
+    """
     around = (boxes[..., 2:] > boxes[..., :2]).all(-1).sum() >= _FEWEST
     return _ordered(boxes) and bool(around) and not (np.diff(boxes, axis=-1) >= 0).all()
 
 
 def _final(rows: Array) -> bool:
-    """Returns whether rows are corners, a score and a class."""
+    """Returns whether rows may consist of corners, a score and a class."""
     if rows.shape[2] != 6 or not _within(rows[..., 4]) or not _ordered(rows[..., :4]):
         return False
     classes = rows[..., 5]

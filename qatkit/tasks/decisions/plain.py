@@ -54,7 +54,10 @@ class Argmax(Request, Decision):
 
 @dataclass(frozen=True)
 class _ClassArgmax(Argmax):
-    """A decision on the largest value along the class axis; `qatkit_verify.compare` handles ties there."""
+    """A decision on the largest value along the class axis.
+
+    Its `rule` is None, so that `qatkit_verify.compare` compares the classes itself and handles ties.
+    """
 
     @property
     def rule(self) -> None:

@@ -79,7 +79,11 @@ class _StepsFirst(Strings):
     steps: int = 0
 
     def joined(self, outputs: Sequence[Array]) -> Array:
-        """Returns [N, steps, classes]; outputs of files with one sample per run are concatenated."""
+        """Returns [N, steps, classes].
+
+        The outputs of a file with a batch size of 1 arrive concatenated along their first axis, as
+        [N * steps, 1, classes].
+        """
         import numpy as np
 
         first = np.asarray(outputs[0], np.float32)
