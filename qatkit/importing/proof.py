@@ -28,9 +28,9 @@ _AMPLIFIED = 40.0  # lowest dB of a network that amplifies rounding
 def prove_import(model: ImportedModel, feeds: Feeds) -> dict[str, float]:
     """Compares the module with its file on one set of inputs.
 
-    If all outputs reach `ENOUGH`, the check ends. Otherwise each node is computed from ONNX Runtime's values
-    of its inputs. A network may amplify rounding errors, but the rounding errors of a single node are small,
-    unlike the errors of a wrong implementation.
+    If the signal-to-noise ratio of every output reaches `ENOUGH`, the check ends. Otherwise each node is computed
+    from ONNX Runtime's values of its inputs. A network may amplify rounding errors, but the rounding errors of a
+    single node are small, unlike the errors of a wrong implementation.
 
     Args:
         model: the imported module.

@@ -72,7 +72,7 @@ def _with(made: Any, weight: Array, bias: Array | None) -> nn.Module:
 
 @module("Conv")
 def convolution(node: Node, constants: Sequence[Array | None]) -> nn.Module | None:
-    """Returns a torch convolution; None if weight or bias is computed, or without 1 to 3 spatial axes.
+    """Returns a torch convolution; None if weight or bias is computed, or there are not 1 to 3 spatial axes.
 
     It is in a `Padded` if the padding is asymmetric or depends on sizes.
     """
@@ -137,7 +137,9 @@ class Cropped(nn.Module):
 
 @module("ConvTranspose")
 def transposed_convolution(node: Node, constants: Sequence[Array | None]) -> nn.Module | None:
-    """Returns a torch transposed convolution; None if weight or bias is computed, or without 1 to 3 spatial axes.
+    """Returns a torch transposed convolution.
+
+    None if weight or bias is computed, or there are not 1 to 3 spatial axes.
 
     It is in a `Cropped` if the two sides of an axis are cropped by different amounts.
 
@@ -216,7 +218,7 @@ def _linear(weight: Array, bias: Array | None) -> nn.Module:
 
 @module("Gemm")
 def gemm_module(node: Node, constants: Sequence[Array | None]) -> nn.Module | None:
-    """Returns a Linear that computes alpha·A·B + beta·C for constant B and a constant vector C, or no C.
+    """Returns a Linear that computes alpha·A·B + beta·C, if B is constant and C is a constant vector or missing.
 
     None if B or C is computed, C is not a vector, or A is transposed.
     """
