@@ -169,11 +169,11 @@ class Backend:
 
     @property
     def saturates(self) -> bool:
-        """Returns whether some of its processors add pairs of products in 16 bits, as x86 without VNNI does."""
+        """Returns whether sums of two products can saturate at 16 bits on some of its processors (x86 without VNNI)."""
         return self.for_onnxruntime and self.activation.dtype == "uint8" and not self.weights_alone
 
     def reduced(self, choice: bool | str) -> Backend:
-        """Returns the same target with weights for processors on which 8-bit products saturate (`saturates`).
+        """Returns the same target with weights chosen for processors on which sums saturate (`saturates`).
 
         Args:
             choice: "auto": weights keep the target's bits, and no two products that a kernel adds can

@@ -49,7 +49,10 @@ def whole_bias(
 
 
 def rounded_bias(bias: Tensor, step: Tensor, spec: QuantSpec, shift: int | None = None) -> Tensor:
-    """Returns the values of `bias` [out] in the file, with a straight-through gradient; Args as for `whole_bias`."""
+    """Returns `bias` [out] rounded to the values that the exported file stores, with a straight-through gradient.
+
+    The arguments are those of `whole_bias`.
+    """
     with torch.no_grad():
         whole, multiplier = whole_bias(bias, step, spec, shift)
         change = (whole * multiplier * step.double()).to(bias.dtype) - bias
@@ -57,7 +60,7 @@ def rounded_bias(bias: Tensor, step: Tensor, spec: QuantSpec, shift: int | None 
 
 
 def _multiplier(steps: Tensor, one_for_all: bool, spec: QuantSpec) -> Tensor:
-    """Returns the multiplier of each channel, or of all channels, that has the least error and clips nothing."""
+    """Returns the multiplier with the least error that clips nothing, for each channel or (`one_for_all`) for all."""
     largest = steps.abs().amax() if one_for_all else steps.abs()
     high = DTYPES[spec.bias_dtype].high
     first = torch.ceil(largest / high).clamp(min=1.0)

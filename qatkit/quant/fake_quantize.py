@@ -203,7 +203,7 @@ class FakeQuantize(Quantizer):
 
     @torch.no_grad()
     def observe(self, x: Tensor) -> None:
-        """Updates the range from one batch."""
+        """Updates the range from one batch, and the scale and zero point if the observer follows training."""
         if self.observer is None or not x.numel():
             return
         low, high = torch.aminmax(x.detach().float())
@@ -228,7 +228,7 @@ class FakeQuantize(Quantizer):
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Does what `settle` does, for a scale that is not frozen, without reading a value on the host."""
+        """Does what `settle` does for a scale that is not frozen; copies no value from the device to the host."""
         assert self.observer is not None
         self.follow_range(self.observer.low, self.observer.high)
 

@@ -278,7 +278,7 @@ def _weight_range(w: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
 
 
 def guarded_scale(scale: Tensor, w: Tensor, spec: QuantSpec) -> Tensor:
-    """Returns `scale`, raised so that no pair of `w` can saturate (`qatkit.quant.pairs`) if `spec` asks for it."""
+    """Returns `scale`; if `spec` guards pairs, raised so that no pair of `w` can saturate (`qatkit.quant.pairs`)."""
     if not spec.guards_pairs:
         return scale
     least = least_scale(w.detach(), per_channel=spec.granularity.separates(0))
@@ -286,16 +286,16 @@ def guarded_scale(scale: Tensor, w: Tensor, spec: QuantSpec) -> Tensor:
 
 
 def mse_clip(w: Tensor, spec: QuantSpec, *, least: float = 0.4, steps: int = 31) -> Tensor:
-    """Returns the shares of a weight's `weight_scale` with the least squared error of rounding and clipping.
+    """Returns factors of a weight's `weight_scale` with the least squared error of rounding and clipping.
 
-    Below `least`, 2-bit weights have an even smaller error, but clipped weights have no gradient, so that
-    training gets worse.
+    With factors below `least`, 2-bit weights have an even smaller error, but clipped weights have no gradient, so
+    that training gets worse.
 
     Args:
         w: the weight, [out, ...].
         spec: spec of the weight.
-        least: the smallest share.
-        steps: the number of shares that are tried.
+        least: the smallest factor.
+        steps: the number of factors that are tried.
 
     Returns:
         For each scale one of `steps` factors from 1 to `least`, in the scales' shape.
