@@ -81,7 +81,7 @@ class ImageInput:
 
 
 def image_input(inputs: Sequence[FileInput], layout: str) -> ImageInput | None:
-    """Returns the only input of a file if it is float32 images of 1, 3 or dynamically many channels; else None."""
+    """Returns the only input if it is a batch of float32 images of 1, 3 or any number of channels; else None."""
     if len(inputs) != 1 or inputs[0].dtype != "float32" or len(inputs[0].shape) != 4:
         return None
     found = ImageInput(inputs[0].shape, layout)

@@ -160,7 +160,7 @@ class _Cutter:
         return stage
 
     def _between(self, graph: ir.Graph, stage: Mapping[ir.Node, int]) -> set[ir.Node]:
-        """Returns the PyTorch nodes between two region nodes, if their values cannot cross the border of a region."""
+        """Returns the PyTorch nodes between two region nodes that exchange a value that cannot leave a region."""
         found: set[ir.Node] = set()
         for node in graph:
             for value in read_by(node) if node in self.why and self.found.is_computed(node) else ():

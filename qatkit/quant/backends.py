@@ -86,8 +86,8 @@ class Backend:
             allowed.
         integer_biases: whether the other runtime reads integer biases, as ONNX Runtime does.
         sixteen_bits: whether the other runtime also supports 16-bit integers, as ONNX Runtime does.
-        all_int8: whether no operator may stay float for accuracy, because another processor would have to compute
-            it; `calibration.mixed_scales` then only reports.
+        all_int8: whether no operator may be kept in float for the sake of accuracy, because another processor
+            would have to compute it; `calibration.mixed_scales` then only reports.
 
     Raises:
         ConfigError: the specs do not fit each other or the rules.

@@ -83,7 +83,7 @@ def to_steps(x: Tensor, scale: float, low: int, high: int, *, in_place: bool = F
 class _FakeQuantizePerTensor(torch.autograd.Function):
     """Fake quantization on the CPU with a straight-through gradient inside the representable range.
 
-    ATen's fake_quantize kernels on the CPU are scalar code, so four vectorised passes replace them
+    ATen's fake_quantize kernels on the CPU are scalar code, so four vectorized passes replace them
     (figures: decision 1). The backward pass is hardtanh's kernel. For a range that starts at zero it is
     exactly the gradient of ReLU.
     """
@@ -102,7 +102,7 @@ class _FakeQuantizePerTensor(torch.autograd.Function):
 
 @torch.library.custom_op("qatkit::known_behind", mutates_args=())
 def _known_behind(x: Tensor, gradient: Tensor) -> Tensor:
-    """Returns a copy that a compiler can only make in the backward pass, because it depends on a gradient.
+    """Returns a copy of `x` that a compiler can only make in the backward pass, because it depends on a gradient.
 
     Comparisons with `x` are then computed in the backward pass. Otherwise a compiler stores their results,
     one bool per value, in the forward pass. That would take a quarter of the memory, but on the CPU Inductor

@@ -88,7 +88,7 @@ _TYPES = {
 
 
 def rounded_up(scale: Tensor, spec: QuantSpec) -> Tensor:
-    """Returns the smallest scales of the spec's type that are not below `scale`, float32 above 0."""
+    """Returns the smallest allowed scales not below `scale`, float32 above 0; for float16 at most the largest."""
     return scale if spec.any_scale else _TYPES[spec.scale_type].rounded(scale, True)
 
 

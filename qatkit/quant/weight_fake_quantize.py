@@ -256,7 +256,7 @@ class WeightFakeQuantize(WeightQuantizerState):
         return scale
 
     def _steps(self, weight: Tensor, spread: Tensor) -> Tensor:
-        """Returns the integers, in float, of `weight` over scales that broadcast against it."""
+        """Returns the integers of `weight`, in float; `spread` holds the scales, in a shape that broadcasts."""
         steps, ends = weight.detach() / spread, self.ends(weight)
         if self.rounding is None and self.oscillation is None:
             return self._nearest(steps, ends)
@@ -267,7 +267,7 @@ class WeightFakeQuantize(WeightQuantizerState):
         return fitted(rounded, steps) if self.spec.guards_pairs else rounded
 
     def _nearest(self, steps: Tensor, ends: numerics.Ends) -> Tensor:
-        """Returns the integers in range, in float, that are nearest to `steps`."""
+        """Returns the integers nearest to `steps`, in float, within `ends` and, if pairs are guarded, their limit."""
         rounded = numerics.clamped(torch.round(steps), ends)
         return fitted(rounded, steps) if self.spec.guards_pairs else rounded
 

@@ -125,7 +125,7 @@ class WeightQuantizerState(Quantizer):
         return found
 
     def pieces(self, weight: Tensor) -> list[slice]:
-        """Returns slices of output channels that can be quantized one by one (`of_rows`): all in one unless `by_rows`."""
+        """Returns slices of output channels to quantize in turn (`of_rows`); a single slice unless `by_rows`."""
         if not self.by_rows:
             return [slice(None)]
         step = max(1, _PIECE // max(1, weight[0].numel()))
