@@ -133,7 +133,7 @@ class _Builder:
             yield self._step(given, constants)
 
     def _passed(self, node: Node) -> Iterable[Step]:
-        """Yields the steps of a node that returns its first input: one for the mask of a Dropout, otherwise none."""
+        """Yields the steps of a node that returns its first input: one if a Dropout also returns a mask, else none."""
         constants = [self.known.get(name) if name else None for name in node.inputs]
         if node.op_type == "Dropout" and drops(node, constants):
             reason = "Dropout in training mode draws random numbers, so no two runs would be equal"

@@ -40,8 +40,8 @@ def prove_import(model: ImportedModel, feeds: Feeds) -> dict[str, float]:
         The signal-to-noise ratio of each output, in dB.
 
     Raises:
-        ConfigError: a node differs by more than rounding, or a file for one image per run gives other outputs if several
-            images are computed at once.
+        ConfigError: a node differs by more than rounding, or a file for one image per run gives other outputs if it
+            computes several at once.
     """
     found = outputs_of(model, feeds)
     wanted = _expected(model, feeds, [one.shape for one in found])

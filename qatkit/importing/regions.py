@@ -43,11 +43,11 @@ class Edge:
 
 
 class Regions:
-    """The regions of a converted graph.
+    """The regions of a prepared or converted graph.
 
     Args:
-        model: the imported model, which was traced and converted.
-        graph: the converted graph.
+        model: the imported model from which `graph` was made.
+        graph: the prepared or converted graph.
 
     Raises:
         ConfigError: a node of the graph belongs to no node of the file.

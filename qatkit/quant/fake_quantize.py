@@ -4,7 +4,7 @@
 `FakeQuantize` is the quantizer of an edge: its scale and zero point come from an observer's range. The
 quantizer of a weight is in `qatkit.quant.weight_fake_quantize`.
 
-Alignment, conversion, the cache and the report get the scale and the integers from a quantizer and compute
+Alignment, conversion, the calibration cache and the report get the scale and the integers from a quantizer and compute
 neither. Scales and roundings that are learned (LSQ), solved for (GPTQ, AdaRound) or given by the user
 therefore reach the file. `fix` freezes a scale, so that it no longer follows its source. A quantizer that
 learns its scale is a subclass that sets or returns the scale before alignment (`settle`, `wanted_scale`). The

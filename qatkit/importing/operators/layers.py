@@ -218,9 +218,9 @@ def _linear(weight: Array, bias: Array | None) -> nn.Module:
 
 @module("Gemm")
 def gemm_module(node: Node, constants: Sequence[Array | None]) -> nn.Module | None:
-    """Returns a Linear that computes alpha·A·B + beta·C, if B is constant and C is a constant vector or missing.
+    """Returns a Linear that computes alpha·A·B + beta·C for a constant B, and a constant C or none.
 
-    None if B or C is computed, C is not a vector, or A is transposed.
+    None if B or C is computed, C is neither a vector nor a scalar, or A is transposed.
     """
     weight = constants[1]
     bias, known = _bias(node, constants, 2)
