@@ -6,8 +6,8 @@
     LSTM, GRU, RNN                      int8 with Cast and Mul, which ONNX Runtime computes once
     float operators                     new values if training or folding changed them
 
-Each weight is in the layout that the node reads. Equal constants are stored once, except
-biases of quantized operators.
+Each weight is in the layout that the node reads. Equal constants are stored once, except the biases of
+quantized operators.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ class Backend:
 
     @property
     def saturates(self) -> bool:
-        """Returns whether sums of two products can saturate at 16 bits on some of its processors (x86 without VNNI)."""
+        """Returns whether sums of two products can saturate on some of its processors (x86 without VNNI)."""
         return self.for_onnxruntime and self.activation.dtype == "uint8" and not self.weights_alone
 
     def reduced(self, choice: bool | str) -> Backend:
