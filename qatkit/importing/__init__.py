@@ -16,8 +16,8 @@
     encodings.py          reads scales and zero points from any quantized file
 
 The module accepts the file's inputs by position or by name. It returns a dict of its outputs by name, or the output
-itself if there is only one. Sizes are Python integers while it runs, so `qatkit.graph.trace` records it like any other
-model.
+itself if there is only one. Sizes are NumPy arrays rather than tensors while it runs, so `qatkit.graph.trace`
+records it like any other model.
 """
 
 from __future__ import annotations

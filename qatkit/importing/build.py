@@ -82,7 +82,7 @@ def _attempt(
 
 
 class _NeverError(UnsupportedError):
-    """Raised for a random or quantized operator, which must not run in ONNX Runtime (an island) either."""
+    """Raised for a random or quantized operator, which must not become part of an island either."""
 
 
 class _Builder:
@@ -133,7 +133,7 @@ class _Builder:
             yield self._step(given, constants)
 
     def _passed(self, node: Node) -> Iterable[Step]:
-        """Yields the steps of a node that returns its first input: one for the mask of a Dropout, otherwise none."""
+        """Yields the steps of a node that returns its first input: one if a Dropout also returns a mask, else none."""
         constants = [self.known.get(name) if name else None for name in node.inputs]
         if node.op_type == "Dropout" and drops(node, constants):
             reason = "Dropout in training mode draws random numbers, so no two runs would be equal"
@@ -237,7 +237,7 @@ class _Builder:
         return ConfigError("onnx", self.file, reason=f"node '{node.name}': {one_line(error)}")
 
     def _share(self, node: Node, made: nn.Module) -> None:
-        """Gives a module the parameters of an earlier one with the same operator, initializer and values."""
+        """Makes a module share parameters with an earlier one, if operator, initializer and values are the same."""
         for owner in list(made.modules()):
             for name, parameter in list(owner._parameters.items()):
                 place = {"bias": 2}.get(name, 0 if node.op_type == "Gather" else 1)
@@ -279,7 +279,7 @@ class _Builder:
 
 
 def _file_node(node: Node) -> FileNode:
-    """Returns the description of a node that is matched against selectors."""
+    """Returns the description of a node, against which selectors are matched."""
     weight = {"Gather": 0}.get(node.op_type, 1)
     turned = node.op_type in ("MatMul", "ConvTranspose") or (
         node.op_type == "Gemm" and not node.get("transB", 0)
@@ -308,7 +308,7 @@ def _add(model: nn.Module, path: str, made: nn.Module) -> None:
 
 
 def _plain(item: ir.Attr) -> Any:
-    """Returns an attribute as a Python value, and a tensor as an array."""
+    """Returns an attribute as a Python value; a tensor becomes an array."""
     value = item.value
     if item.type == ir.AttributeType.TENSOR:
         return value.numpy()

@@ -90,7 +90,7 @@ class _Found:
                 self._parameter(node)
 
     def others(self) -> str:
-        """Returns the operators that quantize without QuantizeLinear, as text; "" if there are none."""
+        """Returns the operators that quantize without QuantizeLinear, with their counts, as text; "" if none."""
         count = Counter(node.op_type for node in self.nodes if _WITHOUT_PAIRS.fullmatch(node.op_type))
         return ", ".join(f"{number} {kind}" for kind, number in sorted(count.items()))
 

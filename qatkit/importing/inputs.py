@@ -81,7 +81,7 @@ class ImageInput:
 
 
 def image_input(inputs: Sequence[FileInput], layout: str) -> ImageInput | None:
-    """Returns the only input of a file if it is float32 images of 1, 3 or dynamically many channels; else None."""
+    """Returns the only input if it is a batch of float32 images of 1, 3 or any number of channels; else None."""
     if len(inputs) != 1 or inputs[0].dtype != "float32" or len(inputs[0].shape) != 4:
         return None
     found = ImageInput(inputs[0].shape, layout)
@@ -156,13 +156,15 @@ def _source(value: ir.Value) -> ir.Value:
 def batch_axes(inputs: Sequence[ir.Value], widened: bool) -> dict[str, int | None]:
     """Returns the batch axis of each input; None for an input without one.
 
-    It is the axis whose size has the name of the first dynamic size of the first input. If that size has no name, the
-    batch axis of each input is its first axis if that is dynamic, otherwise its only dynamic axis. If the first size of
-    the first input is 1, or all its sizes are fixed, no input has a batch axis.
+    The first input that is not a scalar decides. If its first size is 1, or all its sizes are fixed, no input has a
+    batch axis. Otherwise the batch axis of each input is the axis whose size has the name of the first dynamic size of
+    that first input. If this size has no name, the batch axis of each input is its first axis if that is dynamic,
+    otherwise its only dynamic axis.
 
     Args:
         inputs: the inputs that are not fixed.
-        widened: whether the module accepts any batch size although the file has batch size 1; the axis is then 0.
+        widened: whether the module accepts any batch size although the file has batch size 1; the batch axis of
+            every input is then 0.
     """
     shapes = {str(value.name): list(value.shape) if value.shape is not None else [] for value in inputs}
     if widened:

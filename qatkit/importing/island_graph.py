@@ -55,7 +55,7 @@ def inside(node: ir.Node) -> Iterable[ir.Node]:
 
 
 def holders(nodes: Iterable[ir.Node]) -> tuple[str, ...]:
-    """Returns the names of the nodes, also in branches and loop bodies, that multiply with constant weights."""
+    """Returns the names of the nodes, also in branches and loop bodies, that multiply by constant weights."""
     every = (one for node in nodes for one in (node, *inside(node)))
     return tuple(
         name_of(one)
@@ -114,7 +114,7 @@ def reached(graph: ir.Graph, start: ir.Node, *, forward: bool) -> set[ir.Node]:
 
 
 def output_dtypes(model: ir.Model) -> dict[str, ir.DataType]:
-    """Returns the types of a model's outputs as ONNX Runtime infers them, by name; only of those that are tensors."""
+    """Returns the types of those outputs of a model that are tensors, by name, as ONNX Runtime infers them."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "types.onnx"
         ir.save(model, path)
@@ -124,7 +124,7 @@ def output_dtypes(model: ir.Model) -> dict[str, ir.DataType]:
 
 
 def dtype_of(kind: str) -> ir.DataType | None:
-    """Returns the type that ONNX Runtime calls tensor(float) or tensor(int64); None if it is not a tensor."""
+    """Returns the type that ONNX Runtime calls `kind`, such as tensor(float); None if it is not a tensor's type."""
     name = kind.removeprefix("tensor(").removesuffix(")").upper()
     return ir.DataType.__members__.get(name)
 

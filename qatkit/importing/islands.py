@@ -44,13 +44,13 @@ RANDOM = (
 def cut_islands(
     file: Path, model: ir.Model, fixed: Mapping[str, Array], unsupported: Mapping[str, str], any_batch: bool
 ) -> list[Region]:
-    """Replaces each region without a PyTorch equivalent by one node, whose attribute is the index of the region.
+    """Replaces each region of a model by one node, whose attribute is the index of the region in the result.
 
     Args:
         file: the file, for messages.
         model: the model with shapes inferred; changed in place.
         fixed: values of inputs that are constants.
-        unsupported: the reasons why the table of operators refuses nodes, by first output of the node.
+        unsupported: the reasons, found so far, why nodes have no PyTorch equivalent, by first output of the node.
         any_batch: whether the module accepts several images per run although the file accepts one.
 
     Returns:
@@ -90,7 +90,7 @@ class _Cutter:
         return ConfigError("onnx", self.file, reason=reason)
 
     def cut(self, graph: ir.Graph) -> None:
-        """Replaces the regions of a graph, and those in the branches of Ifs that belong to no region."""
+        """Replaces the regions of a graph, and of the branches of each If that is not in a region itself."""
         groups = self._groups(graph)
         found = [(nodes, *self._region(graph, nodes)) for nodes in groups]
         for nodes, region, inputs, outputs in found:
@@ -160,7 +160,7 @@ class _Cutter:
         return stage
 
     def _between(self, graph: ir.Graph, stage: Mapping[ir.Node, int]) -> set[ir.Node]:
-        """Returns the PyTorch nodes between two region nodes, if their values cannot cross the border of a region."""
+        """Returns the PyTorch nodes between two region nodes that exchange a value that cannot leave a region."""
         found: set[ir.Node] = set()
         for node in graph:
             for value in read_by(node) if node in self.why and self.found.is_computed(node) else ():
@@ -257,7 +257,7 @@ class _Cutter:
         return Border(str(value.name), np.dtype(dtype.numpy()), one_image(value))
 
     def _found_dtypes(self) -> dict[str, ir.DataType]:
-        """Returns the types of values after operators of other domains, which only ONNX Runtime can infer."""
+        """Returns the types of values that onnx cannot infer, by name, as ONNX Runtime infers them."""
         if self.dtypes is None:
             nodes = self.model.graph
             names = {value.name for node in nodes for value in node.outputs if value.dtype is None}

@@ -40,7 +40,7 @@ class Way(NamedTuple):
     Attributes:
         region: the region; "input NAME" for an input of the file; "" if no region is found (sizes, constants).
         absorbed: number of nodes on the path that are part of a range or of weights.
-        moved: whether other nodes on the path move values.
+        moved: whether there are nodes on the path that move or combine values.
     """
 
     region: str

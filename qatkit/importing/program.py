@@ -113,7 +113,7 @@ class Step:
         inputs: names of the values that it reads; "" for constants and omitted inputs.
         constants: constants by position among the inputs, except large ones that its module holds.
         outputs: names of the values that it computes.
-        branches: the programs of an If for a true and for a false condition.
+        branches: the programs of an If for a true and for a false condition; None for other nodes.
         originals: shape and digest of the large constants that its module holds, by position among the inputs.
         node: the description of the node for selectors; None for an island and an If.
     """

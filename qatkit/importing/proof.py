@@ -28,9 +28,9 @@ _AMPLIFIED = 40.0  # lowest dB of a network that amplifies rounding
 def prove_import(model: ImportedModel, feeds: Feeds) -> dict[str, float]:
     """Compares the module with its file on one set of inputs.
 
-    If all outputs reach `ENOUGH`, the check ends. Otherwise each node is computed from ONNX Runtime's values
-    of its inputs. A network may amplify rounding errors, but the rounding errors of a single node are small,
-    unlike the errors of a wrong implementation.
+    If the signal-to-noise ratio of every output reaches `ENOUGH`, the check ends. Otherwise each node is computed
+    from ONNX Runtime's values of its inputs. A network may amplify rounding errors, but the rounding errors of a
+    single node are small, unlike the errors of a wrong implementation.
 
     Args:
         model: the imported module.
@@ -40,7 +40,8 @@ def prove_import(model: ImportedModel, feeds: Feeds) -> dict[str, float]:
         The signal-to-noise ratio of each output, in dB.
 
     Raises:
-        ConfigError: a node differs by more than rounding, or a file for one image per run does not allow several.
+        ConfigError: a node differs by more than rounding, or a file for one image per run gives other outputs if it
+            computes several at once.
     """
     found = outputs_of(model, feeds)
     wanted = _expected(model, feeds, [one.shape for one in found])

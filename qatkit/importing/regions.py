@@ -43,11 +43,11 @@ class Edge:
 
 
 class Regions:
-    """The regions of a converted graph.
+    """The regions of a prepared or converted graph.
 
     Args:
-        model: the imported model, which was traced and converted.
-        graph: the converted graph.
+        model: the imported model from which `graph` was made.
+        graph: the prepared or converted graph.
 
     Raises:
         ConfigError: a node of the graph belongs to no node of the file.
@@ -128,7 +128,7 @@ class Regions:
         return self.region[source] != path or self._moves_from_start(source, path)
 
     def outputs(self) -> list[tuple[fx.Node, Chain]]:
-        """Returns the source of each output of the graph, and the chain after it."""
+        """Returns for each output of the graph the region's node that computes it, and the chain after this node."""
         end = next(n for n in self.graph.graph.nodes if n.op == "output")
         found = []
         for argument in _arguments(end):
@@ -137,7 +137,10 @@ class Regions:
         return found
 
     def back(self, node: fx.Node) -> tuple[fx.Node, Chain]:
-        """Returns the node of a region from which `node` gets its values, and the chain between the two."""
+        """Returns the node of a region from which `node` gets its values, and the chain from there to `node`.
+
+        If `node` itself belongs to a region, it is returned with an empty chain.
+        """
         chain: list[Pair | Layout | str] = []
         while (links := _link(node)) is not None:
             chain[:0] = links
@@ -181,7 +184,7 @@ def region_of(step: Step) -> str:
 
 
 def _joined(chain: Chain) -> Chain:
-    """Returns a chain without repeated pairs, and with a barrier between pairs, which ONNX Runtime would merge."""
+    """Drops adjacent repetitions from a chain; puts barriers between pairs, which ONNX Runtime would merge."""
     found: list[Pair | Layout | str] = []
     for link in chain:
         if found and found[-1] == link:
@@ -207,14 +210,14 @@ def _link(node: fx.Node) -> Chain | None:
 
 
 def pair_of(module: QuantizeDequantize) -> Pair:
-    """Returns the encoding of a converted quantizer."""
+    """Returns the pair that a converted quantizer becomes in the file."""
     dtype = str(module.zero_point.dtype).removeprefix("torch.")
     ends = None if module.ends is None else (module.ends[0], module.ends[1])
     return Pair(float(module.scale), int(module.zero_point), dtype, ends)
 
 
 def _fills_up(node: fx.Node) -> bool:
-    """Returns whether a node appends zero channels for a kernel (`qatkit.graph.pad_channels`); the file has none."""
+    """Returns whether a node appends zero channels (`qatkit.graph.pad_channels`); the file lacks such nodes."""
     before = node.all_input_nodes[:1]
     return node.target is F.pad and not owner(node) and site(node) == f"{site(before[0])}_pad"
 
@@ -233,7 +236,7 @@ def _arguments(node: fx.Node) -> list[fx.Node]:
 
 
 def shape(node: fx.Node) -> tuple[int, ...]:
-    """Returns the shape of a node's output for the example; () if it is not a tensor."""
+    """Returns the shape of a node's output for the example input; () if the output is not a tensor."""
     value = node.meta.get("value")
     return tuple(value.shape) if isinstance(value, Tensor) else ()
 

@@ -119,7 +119,7 @@ class Rewired:
 
 
 def origin(value: ir.Value) -> ir.Value:
-    """Returns the value that `value` is a copy of, across nodes that change nothing."""
+    """Returns the value that only passes Identity and Dropout nodes on its way to `value`, or `value` itself."""
     node = value.producer()
     while node is not None and node.op_type in _PASSING and node.domain == "":
         before = node.inputs[0]

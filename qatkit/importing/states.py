@@ -22,7 +22,7 @@ def file_states(file: Path, model: ir.Model, asked: Any, fixed: Collection[str])
         fixed: the names of inputs that are constants.
 
     Raises:
-        ConfigError: `asked` is not a mapping, names a fixed input or something that the file does not have,
+        ConfigError: `asked` is empty or not a mapping, names a fixed input or something that the file does not have,
             uses an output twice, leaves no input for the data, or combines an input and an output of
             different types or shapes.
     """

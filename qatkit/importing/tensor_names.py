@@ -71,7 +71,10 @@ def _quantizer(regions: Regions, region: str) -> tuple[fx.Node | None, bool]:
 def _weights(
     regions: Regions, graph_module: fx.GraphModule, graph: ir.Graph
 ) -> Iterator[tuple[str, list[str]]]:
-    """Yields the path of each quantized weight, with the name of the constant that its node reads, if it reads one."""
+    """Yields the path of each quantized weight, and in a list the name of the constant that its node reads.
+
+    The list is empty if the node reads no constant.
+    """
     nodes = {str(value.name): node for node in graph for value in node.outputs}
     for path, _, _ in quantized_weights(graph_module):
         step = _step(regions, path)

@@ -29,12 +29,12 @@ _CONSTANT, _SIZES, _VALUES = range(3)
 
 
 class UnsupportedNodes:
-    """The nodes without a PyTorch equivalent, in a graph and in the branches of those Ifs that have one.
+    """The nodes without a PyTorch equivalent, in a graph and in the branches of Ifs with an equivalent.
 
     Args:
         graph: the graph, with shapes inferred.
         fixed: values of inputs that are constants.
-        unsupported: the reasons why the table of operators refuses nodes, by first output of the node.
+        unsupported: the reasons, found so far, why nodes have no PyTorch equivalent, by first output of the node.
 
     Attributes:
         why: the reasons why nodes have no PyTorch equivalent, as clauses, by node.
@@ -70,7 +70,7 @@ class UnsupportedNodes:
         return plain and value not in self._others
 
     def judge(self, graph: ir.Graph) -> None:
-        """Finds the nodes without a PyTorch equivalent, in a graph and in the branches of those Ifs that have one."""
+        """Finds the nodes without a PyTorch equivalent, in a graph and in the branches of Ifs with an equivalent."""
         for node in graph:
             reads = read_by(node)
             depends = max((self._on(value) for value in reads), default=_CONSTANT)

@@ -177,7 +177,7 @@ class _Writer:
         return [module_of(node) for node in nodes if node.op == "call_module"]
 
     def _branch(self, step: Step) -> None:
-        """Writes the packed weights and the weights of recurrent nodes in the branches of an If."""
+        """Writes packed weights and weights of recurrent nodes in branches of an If; others are refused there."""
         for node in self.regions.nodes.get(region_of(step), ()):
             module = module_of(node) if node.op == "call_module" else None
             inner = self.regions.steps[self.regions.part[node]]
@@ -259,7 +259,7 @@ class _Writer:
         return self.makers.region(step.inputs[place]) == edge.maker
 
     def _matched(self, step: Step, edges: Sequence[Edge]) -> Iterator[tuple[int, Chain]]:
-        """Yields the position of each input of a node, and the chain after which the node reads it.
+        """Yields the position of each input from another region, and the chain after which the node reads it.
 
         Raises:
             ConfigError: the region reads a value that the node does not read, or its inputs are ambiguous.
@@ -369,7 +369,7 @@ class _Writer:
 
 
 def _unread(reader: str, maker: str) -> str:
-    """Returns the reason for a value that the graph reads and the file does not; `reader` ends with a verb."""
+    """Returns an error's reason: the graph reads a value, and the file does not; `reader` ends with a verb."""
     value = f"input '{maker.removeprefix(INPUT)}'" if maker.startswith(INPUT) else f"an output of '{maker}'"
     return f"{reader} {value} in the converted graph, but not in the file"
 

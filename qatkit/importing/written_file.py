@@ -341,7 +341,7 @@ def other_float(value: ir.Value) -> ir.DataType | None:
 
 
 def _type_of(value: ir.Value) -> ir.DataType | None:
-    """Returns the type that the file, or the Cast that makes it, gives a value; None if neither does."""
+    """Returns the type of a value from its declaration or from the Cast that makes it; None if neither exists."""
     maker = value.producer()
     if value.dtype is None and maker is not None and maker.op_type == "Cast":
         return ir.DataType(maker.attributes.get_int("to", int(ir.DataType.FLOAT)))

@@ -142,7 +142,7 @@ class PackedWeights:
         self._becomes(node, "Reshape", [rows, sizes], {})
 
     def _stored(self, module: WeightOnly | PackedEmbedding, name: str) -> list[ir.Value | None]:
-        """Returns the stored constants; None for those that the weight does not have.
+        """Returns the constants that store a weight; None for those that the weight does not have.
 
         They are bytes [out, blocks, bytes per block], scales [out, blocks], units of the scales, and zero
         points [out, bytes].

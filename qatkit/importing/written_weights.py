@@ -6,7 +6,8 @@
     LSTM, GRU, RNN                      int8 with Cast and Mul, which ONNX Runtime computes once
     float operators                     new values if training or folding changed them
 
-Each weight is in the layout that the node reads. Equal constants are stored once.
+Each weight is in the layout that the node reads. Equal constants are stored once, except the biases of
+quantized operators.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class WrittenWeights:
             self._floats(step, node, module)
 
     def stored(self, array: Array, name: str) -> ir.Value:
-        """Returns an initializer with the given values; reuses an existing one if it has the same values."""
+        """Returns an initializer with the given values, the same one for equal arrays of the same type."""
         key = str(array.dtype), array.shape, array.tobytes()
         if key not in self._stored:
             self._stored[key] = self.file.constant(array, name)

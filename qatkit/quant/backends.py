@@ -67,16 +67,16 @@ class Backend:
             docs/onnxruntime-qdq.md, 2a) and is not guarded against saturation (`QuantSpec.pairs`).
         rules: the rule of each operator class (`qatkit.graph.operators`); a missing class stays float.
         session_options: config entries that ONNX Runtime needs to run this backend's files.
-        other_runtime: empty for ONNX Runtime. The file is then shaped for its int8 kernels (int32 biases,
-            barriers against its fusions) and audited on it. Otherwise the dotted path of the module that
-            knows what another runtime accepts (`asks_for_int8`, `broken_pairs`, like
-            `qatkit.verify.tensorrt_pairs`). The file then has float biases (except with `integer_biases`) and
-            no barriers. ONNX Runtime only computes what the pairs define, and the audit reads the file.
+        other_runtime: "" if ONNX Runtime runs the files. They are shaped for its int8 kernels (int32 biases,
+            barriers against its fusions) and audited on it. For another runtime, the dotted path of the module
+            that knows what this runtime accepts (`asks_for_int8`, `broken_pairs`, like
+            `qatkit.verify.tensorrt_pairs`). Its files have float biases (except with `integer_biases`) and no
+            barriers. ONNX Runtime only computes what their pairs define, and the audit only reads them.
         channel_multiples: the multiples of channels that the int8 kernels need for "conv" and "depthwise";
             empty if any number is allowed (`qatkit.graph.pad_channels`).
         has_amx: whether its CPUs may have AMX, so that weights can be stored for it
             (`qatkit.export.shift_weights`).
-        every_operator: whether the rules are those of `everywhere`. ONNX Runtime's own tools then also
+        every_operator: whether the rules are those of `everywhere`. If so, ONNX Runtime's own tools also
             quantize every node that they can.
         fuses: for each operator class, the activation classes that are computed in the same step if nothing
             else reads the operator's output; no pair is placed between the two.
@@ -86,8 +86,8 @@ class Backend:
             allowed.
         integer_biases: whether the other runtime reads integer biases, as ONNX Runtime does.
         sixteen_bits: whether the other runtime also supports 16-bit integers, as ONNX Runtime does.
-        all_int8: whether no operator may stay float for accuracy, because another processor would have to compute
-            it; `calibration.mixed_scales` then only reports.
+        all_int8: whether no operator may be kept in float for the sake of accuracy, because another processor
+            would have to compute it; `calibration.mixed_scales` then only reports.
 
     Raises:
         ConfigError: the specs do not fit each other or the rules.
@@ -169,11 +169,11 @@ class Backend:
 
     @property
     def saturates(self) -> bool:
-        """Returns whether some of its processors add pairs of products in 16 bits, as x86 without VNNI does."""
+        """Returns whether sums of two products can saturate on some of its processors (x86 without VNNI)."""
         return self.for_onnxruntime and self.activation.dtype == "uint8" and not self.weights_alone
 
     def reduced(self, choice: bool | str) -> Backend:
-        """Returns the same target with weights for processors on which 8-bit products saturate (`saturates`).
+        """Returns the same target with weights chosen for processors on which sums saturate (`saturates`).
 
         Args:
             choice: "auto": weights keep the target's bits, and no two products that a kernel adds can

@@ -57,7 +57,7 @@ def rounded_bias(bias: Tensor, step: Tensor, spec: QuantSpec, shift: int | None 
 
 
 def _multiplier(steps: Tensor, one_for_all: bool, spec: QuantSpec) -> Tensor:
-    """Returns the multiplier of each channel, or of all channels, that has the least error and clips nothing."""
+    """Returns the multiplier with the least error that clips nothing, for each channel or (`one_for_all`) for all."""
     largest = steps.abs().amax() if one_for_all else steps.abs()
     high = DTYPES[spec.bias_dtype].high
     first = torch.ceil(largest / high).clamp(min=1.0)

@@ -4,7 +4,7 @@
 `FakeQuantize` is the quantizer of an edge: its scale and zero point come from an observer's range. The
 quantizer of a weight is in `qatkit.quant.weight_fake_quantize`.
 
-Alignment, conversion, the cache and the report get the scale and the integers from a quantizer and compute
+Alignment, conversion, the calibration cache and the report get the scale and the integers from a quantizer and compute
 neither. Scales and roundings that are learned (LSQ), solved for (GPTQ, AdaRound) or given by the user
 therefore reach the file. `fix` freezes a scale, so that it no longer follows its source. A quantizer that
 learns its scale is a subclass that sets or returns the scale before alignment (`settle`, `wanted_scale`). The
@@ -203,7 +203,7 @@ class FakeQuantize(Quantizer):
 
     @torch.no_grad()
     def observe(self, x: Tensor) -> None:
-        """Updates the range from one batch."""
+        """Updates the range from one batch, and the scale and zero point if the observer follows training."""
         if self.observer is None or not x.numel():
             return
         low, high = torch.aminmax(x.detach().float())
@@ -228,7 +228,7 @@ class FakeQuantize(Quantizer):
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Does what `settle` does, for a scale that is not frozen, without reading a value on the host."""
+        """Does what `settle` does for a scale that is not frozen; copies no value from the device to the host."""
         assert self.observer is not None
         self.follow_range(self.observer.low, self.observer.high)
 

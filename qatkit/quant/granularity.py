@@ -38,11 +38,11 @@ class Granularity(ABC):
 
     @abstractmethod
     def spread(self, scale: Tensor, shape: Sequence[int]) -> Tensor:
-        """Returns `scale`, reshaped so that it broadcasts against a tensor of `shape`, each element with its scale."""
+        """Returns `scale`, reshaped or repeated so that it broadcasts against a tensor of `shape`."""
 
     @abstractmethod
     def grouped(self, x: Tensor) -> tuple[Tensor, list[int]]:
-        """Returns the values of `x`, and the dimensions to reduce to get the scales' shape.
+        """Returns `x`, reshaped if needed, and the dimensions over which to reduce it to the scales' shape.
 
         A shorter last block is filled up with zeros.
         """

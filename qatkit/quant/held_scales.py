@@ -54,7 +54,8 @@ def avoid_overflow(
         spec: spec of the weight.
 
     Returns:
-        The scales, and bool [out], true for channels with a raised scale; None if there are none.
+        The scales, and a bool mask [out], true for channels with a raised scale; instead of the mask None if no
+        scale was raised.
     """
     needed = bias.abs().double() / (input_scale.double() * (_INT32_MAX // 2))
     too_small = scale.double() < needed

@@ -83,7 +83,7 @@ def to_steps(x: Tensor, scale: float, low: int, high: int, *, in_place: bool = F
 class _FakeQuantizePerTensor(torch.autograd.Function):
     """Fake quantization on the CPU with a straight-through gradient inside the representable range.
 
-    ATen's fake_quantize kernels on the CPU are scalar code, so four vectorised passes replace them
+    ATen's fake_quantize kernels on the CPU are scalar code, so four vectorized passes replace them
     (figures: decision 1). The backward pass is hardtanh's kernel. For a range that starts at zero it is
     exactly the gradient of ReLU.
     """
@@ -102,7 +102,7 @@ class _FakeQuantizePerTensor(torch.autograd.Function):
 
 @torch.library.custom_op("qatkit::known_behind", mutates_args=())
 def _known_behind(x: Tensor, gradient: Tensor) -> Tensor:
-    """Returns a copy that a compiler can only make in the backward pass, because it depends on a gradient.
+    """Returns a copy of `x` that a compiler can only make in the backward pass, because it depends on a gradient.
 
     Comparisons with `x` are then computed in the backward pass. Otherwise a compiler stores their results,
     one bool per value, in the forward pass. That would take a quarter of the memory, but on the CPU Inductor
@@ -278,7 +278,7 @@ def _weight_range(w: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
 
 
 def guarded_scale(scale: Tensor, w: Tensor, spec: QuantSpec) -> Tensor:
-    """Returns `scale`, raised so that no pair of `w` can saturate (`qatkit.quant.pairs`) if `spec` asks for it."""
+    """Returns `scale`; if `spec` guards pairs, raised so that no pair of `w` can saturate (`qatkit.quant.pairs`)."""
     if not spec.guards_pairs:
         return scale
     least = least_scale(w.detach(), per_channel=spec.granularity.separates(0))
@@ -286,16 +286,16 @@ def guarded_scale(scale: Tensor, w: Tensor, spec: QuantSpec) -> Tensor:
 
 
 def mse_clip(w: Tensor, spec: QuantSpec, *, least: float = 0.4, steps: int = 31) -> Tensor:
-    """Returns the shares of a weight's `weight_scale` with the least squared error of rounding and clipping.
+    """Returns factors of a weight's `weight_scale` with the least squared error of rounding and clipping.
 
-    Below `least`, 2-bit weights have an even smaller error, but clipped weights have no gradient, so that
-    training gets worse.
+    With factors below `least`, 2-bit weights have an even smaller error, but clipped weights have no gradient, so
+    that training gets worse.
 
     Args:
         w: the weight, [out, ...].
         spec: spec of the weight.
-        least: the smallest share.
-        steps: the number of shares that are tried.
+        least: the smallest factor.
+        steps: the number of factors that are tried.
 
     Returns:
         For each scale one of `steps` factors from 1 to `least`, in the scales' shape.

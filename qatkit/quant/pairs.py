@@ -12,7 +12,7 @@ docs/decisions/0042-guarded-weights.md).
 
 The depth of a convolution runs over the positions of its kernel and, innermost, the channels of its group. If
 the number of channels is odd, pairs span two positions unless the export adds channels of zeros
-(`qatkit.graph.pad_channels`). Such weights are fitted for both cases.
+(`qatkit.graph.pad_channels`). Such weights are fitted for pairs with and without these channels.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class QATOperator(nn.Module):
         return new
 
     def effective(self) -> tuple[Tensor, Tensor | None]:
-        """Returns weight (not yet quantized) and bias of the plain operator that inference runs."""
+        """Returns the weight (not yet quantized) and bias for inference: with the BatchNorm, if any, folded in."""
         if self.bn is None:
             return self.weight, self.bias
         return fold_batch_norm(self.weight, self.bias, self.bn)
@@ -142,7 +142,7 @@ def with_the_same_parameters(module: nn.Module, kind: type[_Module] | None = Non
 
 
 def plain_operator(operator: QATOperator) -> nn.Module:
-    """Returns the float operator of the original type that inference runs without quantization, BatchNorm folded."""
+    """Returns a float operator of the original type with the weight and bias of `operator`, BatchNorm folded in."""
     weight, bias = operator.effective()
     base: Any = next(t for t in type(operator).__mro__ if t.__module__.startswith("torch.nn"))
     plain: nn.Module = base.__new__(base)

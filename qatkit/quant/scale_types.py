@@ -10,7 +10,7 @@ The choice starts from the float scale:
     activation   with a histogram: of the scales near the float scale, each with up to three zero points, the
                  combination with the least squared error; with only a range: the next larger scale, so that
                  nothing is clipped
-    weight       for each scale, the one near the float scale with the least squared error
+    weight       for each float scale, the allowed scale near it with the least squared error
 
 A sum of integers times a power of two is exact in float32 below 2²⁴, ties included, which all runtimes round
 to even. Kernels of sums and products add the zero point before they round, and QuantizeLinear adds it
@@ -88,12 +88,12 @@ _TYPES = {
 
 
 def rounded_up(scale: Tensor, spec: QuantSpec) -> Tensor:
-    """Returns the smallest scales of the spec's type that are not below `scale`, float32 above 0."""
+    """Returns the smallest allowed scales not below `scale`, float32 above 0; for float16 at most the largest."""
     return scale if spec.any_scale else _TYPES[spec.scale_type].rounded(scale, True)
 
 
 def nearest(scale: Tensor, spec: QuantSpec) -> Tensor:
-    """Returns the nearest scales of the spec's type to `scale`, float32 above 0; for powers of two by ratio."""
+    """Returns the nearest scales of the spec's type to `scale`, float32 above 0; powers of two: nearest by ratio."""
     if spec.any_scale:
         return scale
     if spec.powers_of_two:

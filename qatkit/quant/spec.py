@@ -102,13 +102,13 @@ class QuantSpec:
 
     Attributes:
         dtype: a name in `DTYPES`, or in `FORMATS` of `qatkit.quant.formats.table`; formats have no integers,
-            so that only `granularity` of the other attributes applies to them.
+            so that of the other attributes only `granularity` applies to them.
         symmetric: whether zero is the middle of the range, equally far from both ends. For a signed type the
             range is then narrow (int8: -127..127; int2: -1, 0 and 1), and zero_point is 0.
         granularity: the granularity, which defines the elements that share a scale; an activation has one
             scale.
-        reduce_range: whether the type loses one bit (0..127, -64..63). On x86 without VNNI the int8 kernels
-            add pairs of products in 16 bits and may saturate; with 7-bit weights they cannot.
+        reduce_range: whether the type loses one bit (0..127, -64..63, symmetric -63..63). On x86 without VNNI
+            the int8 kernels add pairs of products in 16 bits and may saturate; with 7-bit weights they cannot.
         pairs: whether the scales of a weight are chosen so that no pair of products can saturate in such a
             kernel, with any activations (`qatkit.quant.pairs`), as with `backend.reduce_range=auto`.
             Asymmetric weights that `may_saturate` are refused.

@@ -129,7 +129,7 @@ class WeightFakeQuantize(WeightQuantizerState):
         """Shares the learned parameters of `other`, which quantizes the same weight; this class has none."""
 
     def clip_to_least_error(self, weight: Tensor) -> None:
-        """Sets `clip` to the shares with the least squared error of `weight`; training does not change `clip`.
+        """Sets `clip` to the factors with the least squared error (`mse_clip`); training does not change `clip`.
 
         Does nothing where the scale is frozen.
         """
@@ -139,8 +139,9 @@ class WeightFakeQuantize(WeightQuantizerState):
     def times(self, weight: Tensor, factors: Tensor) -> Tensor:
         """Returns `weight`, whose scales must be per channel, with its output channels multiplied by `factors` [out].
 
-        A frozen scale is multiplied too: the integers stay the same except for their sign. Only a restricted scale
-        (`QuantSpec.scale_type`) is no longer frozen, since its product may not be an allowed scale.
+        A frozen scale is multiplied too, so that the integers stay the same except for their sign. If scales are
+        restricted (`QuantSpec.scale_type`), the product may not be an allowed scale. The scale then is no longer
+        frozen, and the weight that is multiplied is the rounded one.
         """
         rows = along(factors, 0, weight.ndim)
         if self.fixed_scale is None:
@@ -255,7 +256,7 @@ class WeightFakeQuantize(WeightQuantizerState):
         return scale
 
     def _steps(self, weight: Tensor, spread: Tensor) -> Tensor:
-        """Returns the integers, in float, of `weight` over scales that broadcast against it."""
+        """Returns the integers of `weight`, in float; `spread` holds the scales, in a shape that broadcasts."""
         steps, ends = weight.detach() / spread, self.ends(weight)
         if self.rounding is None and self.oscillation is None:
             return self._nearest(steps, ends)
@@ -266,7 +267,7 @@ class WeightFakeQuantize(WeightQuantizerState):
         return fitted(rounded, steps) if self.spec.guards_pairs else rounded
 
     def _nearest(self, steps: Tensor, ends: numerics.Ends) -> Tensor:
-        """Returns the integers in range, in float, that are nearest to `steps`."""
+        """Returns the integers nearest to `steps`, in float, within `ends` and, if pairs are guarded, their limit."""
         rounded = numerics.clamped(torch.round(steps), ends)
         return fitted(rounded, steps) if self.spec.guards_pairs else rounded
 

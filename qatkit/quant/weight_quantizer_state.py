@@ -1,4 +1,4 @@
-"""The state of a weight's quantizer (clip, frozen scales, rounding, number type), of the whole weight or some rows."""
+"""The state of the quantizer of a weight or of some of its rows: clip, frozen scales, rounding, number type."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class WeightQuantizerState(Quantizer):
         return found
 
     def pieces(self, weight: Tensor) -> list[slice]:
-        """Returns slices of a weight's output channels that can be quantized one after the other (`of_rows`)."""
+        """Returns slices of output channels to quantize in turn (`of_rows`); a single slice unless `by_rows`."""
         if not self.by_rows:
             return [slice(None)]
         step = max(1, _PIECE // max(1, weight[0].numel()))
@@ -135,7 +135,7 @@ class WeightQuantizerState(Quantizer):
         """Returns a quantizer of some output channels, which uses this one's scales and rounding.
 
         Args:
-            rows: a slice or indices of output channels; all of them unless `by_rows`.
+            rows: a slice or indices of output channels; they must be all channels unless `by_rows`.
         """
         new = copy.copy(self)
         for kind in ("_buffers", "_parameters") if self.by_rows else ():
@@ -154,7 +154,7 @@ class WeightQuantizerState(Quantizer):
 
     @torch.no_grad()
     def below(self, weight: Tensor, scale: Tensor) -> Tensor:
-        """Returns `weight` over `scale`, in float, rounded down and clamped to integers from the smallest - 1."""
+        """Returns `weight` / `scale`, in float, rounded down and clamped as by `floor`."""
         return floor(weight.detach() / self._spread(scale, weight), self.ends(weight))
 
     @torch.no_grad()

@@ -76,7 +76,7 @@ for _name, _both in _BINARY.items():
 
 @function("Div")
 def divide(node: Node, a: Value, b: Value) -> Tensor:
-    """Divides; integers are rounded towards zero."""
+    """Divides; a quotient of integers is rounded towards zero."""
     first, second = _pair(a, b)
     whole = tensor(a).dtype if not isinstance(a, Tensor) else a.dtype
     if whole.is_floating_point:
@@ -122,13 +122,13 @@ def _several(node: Node, values: tuple[Value, ...], apply: Callable[[Any, Any], 
 
 @function("Max")
 def maximum(node: Node, *values: Value) -> Tensor:
-    """Returns the largest of several tensors."""
+    """Returns the elementwise maximum of several tensors."""
     return _several(node, values, _extreme(torch.maximum, "min"))
 
 
 @function("Min")
 def minimum(node: Node, *values: Value) -> Tensor:
-    """Returns the smallest of several tensors."""
+    """Returns the elementwise minimum of several tensors."""
     return _several(node, values, _extreme(torch.minimum, "max"))
 
 
@@ -144,19 +144,19 @@ def _extreme(of_two: Callable[[Tensor, Tensor], Tensor], bound: str) -> Callable
 
 @function("Sum")
 def total(node: Node, *values: Value) -> Tensor:
-    """Returns the sum of several tensors."""
+    """Returns the elementwise sum of several tensors."""
     return _several(node, values, lambda a, b: a + b)
 
 
 @function("Mean")
 def mean(node: Node, *values: Value) -> Tensor:
-    """Returns the mean of several tensors."""
+    """Returns the elementwise mean of several tensors."""
     return total(node, *values) / len(values)
 
 
 @function("Where")
 def where(node: Node, condition: Value, a: Value, b: Value) -> Tensor:
-    """Selects from two values by a condition."""
+    """Returns the elements of `a` where the condition is true, and those of `b` elsewhere."""
     like = next((v for v in (condition, a, b) if isinstance(v, Tensor)), None)
     return torch.where(tensor(condition, like).bool(), tensor(a, like), tensor(b, like))
 

@@ -58,7 +58,7 @@ def gather_elements(node: Node, x: Value, places: Value) -> Tensor:
 
 @function("GatherND")
 def gather_nd(node: Node, x: Value, places: Value) -> Tensor:
-    """Gathers slices; the last axis of the indices addresses the leading axes of x."""
+    """Gathers slices; the last axis of the indices addresses the axes of x after the first `batch_dims` ones."""
     x = tensor(x)
     found, batch = tensor(places, x).long(), node.get("batch_dims", 0)
     index = list(torch.unbind(found, -1))
@@ -114,7 +114,7 @@ def _unknown_reduction(node: Node) -> str:
 
 @function("ScatterND", refuses=_unknown_reduction)
 def scatter_nd(node: Node, x: Value, places: Value, updates: Value) -> Tensor:
-    """Scatters slices; the last axis of the indices addresses the leading axes of x."""
+    """Replaces slices of x or adds to them; the last axis of the indices addresses the leading axes of x."""
     x = tensor(x)
     index = tuple(torch.unbind(tensor(places, x).long(), -1))
     return torch.index_put(x, index, tensor(updates, x), accumulate=node.get("reduction", "none") == "add")

@@ -72,7 +72,7 @@ def _with(made: Any, weight: Array, bias: Array | None) -> nn.Module:
 
 @module("Conv")
 def convolution(node: Node, constants: Sequence[Array | None]) -> nn.Module | None:
-    """Returns a torch convolution; None if weight or bias is computed, or without 1 to 3 spatial axes.
+    """Returns a torch convolution; None if weight or bias is computed, or there are not 1 to 3 spatial axes.
 
     It is in a `Padded` if the padding is asymmetric or depends on sizes.
     """
@@ -137,7 +137,9 @@ class Cropped(nn.Module):
 
 @module("ConvTranspose")
 def transposed_convolution(node: Node, constants: Sequence[Array | None]) -> nn.Module | None:
-    """Returns a torch transposed convolution; None if weight or bias is computed, or without 1 to 3 spatial axes.
+    """Returns a torch transposed convolution.
+
+    None if weight or bias is computed, or there are not 1 to 3 spatial axes.
 
     It is in a `Cropped` if the two sides of an axis are cropped by different amounts.
 
@@ -216,9 +218,9 @@ def _linear(weight: Array, bias: Array | None) -> nn.Module:
 
 @module("Gemm")
 def gemm_module(node: Node, constants: Sequence[Array | None]) -> nn.Module | None:
-    """Returns a Linear that computes alpha·A·B + beta·C for constant B and a constant vector C, or no C.
+    """Returns a Linear that computes alpha·A·B + beta·C for a constant B, and a constant C or none.
 
-    None if B or C is computed, C is not a vector, or A is transposed.
+    None if B or C is computed, C is neither a vector nor a scalar, or A is transposed.
     """
     weight = constants[1]
     bias, known = _bias(node, constants, 2)

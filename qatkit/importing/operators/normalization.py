@@ -97,7 +97,7 @@ def layer_norm(node: Node, x: Value, scale: Value, bias: Value = None) -> Tensor
 def skip_layer_norm(
     node: Node, x: Value, skip: Value, gamma: Value, beta: Value = None, bias: Value = None
 ) -> tuple[Tensor | None, ...]:
-    """Computes LayerNorm of a sum; the sum itself is the fourth output."""
+    """Computes LayerNorm of x + skip + bias; this sum is the fourth output."""
     x = tensor(x)
     summed = x + operand(skip, x)
     summed = summed if bias is None else summed + operand(bias, x)

@@ -62,8 +62,9 @@ def _dilated(node: Node) -> str:
 def max_pool(node: Node, x: Value) -> Tensor:
     """Pools by maximum.
 
-    Asymmetric padding is replaced by torch's `ceil_mode`, whose last windows may reach beyond the input, if that gives
-    the same number of windows. For other padding that torch's pools do not support, the input is padded with -inf.
+    Asymmetric padding becomes padding by the amount at the beginning on both sides, together with torch's `ceil_mode`,
+    whose last windows may reach beyond the input, if that gives the same number of windows. For other padding that
+    torch's pools do not support, the input is padded with -inf.
     """
     x = tensor(x)
     kernel, stride, dilation, pads = _window(node, x)

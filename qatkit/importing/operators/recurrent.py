@@ -71,7 +71,7 @@ class Recurrent(nn.Module):
 
 
 def why_not(node: Node, constants: Sequence[Array | None]) -> str:
-    """Returns what torch's modules do not support in a recurrent node, such as "LSTM with peepholes"; "" if nothing."""
+    """Returns why torch's modules do not support a recurrent node, such as "LSTM with peepholes"; "" if they do."""
     kind = node.op_type
     names = [str(name).lower() for name in node.get("activations") or []]
     known = _ACTIVATIONS[kind]
@@ -97,7 +97,7 @@ def _known(lengths: Array | None) -> bool:
 
 @module("LSTM", "GRU", "RNN")
 def recurrent(node: Node, constants: Sequence[Array | None]) -> nn.Module:
-    """Returns a torch layer with the gates in torch's order.
+    """Returns a recurrent layer of torch, with the weights of the node's gates in torch's order.
 
     Raises:
         UnsupportedError: torch has no such layer.

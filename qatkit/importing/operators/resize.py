@@ -120,7 +120,7 @@ def _nearest(size: int, target: int, factor: float, mode: str, rounding: str) ->
 
 
 def _torch_nearest(size: int, target: int, places: Array) -> bool:
-    """Returns whether `F.interpolate` with mode nearest picks the same positions."""
+    """Returns whether `F.interpolate` with mode nearest picks exactly the positions `places` of the input."""
     return bool(np.array_equal(places, np.minimum(np.floor(np.arange(target) * (size / target)), size - 1)))
 
 

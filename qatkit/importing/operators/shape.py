@@ -119,7 +119,7 @@ def concat(node: Node, *values: Value) -> Tensor:
 
 @function("Split", known=(1,))
 def split(node: Node, x: Value, sizes: Value = None) -> tuple[Tensor, ...]:
-    """Splits into parts of given sizes, or into equal parts; then the last one may be smaller."""
+    """Splits into parts of given sizes, or into equal parts, the last of which may be smaller."""
     x, axis = tensor(x), node.get("axis", 0)
     given = node.get("split") if sizes is None else ints(sizes)
     count = node.get("num_outputs", len(node.outputs))

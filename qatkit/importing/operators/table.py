@@ -72,7 +72,7 @@ def function(
     Args:
         names: the operators.
         domain: their domain.
-        known: indices of inputs that must not depend on values of the model's inputs, such as sizes and axes.
+        known: indices of inputs, such as sizes and axes, that must not depend on values of the model's inputs.
         refuses: a function that returns why a node of the operator has no PyTorch equivalent, or "" if it has
             one.
     """
@@ -92,8 +92,8 @@ def function(
 def module(*names: str, domain: str = "") -> Callable[[Builder], Builder]:
     """Registers a function that builds the module of an operator with constant weights.
 
-    It is called with the node and the constant of each input (None: computed), and returns None if the operator's
-    function must compute the node.
+    The function is called with the node and the constant of each input (None: computed). It returns None if the
+    function registered by `function` must compute the node.
     """
 
     def registered(made: Builder) -> Builder:
@@ -120,7 +120,7 @@ def function_of(node: Node) -> Function:
 
 
 def known_places(operator: str) -> tuple[int, ...]:
-    """Returns the indices of inputs that an operator of the standard domain needs as plain numbers."""
+    """Returns `known` (see `function`) of an operator of the standard domain; () if it has none."""
     return _KNOWN.get(operator, ())
 
 

@@ -66,7 +66,7 @@ class FormatFakeQuantize(FakeQuantize):
         return self.scale.detach().clone(), self.zero_point.detach().clone()
 
     def range_record(self) -> dict[str, float | int | str]:
-        """Returns a record with the observed range, since the representable range depends on each block's values."""
+        """Returns a record with the observed or fixed range, since each block represents another range."""
         low, high = (
             self.bounds if self.observer is None else (self.observer.low.item(), self.observer.high.item())
         )

@@ -48,7 +48,7 @@ class Element:
         exponent_bits, mantissa_bits: numbers of bits, without the sign.
         bias: bias of the exponent.
         specials: the bit patterns that are not numbers.
-        saturates: whether a larger number becomes the largest one; if not, it becomes infinity, as in IEEE
+        saturates: whether a number beyond the largest becomes the largest; if not, it becomes infinity, as in IEEE
             754. OFP8 allows both, and saturation is that of ONNX's QuantizeLinear, where infinities saturate
             too. MX requires saturation.
         integer: whether elements are stored in two's complement, where zero has no sign. The negative number
@@ -124,7 +124,7 @@ class Format:
 
     @property
     def reach(self) -> float:
-        """The largest number that the format can represent with a tensor scale of 1."""
+        """The largest number that a format with a tensor scale can represent if that scale is 1."""
         return self.element.maximum * (E4M3.maximum if self.scale is Scale.E4M3 else 1.0)
 
 

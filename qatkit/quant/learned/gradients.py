@@ -70,7 +70,8 @@ class _Scaled(torch.autograd.Function):
 class _Shifted(torch.autograd.Function):
     """Fake quantization with a learned scale and offset β = (n - z)·s with zero point z (Bhalgat et al., "LSQ+", 2020).
 
-    ∂L/∂β = Σ g over the values outside of the range. ∂L/∂s is the gradient for a range that grows from β.
+    ∂L/∂β = Σ g over the values outside of the range. ∂L/∂s is taken for a fixed β, so that only the
+    upper end of the range moves.
     """
 
     @staticmethod

@@ -60,7 +60,7 @@ class LearnedFakeQuantize(FakeQuantize):
 
     @property
     def factor(self) -> float:
-        """The factor of the gradients."""
+        """The factor 1/√(N·p) of the gradients of the learned parameters."""
         return 1 / math.sqrt(self.features * self.spec.quant_max)
 
     def set_phase(self, *, observe: bool, quantize: bool, calibrating: bool = False) -> None:
@@ -133,9 +133,10 @@ class LSQWeightFakeQuantize(WeightFakeQuantize):
     Attributes:
         step: the learned scales, before alignment; None before fine-tuning.
         empty: bool, in the shape of `step`, true where the scale follows the weights instead. These weights
-            were zero when fine-tuning began (an untrained head, a pruned channel, a BatchNorm whose γ is 0),
-            so there was no scale to start from. A tiny scale would clip all later weights, another channel's
-            scale would round them to 0, and neither has a gradient. None if there are no such weights.
+            were zero, or tiny next to the largest, when fine-tuning began (an untrained head, a pruned channel,
+            a BatchNorm whose γ is 0), so there was no scale to start from. A tiny scale would clip all later
+            weights, another channel's scale would round them to 0, and neither has a gradient. None if there are
+            no such weights.
     """
 
     _optional: ClassVar[tuple[str, ...]] = (*WeightFakeQuantize._optional, "empty")
@@ -208,7 +209,10 @@ class LSQWeightFakeQuantize(WeightFakeQuantize):
 
 
 def _make_room(quantizer: Quantizer, state_dict: dict[str, Any], prefix: str) -> None:
-    """Creates the parameters that a checkpoint holds and removes others; existing (shared) ones are kept."""
+    """Creates the parameters of a checkpoint unless they exist in the same shape, and removes others.
+
+    Existing parameters are kept, since quantizers may share them.
+    """
     for name, known in quantizer._parameters.items():
         stored = state_dict.get(prefix + name)
         if stored is None:

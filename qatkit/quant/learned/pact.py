@@ -34,9 +34,9 @@ class _Clipped(torch.autograd.Function):
 
 
 class PACTFakeQuantize(LearnedFakeQuantize):
-    """A quantizer of activations that learns the end of ranges that begin at zero (largest integer times scale).
+    """A quantizer of activations that learns the upper end (scale times largest integer) of ranges from zero.
 
-    It learns no range of a symmetric type, and none that does not begin at zero because of an absorbed ReLU.
+    It learns only ranges of asymmetric types that begin at zero because of an absorbed ReLU.
     """
 
     decayed = True

@@ -124,8 +124,8 @@ class MovingAverageMinMaxObserver(Observer):
     """An observer with an exponential moving average of each batch's extremes, robust to one outlier batch.
 
     The average is unbiased from the first batch on: the weight of the n-th batch is max(1/n, momentum). A
-    range of only zeros is replaced by that of the next batch. With several ranks the range is the mean of the
-    ranks' averages, weighted by the number of batches of each rank.
+    range of only zeros is replaced by that of the next batch. After calibration on several ranks, the range is the
+    mean of the ranks' averages, weighted by the number of batches of each rank.
     """
 
     batches: Tensor

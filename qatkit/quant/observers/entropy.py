@@ -22,7 +22,7 @@ class Entropy(Method):
 
     For a threshold T on |x| (a tensor of both signs is clipped at ±T), P is the histogram up to T, with all
     clipped values added to its last bin. Q is the histogram up to T in which the count of every level (the bins
-    that are rounded to one integer) is spread evenly over those of its bins that are not empty in P. T minimises
+    that are rounded to one integer) is spread evenly over those of its bins that are not empty in P. T minimizes
     KL(P‖Q); of equally good thresholds the largest is used. Tensors of both signs and symmetric types have half
     as many levels for |x|. The bin at zero is left out, since zero is exact with any range: if the zeros of a
     ReLU were spread over a level, they would outweigh everything else.

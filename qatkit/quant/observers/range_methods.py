@@ -77,7 +77,7 @@ def chosen_range(method: Method, histogram: Histogram, spec: QuantSpec) -> Ends:
 
 
 def points_of(histogram: Histogram) -> tuple[Tensor, Tensor]:
-    """Returns a value [n] of each bin that is not empty, and the share [n] of values in it."""
+    """Returns the middle [n] of each bin that is not empty (0 if it starts at 0), and its share [n] of all values."""
     counts, edges = histogram.bins()
     points = torch.where(edges[:-1] == 0, 0.0, (edges[:-1] + edges[1:]) / 2)[counts > 0].float()
     return points, (counts[counts > 0] / counts.sum()).float()

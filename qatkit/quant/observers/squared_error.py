@@ -17,10 +17,10 @@ from qatkit.quant.spec import QuantSpec
 class MSE(Method):
     """The range with the least mean squared error of quantization, rounding and clipping together.
 
-    Every bin is quantized, at its middle, with each of `steps` ranges at a time. First both ends shrink
+    The middle of every bin is quantized with each of `steps` ranges at a time. First both ends shrink
     together, then only the upper, then only the lower: in a coarse search by a factor of up to `furthest`, then in
     a fine search within one coarse step. With symmetric quantization both ends only move together, and an end at
-    zero does not move. The bin that starts at zero represents zero, which every range holds.
+    zero does not move. The bin that starts at zero counts as zero, which every range represents exactly.
 
     Attributes:
         steps: number of ranges that are tried at a time.
@@ -49,7 +49,10 @@ class MSE(Method):
 
 
 def relative_error(histogram: Histogram, ends: Ends, spec: QuantSpec) -> float:
-    """Returns the mean squared error of quantization by the range `ends`, over the mean square of all values."""
+    """Returns the mean squared error of quantization by the range `ends` over the mean square of all values.
+
+    0 if all values are zero.
+    """
     points, weights = points_of(histogram)
     energy = (points.square() @ weights).item()
     return _squared_error(points, weights, torch.tensor([ends]), spec).item() / energy if energy else 0.0
