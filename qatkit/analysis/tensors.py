@@ -315,7 +315,7 @@ def _add_weight(one: _Site, walker: PreparedInterpreter) -> None:
 
 
 def _ends_of(one: _Site, walker: PreparedInterpreter) -> tuple[float, float, float]:
-    """Returns the lowest and the highest quantized value that is possible with any of the scales, and the largest scale."""
+    """Returns the lowest and the highest value that the tensor can have when quantized, and its largest scale."""
     operator = one.switch.operator
     if operator is None:
         record = one.quantizer.range_record()
