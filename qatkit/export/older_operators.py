@@ -74,7 +74,7 @@ def _cast_like(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _triangle(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Computes Trilu: keeps x where column - row is at most k (upper triangle: at least k), and sets the rest to 0."""
+    """Computes Trilu: keeps x where column - row is at least k (lower triangle: at most k), and sets the rest to 0."""
     x, k = node.inputs[0], given(node, 1)
     rows, columns = (_positions(node, builder, axis) for axis in (-2, -1))
     limit = rows if k is None else builder.op("Add", [rows, k])

@@ -179,7 +179,7 @@ def _padded_max(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _second_pair(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Separates two consecutive pairs, which occur if the operator between them does nothing in ONNX.
+    """Separates two consecutive QDQ pairs, which occur if the operator between them does nothing in ONNX.
 
     ONNX Runtime would merge them into one pair, whose scale differs from both.
     """

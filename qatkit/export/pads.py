@@ -3,7 +3,8 @@
     Pad(x) → Conv                                        Conv with these `pads`, which may be asymmetric
     DequantizeLinear → Pad → QuantizeLinear, one scale   Pad of the bytes, with the zero point instead of zeros
 
-ONNX Runtime makes the first change itself if the zeros are constant. Without the second change, it pads in float.
+ONNX Runtime makes the first change itself if the padding value is constant. Without the second change, it pads in
+float.
 """
 
 from __future__ import annotations
