@@ -2,16 +2,15 @@
 
 A bundle is published completely or not at all, and an existing version is never overwritten.
 
-    check(place, name, version)              before a run: is the place writable, is the version free
-    publish(bundle, place, name, version)    after it
+    check(place, name, version)              before a run: checks that the place is writable and the version is free
+    publish(bundle, place, name, version)    after the run: publishes the bundle
 
 In a folder, a bundle is copied under a hidden name and then renamed. An object store cannot rename many files
-at once, so the order of writes makes a bundle appear at once:
+together, so the manifest, which is written last, makes the bundle visible:
 
-    NAME/.publishing/VERSION    is made first, if it does not exist: a claim that says who publishes which
-    bundle
+    NAME/.publishing/VERSION    first, unless it exists: a claim that says who publishes which bundle
     NAME/VERSION/*              then every file except the manifest
-    NAME/VERSION/manifest.json  last, if it does not exist; then the claim is removed
+    NAME/VERSION/manifest.json  last, unless it exists; then the claim is removed
 
 A reader that looks for manifest.json never sees an incomplete bundle. The files that a killed process leaves
 are completed when the same bundle is published again. They are removed when another bundle of that name is

@@ -228,7 +228,8 @@ def _copy_larger_files(source: BundleSource, new: Path) -> None:
 def _fill_for_programs(source: BundleSource, new: Path, report: Mapping[str, Any]) -> None:
     """Writes the files that show how to run the model.
 
-    These are the card, JavaScript modules (for images and recordings), and the page and the demo (for images).
+    These are the model card, JavaScript modules (for images and recordings) and, if it is requested, the demo page (for
+    images). In the report's HTML page (for images), the code that loads the file is adapted to the bundle.
     """
     if source.data.of_arrays:
         _write_card(source, new, report, arrays_program(new, source.options), read_json(new / ARRAYS_FILE))
