@@ -94,7 +94,7 @@ def _sums_inside(node: ir.Node, ranges: Mapping[str, Range]) -> bool:
 
 
 def _grows_near_zero(node: ir.Node) -> bool:
-    """Returns whether small inputs of a sensitive operator matter; for a Pow, only if a constant exponent is below 1."""
+    """Returns whether small inputs of a sensitive operator matter; in a Pow, only with a constant exponent below 1."""
     exponent = constant(operand(node, 1)) if node.op_type == "Pow" else None
     return node.op_type != "Pow" or (exponent is not None and bool((exponent < 1).any()))
 
