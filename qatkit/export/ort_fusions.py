@@ -99,10 +99,10 @@ def silu_function(opset: int) -> ir.Function:
 
 
 def _whole_windows(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Replaces the ceil_mode of an AveragePool by explicit padding, which does not count in the mean.
+    """Replaces the ceil_mode of an AveragePool by padding that does not count in the mean, if all sizes are known.
 
-    ONNX Runtime's int8 kernel would count the cells that rounding up adds. If the pool counts its own padding, this
-    padding becomes a Pad node.
+    With ceil_mode, ONNX Runtime's int8 kernel would count the cells that rounding up adds. If the pool counts its own
+    padding, and cells are added, its own padding becomes a Pad node.
     """
     x, kernel = node.inputs[0], list(node.attributes.get_ints("kernel_shape", []))
     rank = len(kernel)

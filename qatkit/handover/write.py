@@ -180,7 +180,7 @@ def _replace(new: Path, target: Path) -> None:
 
 
 def _fill(source: BundleSource, new: Path) -> None:
-    """Writes every file except the manifest."""
+    """Writes every file of the bundle except the manifest and its signature."""
     report = read_json(source.run / REPORT_FILE)
     shutil.copyfile(source.int8, new / INT8_FILE)
     if source.export.bundle_float and (source.run / FLOAT_FILE).is_file():
