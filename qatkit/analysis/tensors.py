@@ -195,6 +195,8 @@ class Tensors:
         Args:
             found: for each batch, the values by the path of their quantizer.
 
+        Sites without values in `found` are skipped.
+
         Returns:
             The sites that cannot be compared, since the number of values differs.
         """

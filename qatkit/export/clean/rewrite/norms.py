@@ -25,9 +25,9 @@ class Normalized(NamedTuple):
 
 
 def layer_norm(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
-    """Writes (x - mean) / sqrt(variance + epsilon) over the last axes as LayerNormalization.
+    """Writes (x - mean) / sqrt(variance + epsilon) over the last axes as LayerNormalization, if their sizes are known.
 
-    A scale and a bias that follow are included.
+    A constant scale and a constant bias that follow are included.
 
     A normalization over all axes after the channels, with a scale for each channel, is left to `instance_norm`.
     """
@@ -53,8 +53,8 @@ def layer_norm(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
 def instance_norm(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
     """Writes (x - mean) / sqrt(variance + epsilon) over all axes after the channels as InstanceNormalization.
 
-    A scale and a bias that follow are included. x·a + (bias - mean·a) with a = scale / sqrt(variance + epsilon) is
-    written in the same way.
+    A constant scale and a constant bias that follow are included. x·a + (bias - mean·a) with
+    a = scale / sqrt(variance + epsilon) is written in the same way.
     """
     found, scale, bias, last = _normalized(node), None, None, node
     if found is None:
