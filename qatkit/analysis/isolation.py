@@ -91,7 +91,7 @@ def isolation(
 
 
 def _one(output: Any, exact: Exact) -> list[Tensor]:
-    """Returns the file's only known output, with float outputs in place of its others, which thus have no error."""
+    """Returns the first output of the file, and float outputs in place of the others, which `runtime` lacks."""
     found = torch.as_tensor(output)
     return [found.to(exact.outputs[0].device), *exact.outputs[1:]]
 

@@ -118,8 +118,8 @@ def _path(node: ir.Node) -> str:
 def _matched(calls: list[_Call], nodes: list[tuple[_Call, str]]) -> dict[int, str]:
     """Matches the calls of a pair with nodes that read the same operator; returns output names by index of call.
 
-    If several calls or nodes read the same operator, they are matched in order after all others, provided that as many
-    calls as nodes remain. Otherwise they are omitted.
+    This leaves, for example, several calls that read the same operator. If as many nodes as calls are left, they are
+    matched in order; otherwise they are omitted.
     """
     found: dict[int, str] = {}
     for i, call in enumerate(calls):

@@ -56,7 +56,7 @@ def at_fixed_sizes(
 
 
 def _read_as_number(constant: fx.Node, value: int) -> None:
-    """Replaces a constant by its number where a size is read, since the exporter would treat it as an unknown size."""
+    """Replaces a constant tensor by its value where an operator expects a size; the exporter does not read it."""
     for user in list(constant.users):
         if called(user) in _OF_SIZES:
             user.args, user.kwargs = fx.map_arg(

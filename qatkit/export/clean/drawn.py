@@ -48,7 +48,7 @@ def ports(model: ir.Model, path: Path) -> list[Port]:
 
 
 def drawn(session: ort.InferenceSession, wanted: Sequence[Port]) -> list[Feeds]:
-    """Returns two sets of random inputs that a model accepts, or one if the model refuses every second set.
+    """Returns two sets of random inputs that a model accepts, or only one set if it refuses a further one.
 
     If the first axis is dynamic, the second set has a batch size of 2, provided that the model accepts this.
 
