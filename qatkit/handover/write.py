@@ -1,11 +1,10 @@
 """Writes a bundle (format: `qatkit_verify.bundle`): the files of a finished run, golden vectors and a manifest.
 
     run's folder ── copies ──┐
-    INT8 file, test samples ─┴─> .bundle.PROCESS.RANDOM.part ── manifest, signature ── renamed ──> bundle/ or
-    bundle.zip
+    INT8 file, test samples ─┴─> .bundle.PROCESS.RANDOM.part ── manifest, signature ──> bundle/ or bundle.zip
 
-The same checkpoint gives the same bytes: the measurements come from the run's own report and are not
-repeated.
+The bundle is filled under a temporary name and gets its final name when it is complete. The same checkpoint gives
+the same bytes: the measurements come from the run's own report and are not repeated.
 """
 
 from __future__ import annotations
