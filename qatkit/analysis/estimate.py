@@ -10,11 +10,11 @@ the gradient of v·z at the site,
 
     KL ~ 1/2 E[(g·dy)^2]
 
-where g·dy is summed over the site's values for each image, and the mean is over images. If v itself is standard
-normal, E[(g·dy)^2] is the squared error of z. dy is the error from the quantization of the site itself.
-For a weight, it is the change of the operator's output by the rounding errors of weight and bias. An image that
-represents others (`qatkit.analysis.drawn_images`) has a weight, and its v is multiplied by the square root of this
-weight.
+where g·dy is summed over the site's values for each image. The sum of (g·dy)^2 over the images is divided by the number
+of rows, that is, of decisions (`qatkit.analysis.outputs`). If v itself is standard normal, E[(g·dy)^2] is the squared
+error of z. dy is the error from the quantization of the site itself. For a weight, dy is the change of the operator's
+output by the rounding errors of weight and bias. If an image represents others (`qatkit.analysis.drawn_images`), its v
+is multiplied by the square root of its weight.
 
 Sources: Li et al., "BRECQ", 2021, section 3.2 (the estimate by curvature); Martens, "New insights and perspectives on
 the natural gradient method", 2020, section 9 (Fisher's information as the curvature of KL).
@@ -56,8 +56,8 @@ def estimate(
         graph_module: a prepared graph whose ranges are set.
         batches: batches of (inputs, labels); the labels are not read.
         at: the sites (`switches`); all by default.
-        of_outputs: whether the loss is the squared error of the first output, summed over classes, instead of
-            the divergence in nats.
+        of_outputs: whether the loss is the squared error of the first floating-point output, summed over classes,
+            instead of the divergence in nats.
         seed: the seed of the random vectors.
         progress: whether to show a progress bar.
 
@@ -95,7 +95,7 @@ def _without_parameters(graph_module: fx.GraphModule) -> Iterator[None]:
 
 
 class _Gradients(PreparedInterpreter):
-    """Accumulates (g·dy)^2 of every site."""
+    """Sums (g·dy)^2, as defined at the top of this file, over the images for every site."""
 
     def __init__(self, graph_module: fx.GraphModule, sites: Sequence[Switch], of_outputs: bool) -> None:
         super().__init__(graph_module)

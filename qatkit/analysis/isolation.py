@@ -58,12 +58,12 @@ def isolation(
     Args:
         graph_module: a prepared graph whose ranges are set.
         batches: batches of (inputs, labels), read once.
-        labelled: whether the labels are meaningful.
-        classes: the names of the labels; their numbers by default.
+        labelled: whether the labels are meaningful. If not, no accuracy is measured.
+        classes: the names of the classes; the report uses numbers by default.
         runtime: a function that runs the exported file and returns its first output, for comparison with the
             simulation.
         progress: whether to show a progress bar.
-        task: the names of the task, which the advice uses.
+        task: the terms of the task in which the advice is written, such as the name of its metric.
 
     Raises:
         ConfigError: there are no images.
@@ -91,7 +91,7 @@ def isolation(
 
 
 def _one(output: Any, exact: Exact) -> list[Tensor]:
-    """Returns the first output of the file, followed by the other outputs of the float graph."""
+    """Returns the first output of the file, and float outputs in place of the others, which `runtime` lacks."""
     found = torch.as_tensor(output)
     return [found.to(exact.outputs[0].device), *exact.outputs[1:]]
 
@@ -104,7 +104,7 @@ class _Classes:
         self._right: dict[str, dict[int, int]] = {}
 
     def add(self, side: str, decided: Tensor, labels: Any) -> None:
-        """Adds the decisions [rows] of one batch with their labels; does nothing without an integer label for each."""
+        """Counts the correct decisions [rows] of one batch; does nothing unless each row has an integer label."""
         truth = None if labels is None else torch.as_tensor(labels).reshape(-1).to(decided.device)
         if truth is None or truth.is_floating_point() or len(truth) != len(decided):
             return
@@ -113,7 +113,7 @@ class _Classes:
         _count(self._right.setdefault(side, {}), truth[truth == decided])
 
     def rows(self, side: str, names: Sequence[str]) -> list[ClassRow]:
-        """Returns the accuracy in float and on one side for each class with images, largest loss of accuracy first."""
+        """Returns each labelled class with its accuracy in float and on `side`, largest loss of accuracy first."""
         exact, found = self._right.get("float", {}), self._right.get(side, {})
         rows = [
             ClassRow(
@@ -135,7 +135,10 @@ def _count(into: dict[int, int], labels: Tensor) -> None:
 
 
 def advice(outcomes: Mapping[str, Outcome], task: TaskNames = NAMES) -> str:
-    """Returns one line with the loss of each side, and the cause: mainly one side, both sides, or no loss at all."""
+    """Returns one line: the loss of each side, and whether the weights, the activations or both cause most of it.
+
+    If no output changes, the line says so instead of naming a cause.
+    """
     weights, activations = outcomes["weights"], outcomes["activations"]
     told = "; ".join(
         f"only {name} quantized: {_lost(outcomes['float'], outcomes[name], task)}"
@@ -154,7 +157,7 @@ def advice(outcomes: Mapping[str, Outcome], task: TaskNames = NAMES) -> str:
 
 
 def _lost(exact: Outcome, found: Outcome, task: TaskNames) -> str:
-    """Returns the loss relative to float in words: as accuracy if it is known, otherwise as changed decisions."""
+    """Describes the loss relative to float: by the accuracy if it is known, otherwise by the changed decisions."""
     decibel = "outputs equal" if found.sqnr is None else f"{found.sqnr:.1f} dB"
     if exact.score is not None and found.score is not None:
         lost = exact.score - found.score

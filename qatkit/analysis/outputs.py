@@ -2,12 +2,12 @@
 
     row          the values, one per class, from which one decision is made. Outputs [N, classes] have a row per
                  image, [N, classes, H, W] per pixel, and [N, T, classes] per position. A single class (such as [N]
-                 or [N, 1, H, W]) becomes two, with the value 0 and its own value.
+                 or [N, 1, H, W]) counts as two: one with the value 0, one with the value of the output.
     loss         Kullback-Leibler divergence KL(softmax(float) || softmax(found)) in nats per row
     SQNR         10 log10(sum float^2 / sum (float - found)^2) in dB for each output; the lowest one counts
 
-Rows come from the first floating-point output. Labels that are not one of its classes (such as a border, or
-"unlabelled") are ignored.
+Rows come from the first floating-point output. Labels that are not the index of a class (such as those for borders or
+for unlabelled pixels) are ignored.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _floats(outputs: Outputs) -> list[Tensor]:
 
 
 def rows_of(output: Tensor) -> Tensor:
-    """Returns an output as float64 [rows, classes]."""
+    """Returns an output as float64 [rows, classes]; a single class becomes two, the first with the value 0."""
     values = output.double()
     if values.ndim < 2:
         values = values.reshape(-1, 1)
@@ -140,7 +140,10 @@ def rows_of(output: Tensor) -> Tensor:
 
 
 def _labels(labels: Any, rows: Tensor) -> Tensor | None:
-    """Returns the labels [rows], negative for rows without a label; None if there are no labels that fit the rows."""
+    """Returns the labels [rows], negative for rows without a label.
+
+    Returns None if labels are not integers, if their number is not that of the rows, or if no row has a label.
+    """
     if labels is None:
         return None
     known = torch.as_tensor(labels, device=rows.device)

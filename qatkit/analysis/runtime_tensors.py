@@ -62,7 +62,7 @@ class RuntimeTensors:
             yield {path: torch.as_tensor(found[name]) for path, name in first.items() if name in found}
 
     def divergence(self, images: Any) -> Divergence:
-        """Returns the first tensor at which the file deviates from the converted module, on one batch."""
+        """Compares the file with the converted module on one batch; returns the first tensor that differs, if any."""
         given = np.asarray(images)
         recorded = self.reference.integers(given, self.file)
         output = self.reference(given)

@@ -51,7 +51,7 @@ def sensitivity(
         progress: whether to show a progress bar.
 
     Returns:
-        A row for each site and direction, in graph order; `ranked` sorts them.
+        A row for each direction and site. The sites of a direction are in graph order; `ranked` sorts them.
 
     Raises:
         ConfigError: a direction is unknown, or there are no images.

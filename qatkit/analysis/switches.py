@@ -44,7 +44,7 @@ class Switch:
 
     @property
     def operator(self) -> QATOperator | None:
-        """The operator whose weight is switched; None for activations, embeddings and recurrent layers."""
+        """The operator whose weight is switched; None for an activation, an embedding or a recurrent layer."""
         module = module_of(self.node)
         return module if isinstance(module, QATOperator) else None
 
@@ -89,7 +89,7 @@ def _all(graph_module: fx.GraphModule) -> Iterator[Switch]:
 
 
 def _on_edge(quantizer: Quantizer) -> bool:
-    """Returns whether a quantizer belongs to an activation; recurrent layers contain those of their results."""
+    """Returns whether a quantizer is for activations; a recurrent layer contains such quantizers for its results."""
     return isinstance(quantizer, FakeQuantize)
 
 

@@ -1,15 +1,16 @@
 """Measures the effect of quantization on each weight and activation, by itself and accumulated over the graph.
 
-Let x be a tensor of the float graph, x' the same tensor of the quantized graph, and q its quantization.
+Weights of embeddings and recurrent layers are left out. Let x be a tensor of the float graph, x' the same tensor of the
+quantized graph, and q its quantization.
 
 own         compares x with q(x)
 simulated   compares x with q(x')
-avoidable   10 log10(error of q / error with the range from the smallest to the largest value) in dB: the gain from
-            another scale
+avoidable   10 log10(squared error of q(x) / squared error with the range from the smallest to the largest value of x)
+            in dB: the gain from this other range
 
-The energy of rounding noise grows with the square of the step. In any tensor, a scale that is four times too large
-therefore has an avoidable error of 12 dB, and one that is four times too small of far more. A good range has about
-0 dB or less.
+The energy of rounding noise grows with the square of the step. A scale that is four times too large therefore
+has an avoidable error of 12 dB in any tensor. A scale that is four times too small has a much larger one, since values
+are clipped. A good range has about 0 dB or less.
 """
 
 from __future__ import annotations
@@ -194,6 +195,8 @@ class Tensors:
         Args:
             found: for each batch, the values by the path of their quantizer.
 
+        Sites without values in `found` are skipped.
+
         Returns:
             The sites that cannot be compared, since the number of values differs.
         """
@@ -290,7 +293,7 @@ def _add_activation(one: _Site, x: Tensor) -> None:
 
 
 def _seen_range(one: _Site) -> tuple[float, float]:
-    """Returns the smallest and the largest value, or the bounds if they fix the range (0..1 for a sigmoid)."""
+    """Returns the smallest and the largest value seen, or a fixed range (0..1 for a sigmoid) if the tensor has one."""
     low, high = one.quantizer.bounds
     if one.quantizer.observer is None and low is not None and high is not None:
         return low, high
@@ -314,7 +317,7 @@ def _add_weight(one: _Site, walker: PreparedInterpreter) -> None:
 
 
 def _ends_of(one: _Site, walker: PreparedInterpreter) -> tuple[float, float, float]:
-    """Returns the lowest and the highest value that the type represents, and the largest step, over all scales."""
+    """Returns the lowest and the highest value that the tensor can have when quantized, and its largest scale."""
     operator = one.switch.operator
     if operator is None:
         record = one.quantizer.range_record()

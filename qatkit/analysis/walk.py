@@ -3,8 +3,8 @@
     walk      x ── a ── b ── c ── d ── outputs          one run of the whole graph
     branch              └ b' ─ c ── d ── outputs        computes b differently, and repeats only what follows
 
-Quantized weights are computed once for all runs. For one batch, the values that the rest of the walk needs and
-those of one branch are in memory. Memory therefore depends on the size of a batch, but not on the number of images or
+Quantized weights are computed once for all runs. Only one batch and one branch are in memory at a time, with the values
+that the rest of the run needs. Memory therefore depends on the size of a batch, but not on the number of images or
 sites.
 """
 

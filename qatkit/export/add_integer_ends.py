@@ -4,8 +4,9 @@
     … → output float                        … → Q → output, uint8 or int8 like the file's other tensors
 
 The normalization (p/255 - mean)/std becomes a depthwise 1x1 convolution with weights ±127, scale 1/(127·std) and
-bias -mean/std. It ends in the QuantizeLinear that the file already has, so the tensor after it is the same except
-for ties. The only further error is the rounding of the int32 bias, at most 1/254 of the step between two pixel values.
+bias -mean/std. The QuantizeLinear that the file already has reads its output, so the quantized tensor stays the same
+except for ties. The only further error is the rounding of the int32 bias, at most 1/254 of the step between two pixel
+values.
 
 Folding the normalization into the first Conv would be less exact: the Conv pads all channels with one value, which
 cannot equal the mean of each channel, and its weights would be rounded a second time.
@@ -53,15 +54,15 @@ def to_integer_io(
         source: a QDQ file with one input, normalized float images [N, C, H, W], and one output.
         target: the file to write, which may be `source`.
         mean, std: the normalization of pixels in 0..1, with one number per channel.
-        ends_of_output: the lowest and the highest output that the file can represent, extended to include 0; others are
-            clipped. Not used if the file quantizes its output already.
+        ends_of_output: the lowest and the highest output that the file can represent, extended to include 0; values
+            beyond them are clipped. Not used if the file quantizes its output already.
 
     Returns:
         The description of the integer input and output, as stored in the file's metadata.
 
     Raises:
-        ConfigError: the file has several inputs or outputs, the input is not a batch of images, an operator other than
-            one QuantizeLinear to 8 bits reads it, or the output is already quantized to another type.
+        ConfigError: the file has several inputs or outputs, the input is not a batch of images, its only reader is not
+            a QuantizeLinear to 8 bits, or the output is already quantized to a type other than that of the input.
         ValueError: the checker or ONNX Runtime refuses the file.
     """
     model = ir.load(source)

@@ -28,7 +28,8 @@ def add_nms(source: Path, target: Path, how: Suppression) -> None:
     Args:
         source: a file whose outputs are corners [N, boxes, 4] and scores [N, boxes, classes].
         target: the path of the new file.
-        how: the minimum score, the maximum overlap and the maximum number of the boxes that are kept.
+        how: the minimum score and the maximum overlap of the boxes that are kept, and their maximum number per picture
+            and class.
 
     Raises:
         ConfigError: the file does not have exactly two outputs, or one of them does not have 3 axes.

@@ -1,8 +1,9 @@
 """Runs the converted module as the reference for a file: its outputs, and its quantized tensors by name in the file.
 
-The exporter names a node by the path of its module (`qatkit.export.node_names`), so the QuantizeLinear of a pair
-at "conv1_quant" is "conv1_quant/QuantizeLinear" in the file. A pair that is called several times has several
-QuantizeLinear nodes; each is matched to its call by the operator that it reads.
+In the converted module, a pair is a submodule that quantizes a tensor and dequantizes it. The exporter names a node by
+the path of its submodule (`qatkit.export.node_names`), so the QuantizeLinear of the pair "conv1_quant" is called
+"conv1_quant/QuantizeLinear" in the file. A pair that is called several times has several QuantizeLinear nodes; each is
+matched to its call by the operator that it reads.
 """
 
 from __future__ import annotations
@@ -77,7 +78,10 @@ class ConvertedReference:
         }
 
     def _calls(self) -> dict[str, list[str]]:
-        """Returns, by the path of each pair, the paths of the modules that its calls read; "" for any other node."""
+        """Returns, for the path of each pair, the path of the module whose output each call quantizes.
+
+        The path is "" if no module computes the call's input.
+        """
         found: dict[str, list[str]] = defaultdict(list)
         for node in self._named.graph.nodes:
             if node.op == "call_module" and isinstance(module_of(node), _PAIRS):
@@ -112,9 +116,10 @@ def _path(node: ir.Node) -> str:
 
 
 def _matched(calls: list[_Call], nodes: list[tuple[_Call, str]]) -> dict[int, str]:
-    """Matches calls with nodes that read the same operator; returns output names by index of call.
+    """Matches the calls of a pair with nodes that read the same operator; returns output names by index of call.
 
-    The remaining ones are matched by order if their numbers are equal, and are omitted otherwise.
+    This leaves, for example, several calls that read the same operator. If as many nodes as calls are left, they are
+    matched in order; otherwise they are omitted.
     """
     found: dict[int, str] = {}
     for i, call in enumerate(calls):

@@ -3,7 +3,8 @@
 torch's exporter traces every program a second time, operator by operator, to decompose operators that it cannot
 translate. This takes about 45 % of the CPU time of an export (torch 2.13; ResNet-18 3.1 of 7.4 s, Swin-T 15 of 39 s),
 but changes little except a few operators that move values, and global average pools. This module decomposes these
-operators node by node, with the same result. If a program needs others as well, the exporter makes those.
+operators node by node, with the same result. If a program needs other decompositions as well, the exporter's own step
+runs afterwards.
 
 There is no public interface for this. If a later version of the exporter works differently, its own step runs
 unchanged.
@@ -27,13 +28,13 @@ _aten = torch.ops.aten
 
 @contextmanager
 def decomposed_where_needed(way_out: str = "") -> Iterator[None]:
-    """Decomposes programs node by node within one export; programs that need more are left to torch's exporter.
+    """Decomposes a program node by node within one export; torch's exporter then does the rest, if there is any.
 
     Args:
         way_out: advice for the end of the error message about an operator that needs a fixed size.
 
     Raises:
-        ValueError: an operator of the program needs a fixed size.
+        ValueError: the exporter's own step would replace a dynamic size by a number.
     """
     try:
         from torch.onnx._internal.exporter import _fx_passes
@@ -78,6 +79,9 @@ def _no_size_fixed(way_out: str) -> Iterator[None]:
 
 def _written_out(program: fx.GraphModule, translated: Container[Any]) -> bool:
     """Applies the rules, and returns whether the exporter can translate the program without decomposing it.
+
+    In a program with branches, loops or several non-integer types, only adaptive pools are replaced, and the result is
+    False.
 
     Args:
         program: the graph of the program, changed in place.
@@ -134,7 +138,10 @@ def _as_view(node: fx.Node) -> None:
 
 
 def _computed(size: torch.SymInt, node: fx.Node) -> int | fx.Node:
-    """Returns a node that computes a size before `node`: an existing one, else a size of its arguments; -1 for none."""
+    """Returns a node before `node` that computes `size`: an existing node, or a new one that reads an argument's shape.
+
+    Returns -1 if no argument has this size.
+    """
     for one in node.graph.nodes:
         if one is node:
             break
@@ -252,7 +259,7 @@ _BITWISE: dict[Any, Any] = {
 
 
 def _as_difference(node: fx.Node) -> None:
-    """Replaces `diff` of numbers by a difference of two slices, unless it is repeated."""
+    """Replaces `diff` by the difference of two slices, except for booleans and differences of a higher order."""
     defaults: tuple[Any, ...] = (None, 1, -1, None, None)
     given = cast(tuple[Any, ...], node.args)
     x, order, axis, before, after = given + defaults[len(given) :]

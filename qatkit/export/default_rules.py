@@ -16,7 +16,7 @@ from onnxscript.rewriter import pattern
 
 
 def apply_default_rules(model: ir.Model) -> None:
-    """Rewrites `model` in place by onnxscript's default rules."""
+    """Rewrites `model` in place with onnxscript's default rules."""
     rewriter.rewrite(model, _rules())
 
 

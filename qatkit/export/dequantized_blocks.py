@@ -3,11 +3,13 @@
     before   x ── MatMulNBits(packed weight [out, inputs]) ── y
     after    x ── MatMul(DequantizeLinear(integers [inputs, out], axis 0)) ── Add of a bias, if any ── y
 
-Integers of 4 bits need opset 21 and integers of 2 bits opset 25; the opset of the file is raised if necessary. Without
-zero points, the integers are signed. A weight that is also the table of an Embedding is stored twice, since
-DequantizeLinear would dequantize the whole table instead of the rows that are looked up. Weights of convolutions stay
-unchanged: ONNX Runtime runs the standard operators that unpack them only once, but would run a DequantizeLinear again
-in every inference.
+If integers of 2 bits have a number of outputs that is not a multiple of 4, they stay [out, inputs], with a Transpose
+before the MatMul. Integers of 4 bits need opset 21 and integers of 2 bits opset 25; the opset of the file is raised if
+necessary. Without zero points, the integers are signed.
+
+A weight that is also the table of an Embedding is stored twice, since DequantizeLinear would dequantize the whole table
+instead of the rows that are looked up. Weights of convolutions stay unchanged: ONNX Runtime runs the standard operators
+that unpack them only once, but would run a DequantizeLinear again in every inference.
 
 When ONNX Runtime loads the file, it turns such a MatMul back into a MatMulNBits. Its accuracy level is 4, unless the
 session sets another one (session.qdq_matmulnbits_accuracy_level).
@@ -113,7 +115,7 @@ class _Product:
         return found
 
     def _scale(self, value: ir.Value) -> ir.Value:
-        """Returns the scales in the layout of the weight; nodes that compute them (Cast, Mul) are copied."""
+        """Returns the scales with their axes in the order of the stored integers; copies nodes that compute them."""
         maker = value.producer()
         if maker is None:
             held = _array(value)
@@ -122,7 +124,7 @@ class _Product:
         return self._made(maker.op_type, given, maker.attributes, f"{self.node.name}_{maker.name}")
 
     def _stored(self, array: Array, name: str) -> ir.Value:
-        """Adds a constant with the given values [out, ...], in the layout of the weight, and returns it."""
+        """Adds values [out, ...] as a constant, transposed if integers are stored as [inputs, out]; returns it."""
         array = array.T.copy() if self.by_inputs else array
         known = self.graph.initializers.get(name)
         if known is not None and np.array_equal(_array(known), array):

@@ -56,7 +56,7 @@ def at_fixed_sizes(
 
 
 def _read_as_number(constant: fx.Node, value: int) -> None:
-    """Replaces a tensor by its value where a size is expected, since the exporter would treat the tensor as unknown."""
+    """Replaces a constant tensor by its value where an operator expects a size; the exporter does not read it."""
     for user in list(constant.users):
         if called(user) in _OF_SIZES:
             user.args, user.kwargs = fx.map_arg(

@@ -37,6 +37,8 @@ from qatkit_verify.session import open_session
 def float16(source: Path, target: Path, batches: Iterable[Any] = ()) -> LeftFloat:
     """Writes a copy of a file with float16 weights and activations; its inputs and outputs stay float32.
 
+    If the copy would give NaN or infinity on `batches`, all operators without weights to quantize stay float32 too.
+
     Args:
         source: a float file of opset 13 or higher.
         target: the file to write.

@@ -30,8 +30,8 @@ def float_graph(path: Path, model: ir.Model, opset: int) -> ir.Model:
         opset: the opset to which a model of a lower opset is upgraded.
 
     Raises:
-        ConfigError: the model has no weights to quantize, has some in branches or loops even after constant folding,
-            cannot be upgraded, or has such branches and cannot be loaded by ONNX Runtime.
+        ConfigError: the model has no operators with float32 weights to quantize, it has such operators in branches or
+            loops even after constant folding, ONNX Runtime cannot load it for this folding, or it cannot be upgraded.
     """
     folded = _folded(path, model) if _branched(model.graph) else None
     if folded is not None and (hidden := _branched(folded.graph)):
@@ -108,7 +108,10 @@ def upgraded(path: Path, model: onnx.ModelProto, before: int, opset: int) -> ir.
 
 
 def _restore_names(model: onnx.ModelProto, graph: ir.Graph) -> None:
-    """Gives nodes that the converter inserted, and their outputs, the names of those that they replace."""
+    """Gives nodes that the converter inserted, and their outputs, the names of those that they replace.
+
+    If the numbers of inserted and replaced nodes differ, they cannot be matched, and nothing changes.
+    """
     made = {value.name for node in graph for value in node.outputs}
     lost = [node for node in model.graph.node if node.op_type in _REPLACED and node.output[0] not in made]
     known = {name for node in model.graph.node for name in node.output}
@@ -119,7 +122,7 @@ def _restore_names(model: onnx.ModelProto, graph: ir.Graph) -> None:
 
 
 def _keep_asymmetric(graph: ir.Graph) -> None:
-    """Sets the coordinate mode that Resize and Upsample had in old opsets; the converter leaves the current default."""
+    """Gives each Resize the modes of old opsets, where the converter sets none and today's defaults would apply."""
     for node in graph:
         if node.op_type != "Resize" or "coordinate_transformation_mode" in node.attributes:
             continue

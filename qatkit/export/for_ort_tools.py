@@ -81,7 +81,10 @@ def for_tools(model: ir.Model) -> onnx.ModelProto:
 
 
 def weights(model: ir.Model) -> dict[ir.Value, int]:
-    """Returns the float weights of Conv, ConvTranspose, Gemm and MatMul, with their output channel axes."""
+    """Returns the constant float operands of Conv, ConvTranspose, Gemm and MatMul, with their output channel axes.
+
+    Operands with fewer than two axes, such as biases, are left out. In a MatMul, the first operand may be the weight.
+    """
     found: dict[ir.Value, int] = {}
     for node in model.graph:
         if node.op_type not in _CHANNEL_AXIS or node.domain:
@@ -195,9 +198,9 @@ def _channel_axis(node: ir.Node, index: int, rank: int) -> int:
 
 
 def _plain_gemms(model: ir.Model) -> None:
-    """Multiplies alpha and beta into the constants of each Gemm, and makes its bias a vector [columns].
+    """Multiplies alpha into the constant weight and beta into the constant bias of each Gemm.
 
-    A bias that does not fit this shape stays as it is, together with beta.
+    The bias becomes a vector [columns]. If its shape does not allow this, the bias and beta stay as they are.
     """
     _fold_alpha(model)
     taken = tensor_names(model)

@@ -78,7 +78,7 @@ def guard_matrices(quantized: ir.Model, model: ir.Model) -> None:
 
 
 def _adds_in_32_bits(node: ir.Node) -> bool:
-    """Returns whether an operator accumulates in 32 bits: a depthwise Conv, or a ConvTranspose (no int8 kernel)."""
+    """Returns whether an operator adds in 32 bits: a depthwise Conv does, and a ConvTranspose, which runs in float."""
     if node.op_type == "ConvTranspose":
         return True
     weight, groups = constant(operand(node, 1)), node.attributes.get_int("group", 1)

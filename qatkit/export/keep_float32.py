@@ -94,15 +94,15 @@ def _sums_inside(node: ir.Node, ranges: Mapping[str, Range]) -> bool:
 
 
 def _grows_near_zero(node: ir.Node) -> bool:
-    """Returns whether small inputs matter: always, except for a Pow without a constant exponent below 1."""
+    """Returns whether small inputs of a sensitive operator matter; in a Pow, only with a constant exponent below 1."""
     exponent = constant(operand(node, 1)) if node.op_type == "Pow" else None
     return node.op_type != "Pow" or (exponent is not None and bool((exponent < 1).any()))
 
 
 def _small_makers(value: ir.Value, ranges: Mapping[str, Range]) -> Iterator[ir.Node]:
-    """Yields the operators that compute a tensor's small values.
+    """Yields the operators that compute small values of `value`, if it has any.
 
-    The search goes on to their inputs while these have small values and no negative ones.
+    The operators before them follow, as long as the tensors in between have small values and no negative ones.
     """
     waiting, seen, first = [(value, 0)], {value}, True
     while waiting:
@@ -119,7 +119,7 @@ def _small_makers(value: ir.Value, ranges: Mapping[str, Range]) -> Iterator[ir.N
 
 
 def _epsilon_path(value: ir.Value, depth: int = 8) -> list[ir.Node]:
-    """Returns the operators on a path to `value` that starts at one that reads an epsilon too small for float16.
+    """Returns the operators on a path from an operator with an epsilon that is too small for float16 to `value`.
 
     The result is empty if there is no such path.
     """

@@ -17,7 +17,7 @@ class LeftFloat(NamedTuple):
     """The operators that a mode leaves in float.
 
     Attributes:
-        names: the names of the operators, except recurrent ones in branches and loop bodies.
+        names: the names of the operators; recurrent ones in branches and loop bodies only appear in the notes.
         notes: one line for the report for each reason other than the mode's design.
     """
 
@@ -40,7 +40,7 @@ def left_float(
         made: the converted model.
         on_purpose: operators that the mode does not quantize by design.
         unheld: operators whose values float16 cannot hold.
-        wrong: operators whose quantized weights would be wrong.
+        wrong: operators whose weights differ too much from the float file after conversion (`wrong_weights`).
     """
     kind = "float32" if mode == "float16" else "float"
     branches = recurrent_in_branches(made)

@@ -71,7 +71,7 @@ def is_open(node: ir.Node, end: str) -> bool:
 
 
 def factors(node: ir.Node, most: int) -> list[ir.Value]:
-    """Returns the factors of a product; factors that are products themselves are split, up to `most` factors."""
+    """Returns the factors of a Mul, up to `most`; a factor that is itself a product with no other reader is split."""
     found = [value for value in node.inputs if value is not None]
     while len(found) < most:
         inner = next((value for value in found if made(value, "Mul") and len(value.uses()) == 1), None)

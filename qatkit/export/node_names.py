@@ -1,8 +1,9 @@
 """Names nodes by the path of their module and their operator ("layer1.0.conv1/Conv").
 
 A tensor is named after the node that computes it, and a weight keeps its name in the module ("layer1.0.conv1.weight").
-Any other constant is named after the first node that reads it and this node's operand ("flatten/Reshape.shape"). A node
-without a module, such as the one that computes the batch size of the input, belongs to the module of its reader.
+Any other constant is named after the first node that reads it and the name of its operand there
+("flatten/Reshape.shape"). A node without a module, such as the one that computes the batch size of the input, gets the
+module of a reader, or else of a node that it reads.
 """
 
 from __future__ import annotations
@@ -153,7 +154,7 @@ def _inherit(known: dict[ir.Node, str], node: ir.Node, others: Iterable[ir.Node]
 
 
 def _scope(node: ir.Node) -> str | None:
-    """Returns the innermost module path in the exporter's metadata, or None; the metadata end with the fx node."""
+    """Returns the path of the innermost module in the exporter's metadata, whose last entry is the fx node; or None."""
     scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))
     return str(scopes[-2]) if len(scopes) > 1 and scopes[0] == "" else None
 

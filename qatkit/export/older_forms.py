@@ -169,7 +169,7 @@ def _pool_of_powers(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _regions(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Rewrites RoiAlign, which has only one mode of coordinates before opset 16."""
+    """Removes the coordinate mode of a RoiAlign; before opset 16, there is only the mode output_half_pixel."""
     if node.attributes.get_string("coordinate_transformation_mode", "half_pixel") != "output_half_pixel":
         raise Newer("aligns regions to pixel centres")
     node.attributes.pop("coordinate_transformation_mode")

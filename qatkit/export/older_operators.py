@@ -74,7 +74,7 @@ def _cast_like(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _triangle(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Computes Trilu: keeps x where column - row is at most k (upper triangle: at least k), and sets the rest to 0."""
+    """Computes Trilu: keeps x where column - row is at least k (lower triangle: at most k), and sets the rest to 0."""
     x, k = node.inputs[0], given(node, 1)
     rows, columns = (_positions(node, builder, axis) for axis in (-2, -1))
     limit = rows if k is None else builder.op("Add", [rows, k])
@@ -103,7 +103,7 @@ def _positions(node: ir.Node, builder: tape.Tape, axis: int) -> ir.Value:
 
 
 def _overlap_add(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Computes Col2Im: for every pixel, gathers and adds the elements of the columns that belong to it.
+    """Computes Col2Im: gathers, for every pixel, the elements of the columns that belong to the pixel, and adds them.
 
     A transposed convolution with an identity as weight would give the same result, but its weight would count as one
     that was left float.
@@ -128,12 +128,12 @@ def _overlap_add(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _by_pixel(places: list[NDArray[np.int64]], image: list[int]) -> NDArray[np.int64]:
-    """Returns the indices of the cells that belong to each pixel, [most cells of a pixel, pixels].
+    """Returns the indices of the column elements to add for each pixel, [most elements of a pixel, pixels].
 
-    Pixels with fewer cells are padded with the number of all cells, which is the index of a zero.
+    If a pixel has fewer elements, its other indices are the number of all elements, where the caller appends a zero.
 
     Args:
-        places: the coordinates of all cells, one array per axis of the image.
+        places: the coordinates of the pixel of each element, one array per axis of the image.
         image: the size of the image along each axis.
     """
     inside = np.all([(p >= 0) & (p < size) for p, size in zip(places, image, strict=True)], axis=0)

@@ -99,10 +99,10 @@ def silu_function(opset: int) -> ir.Function:
 
 
 def _whole_windows(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Replaces the ceil_mode of an AveragePool by explicit padding, which does not count in the mean.
+    """Replaces the ceil_mode of an AveragePool by padding that does not count in the mean, if all sizes are known.
 
-    ONNX Runtime's int8 kernel would count the cells that rounding up adds. If the pool counts its own padding, this
-    padding becomes a Pad node.
+    With ceil_mode, ONNX Runtime's int8 kernel would count the cells that rounding up adds. If the pool counts its own
+    padding, and cells are added, its own padding becomes a Pad node.
     """
     x, kernel = node.inputs[0], list(node.attributes.get_ints("kernel_shape", []))
     rank = len(kernel)
@@ -170,7 +170,7 @@ def _bias_zero_point(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _padded_max(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Separates a Pad from a MaxPool, since ONNX Runtime before 1.32 fuses them and pads with -inf."""
+    """Inserts a barrier between a Pad and a MaxPool, since ONNX Runtime before 1.32 fuses them and pads with -inf."""
     x = node.inputs[0]
     before = None if x is None else x.producer()
     if before is None or before.op_type != "Pad" or len(node.outputs) > 1:
@@ -179,9 +179,10 @@ def _padded_max(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _second_pair(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Separates two consecutive pairs, which occur if the operator between them does nothing in ONNX.
+    """Inserts a barrier between two consecutive QDQ pairs with different scales or zero points.
 
-    ONNX Runtime would merge them into one pair, whose scale differs from both.
+    They occur if the operator between them does nothing in ONNX. Without the barrier, ONNX Runtime would merge them
+    into one pair, whose scale differs from both.
     """
     x, scale, zero_point = node.inputs
     before = None if x is None else x.producer()

@@ -132,8 +132,8 @@ def static(source: Path, target: Path, batches: Iterable[Any], backend: Backend)
         backend: the number types and the operators to quantize.
 
     Returns:
-        The operators that stay float because the quantizer handles them wrongly, or because they read or compute
-        infinities.
+        The operators that stay float because the quantizer would handle them or their weights wrongly, or because they
+        read or compute infinities or NaN.
 
     Raises:
         ConfigError: the backend's types are neither int8 nor uint8, or per-channel weights are asymmetric.
@@ -227,7 +227,7 @@ def weight_only(source: Path, target: Path) -> LeftFloat:
 
 
 def _left_float(model: ir.Model, kinds: Mapping[str, OpRule], odd: Iterable[str]) -> list[str]:
-    """Returns the operators that are quantized only if all inputs are, but have a float input.
+    """Returns the operators with a float input that the rules quantize only if all inputs are quantized.
 
     The operators in `odd` stay float, so their outputs are float.
     """

@@ -3,7 +3,8 @@
     Pad(x) → Conv                                        Conv with these `pads`, which may be asymmetric
     DequantizeLinear → Pad → QuantizeLinear, one scale   Pad of the bytes, with the zero point instead of zeros
 
-ONNX Runtime makes the first change itself if the zeros are constant. Without the second change, it pads in float.
+ONNX Runtime makes the first change itself if the padding value is constant. Without the second change, it pads in
+float.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from qatkit.export.rewrite import ints
 
 
 def fold_into_conv(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Moves a Pad into the Conv that reads it, in place; the Pad stays for its other readers."""
+    """Moves a zero Pad of image axes into the Conv that reads it, in place; the Pad stays for its other readers."""
     pad = _producer(node.inputs[0], "Pad")
     amounts = None if pad is None else _amounts(pad)
     if pad is None or amounts is None or not _is_zero(pad) or _mode(pad) != "constant":
@@ -34,7 +35,10 @@ def fold_into_conv(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def pad_bytes(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Rewrites DequantizeLinear, Pad and QuantizeLinear with one scale as a Pad of the bytes."""
+    """Rewrites DequantizeLinear, Pad and QuantizeLinear as a Pad of the bytes, if scale and zero_point are the same.
+
+    A constant padding value must be zero. 16-bit integers stay, since ONNX Runtime cannot pad them.
+    """
     pad = _producer(node.inputs[0], "Pad")
     before = None if pad is None else _producer(pad.inputs[0], "DequantizeLinear")
     if pad is None or before is None or not (_mode(pad) != "constant" or _is_zero(pad)):

@@ -68,7 +68,10 @@ class _NoTraceback:
 
 @contextmanager
 def _translations_made_once() -> Iterator[None]:
-    """Gives each export within the context its own copy of the first export's table, since exports extend the table."""
+    """Gives an export within the context a copy of the table that the first export at the same opset built.
+
+    It is a copy because exports extend their table.
+    """
     try:
         from torch.onnx._internal.exporter._registration import ONNXRegistry
 

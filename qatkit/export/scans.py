@@ -52,7 +52,7 @@ def _number(x: Any, value: float) -> Any:
 
 
 def cumprod(x, dim: int, dtype: int | None = None):  # type: ignore[no-untyped-def]
-    """Translates torch.cumprod: the product of all values up to each place."""
+    """Translates torch.cumprod: at each position, the product of all values up to it."""
     if dtype is not None:
         shape = x.shape
         x = op.Cast(x, to=dtype)
@@ -61,7 +61,7 @@ def cumprod(x, dim: int, dtype: int | None = None):  # type: ignore[no-untyped-d
 
 
 def logcumsumexp(x, dim: int):  # type: ignore[no-untyped-def]
-    """Translates torch.logcumsumexp: the logarithm of the sum of exponentials up to each place."""
+    """Translates torch.logcumsumexp: at each position, the logarithm of the sum of exponentials up to it."""
 
     def join(a: Any, b: Any) -> Any:
         largest = op.Max(a, b)
@@ -72,7 +72,7 @@ def logcumsumexp(x, dim: int):  # type: ignore[no-untyped-def]
 
 
 def _extreme(x: Any, axis: int, fill: Any, beats: Callable[[Any, Any], Any]) -> tuple[Any, Any]:
-    """Returns the extreme value up to each place, and the last index at which it occurs."""
+    """Returns, for each position, the extreme value up to it and the last index at which this value occurs."""
     size, rank, shape = _length(x, axis), len(x.shape), x.shape
     along = [size if one == axis % rank else 1 for one in range(rank)]
     places = op.Expand(
@@ -105,10 +105,10 @@ def _end(x: Any, *, lowest: bool) -> Any:
 
 
 def cummax(x, dim: int):  # type: ignore[no-untyped-def]
-    """Translates torch.cummax: the largest value up to each place, and its index."""
+    """Translates torch.cummax: at each position, the largest value up to it and its index."""
     return _extreme(x, dim, _end(x, lowest=True), op.GreaterOrEqual)
 
 
 def cummin(x, dim: int):  # type: ignore[no-untyped-def]
-    """Translates torch.cummin: the smallest value up to each place, and its index."""
+    """Translates torch.cummin: at each position, the smallest value up to it and its index."""
     return _extreme(x, dim, _end(x, lowest=False), op.LessOrEqual)

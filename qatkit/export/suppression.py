@@ -20,7 +20,10 @@ op: Any = onnxscript.opset18
 
 
 def suppress(boxes, scores, valid, groups, overlap: float, most: int):  # type: ignore[no-untyped-def]
-    """Translates the operator: each group becomes a class, in which only its valid boxes keep their scores."""
+    """Translates `qatkit::suppress`: each group becomes a class, in which only the valid boxes of the group take part.
+
+    Returns the scores [N, n]; those of boxes that are suppressed or not valid become `DROPPED`.
+    """
     group_of_box = np.repeat(np.arange(len(groups)), groups)
     members = group_of_box[None] == np.arange(len(groups))[:, None]
     dropped = op.CastLike(_constant(DROPPED, np.float32), scores)

@@ -25,7 +25,7 @@ Ends = Mapping[str, float | int | str]
 
 
 def split_parts(graph: fx.Graph) -> dict[str, tuple[str, int]]:
-    """Returns the tuple's site and the index for each part of a tuple (from a split or a chunk), by the part's site."""
+    """Maps the site of each element of a tuple (from a split or a chunk) to the tuple's site and the index in it."""
     found = [
         node for node in graph.nodes if node.target is operator.getitem and isinstance(node.args[1], int)
     ]
@@ -72,7 +72,7 @@ def tensorrt_table(
 
 
 def _same_range() -> frozenset[str]:
-    """Returns the operators whose outputs have the same range as their input or as a part of it."""
+    """Returns the types of operators whose output has the range of the first input, or a part of that range."""
     return same_scale_ops() | clip_ops() | {"Identity", "Pad"}
 
 

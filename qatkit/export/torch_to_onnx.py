@@ -216,8 +216,8 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 def may_be_literals(module: nn.Module) -> dict[str, Tensor]:
     """Returns the tensors, by name, that the exporter may write as something other than an initializer of this name.
 
-    These are the tensors of modules from outside qatkit, and the bounds to which a `QuantizeDequantize` clips. In the
-    file, the other tensors of qatkit's modules keep their name, or have the name of the quantizer that follows them.
+    These are the tensors of modules from outside qatkit (except BatchNorm's counts of batches), and the bounds to which
+    a `QuantizeDequantize` clips. In the file, the others keep their name, or have that of the quantizer after them.
     """
     found = {}
     for path, part in module.named_modules():

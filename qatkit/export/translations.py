@@ -177,7 +177,7 @@ def _distances(x, y, p: float, compute_mode: int | None = None):  # type: ignore
 
 
 def _search(boundaries, x, out_int32=False, right=False, side=None, sorter=None):  # type: ignore[no-untyped-def]
-    """Translates torch.searchsorted: the number of boundaries before each value."""
+    """Translates torch.searchsorted: counts the boundaries below each value, with `right` also those equal to it."""
     if sorter is not None:
         raise NotImplementedError("searchsorted with a sorter is not supported")
     rows = boundaries if len(boundaries.shape) == 1 else op.Unsqueeze(boundaries, [-2])

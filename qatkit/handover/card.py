@@ -27,7 +27,7 @@ def card(
     arrays: Mapping[str, Any] | None = None,
     stream: str = "",
 ) -> str:
-    """Returns Markdown with the front matter of Hugging Face's model cards.
+    """Returns the model card as Markdown, with the front matter that Hugging Face reads.
 
     Args:
         report: the content of report.json.

@@ -116,7 +116,8 @@ def _batches(data: DataModule, count: int, together: int) -> list[Any]:
 def _step(values: Sequence[Array], known: float | None, whole: float = 1.0) -> float:
     """Returns the quantization step of an output.
 
-    It is 1 for bytes, `whole` for wider integers and booleans, and for float `known` or else 1/255 of the range.
+    It is 1 for 8-bit integers, and `whole` for wider integers and booleans. For floats it is `known`, otherwise 1/255
+    of the range, or 1 if all values are equal.
     """
     if values[0].dtype.kind != "f":
         return 1.0 if values[0].dtype.kind != "b" and values[0].dtype.itemsize == 1 else whole

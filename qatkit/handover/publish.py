@@ -2,16 +2,15 @@
 
 A bundle is published completely or not at all, and an existing version is never overwritten.
 
-    check(place, name, version)              before a run: is the place writable, is the version free
-    publish(bundle, place, name, version)    after it
+    check(place, name, version)              before a run: checks that the place is writable and the version is free
+    publish(bundle, place, name, version)    after the run: publishes the bundle
 
 In a folder, a bundle is copied under a hidden name and then renamed. An object store cannot rename many files
-at once, so the order of writes makes a bundle appear at once:
+together, so the manifest, which is written last, makes the bundle visible:
 
-    NAME/.publishing/VERSION    is made first, if it does not exist: a claim that says who publishes which
-    bundle
+    NAME/.publishing/VERSION    first, unless it exists: a claim that says who publishes which bundle
     NAME/VERSION/*              then every file except the manifest
-    NAME/VERSION/manifest.json  last, if it does not exist; then the claim is removed
+    NAME/VERSION/manifest.json  last, unless it exists; then the claim is removed
 
 A reader that looks for manifest.json never sees an incomplete bundle. The files that a killed process leaves
 are completed when the same bundle is published again. They are removed when another bundle of that name is
@@ -67,8 +66,8 @@ def check(place: str, name: str, version: str | None) -> None:
         version: the version of the bundle; None if it is known only after the bundle is written.
 
     Raises:
-        ConfigError: the name or version is not a valid folder name, the place is not writable, its library is not
-            installed, or the version exists already.
+        ConfigError: the name or version is not a valid folder name, the place is not writable or not a valid URL, its
+            library is not installed, or the version exists already.
     """
     _check_names(name, version)
     folder = _folder_of(place)
@@ -97,7 +96,7 @@ def publish(bundle: Path, place: str, name: str, version: str | None = None) -> 
         ConfigError: the name or version is not a valid folder name, the store cannot be used, another bundle of
             that version exists or is being published, or the key of an encrypted zip is wrong.
         OSError: files in the folder cannot be written.
-        ValueError: the bundle has no manifest.
+        ValueError: the bundle has no manifest, or the file is not a zip.
     """
     _check_names(name, version)
     with tempfile.TemporaryDirectory(prefix="qatkit-") as folder:
@@ -209,7 +208,7 @@ def _store(place: str) -> tuple[Any, str]:
 
 
 def _asked(place: str, question: Callable[[], T]) -> T:
-    """Returns the answer of a store; errors of any library are reported in one line.
+    """Returns the answer of a store; an error of any library becomes a one-line ConfigError.
 
     Raises:
         ConfigError: the store does not answer, or it refuses the request.
@@ -329,7 +328,9 @@ def _told(claim: bytes) -> dict[str, Any]:
 
 
 def _gone(told: Mapping[str, Any]) -> bool:
-    """Returns whether the publisher of a claim has ended or, on another machine, whether its lease has expired.
+    """Returns whether the publisher of a claim has ended.
+
+    A process on another machine, or on Windows, counts as ended if the claim is older than six hours.
 
     A claim that cannot be read counts as ended.
     """

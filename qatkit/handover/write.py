@@ -1,11 +1,10 @@
 """Writes a bundle (format: `qatkit_verify.bundle`): the files of a finished run, golden vectors and a manifest.
 
     run's folder ── copies ──┐
-    INT8 file, test samples ─┴─> .bundle.PROCESS.RANDOM.part ── manifest, signature ── renamed ──> bundle/ or
-    bundle.zip
+    INT8 file, test samples ─┴─> .bundle.PROCESS.RANDOM.part ── manifest, signature ──> bundle/ or bundle.zip
 
-The same checkpoint gives the same bytes: the measurements come from the run's own report and are not
-repeated.
+The bundle is filled under a temporary name and gets its final name when it is complete. The same checkpoint gives
+the same bytes: the measurements come from the run's own report and are not repeated.
 """
 
 from __future__ import annotations
@@ -180,7 +179,7 @@ def _replace(new: Path, target: Path) -> None:
 
 
 def _fill(source: BundleSource, new: Path) -> None:
-    """Writes every file except the manifest."""
+    """Writes every file of the bundle except the manifest and its signature."""
     report = read_json(source.run / REPORT_FILE)
     shutil.copyfile(source.int8, new / INT8_FILE)
     if source.export.bundle_float and (source.run / FLOAT_FILE).is_file():
@@ -228,7 +227,8 @@ def _copy_larger_files(source: BundleSource, new: Path) -> None:
 def _fill_for_programs(source: BundleSource, new: Path, report: Mapping[str, Any]) -> None:
     """Writes the files that show how to run the model.
 
-    These are the card, JavaScript modules (for images and recordings), and the page and the demo (for images).
+    These are the model card, JavaScript modules (for images and recordings) and, if it is requested, the demo page (for
+    images). In the report's HTML page (for images), the code that loads the file is adapted to the bundle.
     """
     if source.data.of_arrays:
         _write_card(source, new, report, arrays_program(new, source.options), read_json(new / ARRAYS_FILE))

@@ -1,6 +1,6 @@
-"""Changes to a given ONNX file, in the order in which they run.
+"""Services that change a given ONNX file, in the order in which they run.
 
-All of them keep the function of the file, except for `approximate` and `drop_pairs` in rewrite/.
+All of them keep the function of the file, apart from rounding, except for `approximate` and `drop_pairs` in rewrite/.
 
     float32.py     converts float16 tensors to float32
     opset.py       converts to another opset

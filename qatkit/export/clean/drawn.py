@@ -48,7 +48,7 @@ def ports(model: ir.Model, path: Path) -> list[Port]:
 
 
 def drawn(session: ort.InferenceSession, wanted: Sequence[Port]) -> list[Feeds]:
-    """Returns two sets of random inputs that a model accepts.
+    """Returns two sets of random inputs that a model accepts, or only one set if it refuses a further one.
 
     If the first axis is dynamic, the second set has a batch size of 2, provided that the model accepts this.
 
@@ -72,7 +72,7 @@ def drawn(session: ort.InferenceSession, wanted: Sequence[Port]) -> list[Feeds]:
 def _second(
     session: ort.InferenceSession, wanted: Sequence[Port], size: int, highest: int
 ) -> Iterator[Feeds]:
-    """Yields a set of inputs with another batch size, or with the same one if the model accepts no other."""
+    """Yields one set of inputs with batch size 2, else 1, or nothing if the model accepts neither."""
     for batch in (2, 1):
         feeds = _feeds(wanted, 1, size, highest, batch)
         if _failure(session, feeds) is None:

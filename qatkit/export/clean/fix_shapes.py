@@ -28,8 +28,9 @@ def fix_shapes(model: ir.Model, asked: Mapping[str, Any]) -> list[str]:
         Lines that say which sizes were fixed.
 
     Raises:
-        ConfigError: a name is neither a size nor an input, an input lacks the axis, a size is not an integer of at
-            least 1, the file already has a different size there, or one size gets two values.
+        ConfigError: a name is neither a size nor an input, an input lacks the axis, a list does not have one size per
+            axis, a size is not an integer of at least 1, the file already has a different size there, or one size gets
+            two values.
     """
     if not isinstance(asked, Mapping):
         raise ConfigError(KEY, asked, "sizes by name ({batch: 1}) or by input ({input: {2: 224}})")

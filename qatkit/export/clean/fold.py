@@ -1,4 +1,4 @@
-"""Folds constants, removes no-op nodes and merges duplicates by ONNX Runtime's basic optimizer and onnx_ir.
+"""Folds constants, removes no-op nodes and merges duplicates with ONNX Runtime's basic optimizer and onnx_ir.
 
 The optimizer is the one that prepares files for ONNX Runtime's quantization tools (`qatkit.export.for_ort_tools`).
 Three kinds of its passes are left out: those that replace ONNX operators by ONNX Runtime's own, those that move the

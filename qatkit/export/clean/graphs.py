@@ -18,7 +18,7 @@ def graphs(graph: ir.Graph) -> Iterator[ir.Graph]:
 
 
 def values(graph: ir.Graph) -> Iterator[ir.Value]:
-    """Yields the inputs, the initializers and the outputs of all nodes of one graph."""
+    """Yields a graph's inputs, its initializers, and the outputs of its nodes, without those of inner graphs."""
     yield from graph.inputs
     for value in graph.initializers.values():
         if not value.is_graph_input():

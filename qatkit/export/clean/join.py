@@ -1,4 +1,4 @@
-"""Folds multiplied and added constants into adjacent convolutions where ONNX Runtime's optimizer does not.
+"""Folds constant factors and added vectors into adjacent convolutions where ONNX Runtime's optimizer does not.
 
 It also removes Split and Concat nodes with a single part.
 """
@@ -16,13 +16,14 @@ from qatkit.verify.graph_view import constant, operand
 
 
 def join(model: ir.Model, *, exact: bool) -> None:
-    """Folds a constant factor before a Conv into its weights, and a vector added after a ConvTranspose into its bias.
+    """Folds a scalar factor before a Conv into its weights, and a vector added after a ConvTranspose into its bias.
 
     Split and Concat nodes with a single part are removed.
 
     Args:
         model: the model, changed in place.
-        exact: whether to fold only factors that are powers of two, and no added vectors.
+        exact: whether outputs must not change. Then only powers of two are folded, if no weight overflows or becomes
+            subnormal, and no added vectors.
     """
     for graph in graphs(model.graph):
         for node in list(graph):

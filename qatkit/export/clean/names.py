@@ -16,7 +16,7 @@ def safe_names(model: ir.Model, *, ends: bool) -> list[str]:
 
     Args:
         model: the model, changed in place.
-        ends: whether to rename inputs and outputs as well.
+        ends: whether to rename the model's inputs and outputs as well.
 
     Returns:
         Lines with the numbers of renamed tensors and nodes.

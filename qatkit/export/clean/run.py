@@ -28,7 +28,7 @@ Row = tuple[str, str]  # a service and a line about what it changed
 
 
 class Asked(NamedTuple):
-    """The requested services: the settings of `clean`, with a default in place of an empty `fold`."""
+    """The requested services (`qatkit.export.clean`): the settings of `clean`, with a default for `fold`."""
 
     fix_shapes: Mapping[str, Any]
     fold: str
@@ -58,8 +58,8 @@ class Cleaned:
     Attributes:
         files: the files in a temporary folder, the model first.
         rows: the changes, each with its service.
-        proof: the comparison with the original, before `approximate` and `drop_pairs`.
-        error: the comparison with the original afterwards; None if neither was requested.
+        proof: the comparison of the original with the file before `approximate` and `drop_pairs`.
+        error: the comparison of the original with the final file; None if neither of the two was requested.
         nodes: the numbers of nodes before and after cleaning.
         bytes: the sizes in bytes before and after cleaning.
     """

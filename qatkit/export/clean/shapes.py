@@ -17,9 +17,10 @@ _IN_MEMORY = 1 << 30  # largest number of bytes for symbolic inference, which co
 
 
 def fill_shapes(model: ir.Model) -> list[str]:
-    """Infers types and shapes by onnx, and those that are still missing by ONNX Runtime's symbolic inference.
+    """Infers types and shapes with onnx, and those still missing with ONNX Runtime's symbolic shape inference.
 
-    Symbolic inference is left out for models with 1 GiB of weights or more. The returned line counts the known shapes.
+    Symbolic inference is left out for models with 1 GiB of weights or more. The returned line counts the tensors with
+    known shapes before and after.
     """
     before = _known(model)
     for graph in graphs(model.graph):

@@ -10,7 +10,10 @@ from qatkit.export.hidden_names import free_name
 
 
 def unshare(model: ir.Model) -> list[str]:
-    """Copies initializers with several readers; if one is also an output of the file, the original stays the output."""
+    """Copies each initializer with several readers for all but the first of them.
+
+    If the initializer is also an output of the file, every reader gets a copy.
+    """
     taken, copies = taken_names(model), 0
     for graph in graphs(model.graph):
         for value in list(graph.initializers.values()):

@@ -18,7 +18,7 @@ _ALLOWED = (
 
 @dataclass(frozen=True)
 class WebRuntime:
-    """The three files of the package that a page needs.
+    """The three files of the package onnxruntime-web that a page needs, and its version.
 
     Attributes:
         script: the API as a plain script.

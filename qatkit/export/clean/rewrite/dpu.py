@@ -54,7 +54,7 @@ def sigmoid(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
 
 
 def hard_sigmoid(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
-    """Multiplies a HardSigmoid of slope 1/6 by 2731/16384 · 6."""
+    """Multiplies a HardSigmoid max(0, min(1, x/6 + 1/2)) by 6 · 2731/16384, as the hardware approximates 1/6."""
     slope, shift = (node.attributes.get_float(*one) for one in (("alpha", 0.2), ("beta", 0.5)))
     if node.op_type != "HardSigmoid" or not math.isclose(slope, 1 / 6, rel_tol=1e-4) or shift != 0.5:
         return False
@@ -109,7 +109,10 @@ def clip(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
 
 
 def softmax(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
-    """Writes a Softmax as the hardware computes it in bfloat16, with exp(x) = 2^n · (cubic of the remainder)."""
+    """Writes a Softmax as the hardware computes it in bfloat16.
+
+    exp(x) becomes 2^n · c(x - n ln 2), where n is x / ln 2 rounded down and c is a cubic polynomial.
+    """
     x = operand(node, 0)
     if node.op_type != "Softmax" or x is None or x.dtype != ir.DataType.FLOAT:
         return False

@@ -28,7 +28,10 @@ def batch_norm_to_conv(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
 
 
 def batch_norm_of_concat(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
-    """Folds a BatchNormalization after a Concat of convolutions into these convolutions."""
+    """Folds a BatchNormalization into the convolutions before it, whose channels a Concat joins.
+
+    The weights must be constant, and nothing else may read the outputs of the convolutions and of the Concat.
+    """
     found = _affine(node)
     joined = operand(node, 0)
     concat = None if joined is None else joined.producer()

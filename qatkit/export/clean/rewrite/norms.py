@@ -25,9 +25,9 @@ class Normalized(NamedTuple):
 
 
 def layer_norm(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
-    """Writes (x - mean) / sqrt(variance + epsilon) over the last axes as LayerNormalization.
+    """Writes (x - mean) / sqrt(variance + epsilon) over the last axes as LayerNormalization, if their sizes are known.
 
-    A scale and a bias that follow are included.
+    A constant scale and a constant bias that follow are included.
 
     A normalization over all axes after the channels, with a scale for each channel, is left to `instance_norm`.
     """
@@ -53,8 +53,8 @@ def layer_norm(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
 def instance_norm(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
     """Writes (x - mean) / sqrt(variance + epsilon) over all axes after the channels as InstanceNormalization.
 
-    A scale and a bias that follow are included. x·a + (bias - mean·a) with a = scale / sqrt(variance + epsilon) is
-    written in the same way.
+    A constant scale and a constant bias that follow are included. x·a + (bias - mean·a) with
+    a = scale / sqrt(variance + epsilon) is written in the same way.
     """
     found, scale, bias, last = _normalized(node), None, None, node
     if found is None:
@@ -82,8 +82,8 @@ def instance_norm(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
 def l2_norm(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
     """Writes x / sqrt(sum of squares) over one axis as LpNormalization.
 
-    The divisor may have a lower bound of up to 1e-6. LpNormalization has none, so it divides a shorter vector by the
-    vector's length.
+    The divisor may have a lower bound of up to 1e-6. LpNormalization has no such bound, so a vector shorter than the
+    bound is divided by its own length.
     """
     if node.op_type == "Div":
         sides = ((operand(node, 0), operand(node, 1)),)
@@ -225,7 +225,7 @@ def _affine(
 
 
 def _scaled_by_channel(found: Normalized, node: ir.Node, ranks: int) -> bool:
-    """Returns whether a norm over all axes after the channels is followed by a product with a constant per channel."""
+    """Returns whether a normalization is over all axes after the channels, with a constant factor per channel."""
     channels = size(found.x, 1) if found.axes == tuple(range(2, ranks)) else None
     return channels is not None and _affine(node, (channels, *[1] * (ranks - 2)))[1] is not None
 

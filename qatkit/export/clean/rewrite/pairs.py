@@ -22,7 +22,7 @@ _BFLOAT16 = (("min", -(2.0**128 - 2.0**120)), ("max", 2.0**128 - 2.0**120))
 
 
 def dedicated_pairs(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
-    """Gives each reader of a DequantizeLinear its own copy of it, and of a QuantizeLinear before it."""
+    """Gives each reader of a DequantizeLinear its own copy of the node, and of the QuantizeLinear before it, if any."""
     if node.op_type != "DequantizeLinear":
         return False
     result = node.outputs[0]
@@ -63,7 +63,10 @@ def weight_pairs(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
 
 
 def fold_relu(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
-    """Removes a Relu if all its readers quantize with the lowest integer as zero_point, which also clips negatives."""
+    """Removes a Relu if all its readers are QuantizeLinear nodes that clip negative values themselves.
+
+    They do so if their zero_point is the lowest integer of its type.
+    """
     result, source = node.outputs[0], operand(node, 0)
     if node.op_type != "Relu" or source is None or not result.uses() or result.is_graph_output():
         return False
