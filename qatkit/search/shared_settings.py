@@ -34,7 +34,8 @@ _KEY = "export.encrypt"  # another key fails on existing files; no key would lea
 def settings_of(config: Config) -> dict[str, Any]:
     """Returns the shared settings by dotted key.
 
-    A file is represented by its digest, and `export.encrypt` only by whether there is a key. The space, the objectives and the constraints are left out, since the study compares them separately.
+    A file is represented by its digest, and `export.encrypt` only by whether there is a key. The space,
+    the objectives and the constraints are left out, since the study compares them separately.
     """
     found = {key: value for key, value in flat(asdict(config)) if not listed(key, MAY_DIFFER)}
     for key in _FILES:

@@ -56,8 +56,8 @@ def storage_of(where: str | None, folder: Path) -> BaseStorage:
 def _patience(where: str) -> dict[str, int]:
     """Returns the time limits of PostgreSQL's driver for a broken network, except those that the URL sets.
 
-    Returns an empty dict for other databases and drivers. With Linux's defaults, the driver waits a quarter of an hour for the
-    confirmation of sent data (measured), and forever for an answer.
+    Returns an empty dict for other databases and drivers. With Linux's defaults, the driver waits a quarter
+    of an hour for the confirmation of sent data (measured), and forever for an answer.
     """
     url = make_url(where)
     if url.get_backend_name() != "postgresql" or not url.get_driver_name().startswith("psycopg"):

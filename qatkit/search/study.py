@@ -105,7 +105,7 @@ class SharedStudy:
             raise ConfigError("search.storage", self.asked.storage, reason=reason) from error
 
     def _check_unused(self) -> None:
-        """Checks that the folder of a new study holds no trials, whose reports the study would take for its own."""
+        """Checks that the folder of a new study has no trials, whose reports it would take for its own."""
         if any((self.folder / TRIALS).glob("*")):
             allowed = f"a folder without trials, since the study {self.name} is new"
             raise ConfigError("output_dir", self.folder, allowed)
@@ -173,7 +173,7 @@ class SharedStudy:
         return self.folder / TRIALS / str(number)
 
     def claim(self) -> Claimed | None:
-        """Returns a trial to continue, or a new one; None if enough trials exist or every point of the space has one."""
+        """Returns a trial to continue, or a new one; None if there are enough trials or every point has one."""
         with answering(self.asked.storage), self._alone():
             for frozen in of_state(self.optuna, TrialState.RUNNING):
                 if (claimed := self._taken(frozen)) is not None:

@@ -6,9 +6,10 @@
 Objectives and constraints are measured on held-out training images (`verify.validation`). Test images do not influence
 the search.
 
-A trial whose worker was killed or stopped by a signal is continued by the next worker that claims a trial. If the
-run raises any other error, writes no report, or lacks a metric, the trial is marked as failed, with the reason, and the
-search continues. A trial is an ordinary run, with `config.yaml` and `report.json` in its folder.
+A trial whose worker was killed or stopped by a signal is continued by the next worker that claims a trial. If
+the run raises an error (other than of the disk or the storage), writes no report or lacks a metric, the trial
+is marked as failed, with the reason, and the search continues. A trial is an ordinary run, with `config.yaml`
+and `report.json` in its folder.
 """
 
 from __future__ import annotations
