@@ -1,8 +1,8 @@
 """Writes and reads secret files, with or without a key.
 
-    with protected(config.export.encrypt):  # once, around a job
-    with secret(path) as temporary: ...     # writes the file atomically, encrypted if there is a key
-    with readable(path) as plain: ...       # the file itself, or its decrypted content in memory
+with protected(config.export.encrypt):  # once, around a job
+with secret(path) as temporary: ...     # writes the file atomically, encrypted if there is a key
+with readable(path) as plain: ...       # the file itself, or its decrypted content in memory
 """
 
 from __future__ import annotations
