@@ -1,6 +1,7 @@
 """Computes nn.MultiheadAttention by separate operators, for the calls that `self_attention` does not support.
 
-These are calls with cross attention, masks, keys and values of other widths, or attention weights that are used.
+These are calls with cross attention, masks, keys and values of other widths, or attention weights that are
+used. T is the number of queries, S the number of keys, and E the width of the queries.
 
     q, k, v = Linear(query), Linear(key), Linear(value)   each with its rows of the joint weight
     w = softmax(q·kᵀ / sqrt(E/heads) + mask)              [N, heads, T, S]
