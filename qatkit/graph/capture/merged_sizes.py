@@ -130,7 +130,7 @@ def check_forms(one: fx.Graph, others: Sequence[fx.Graph]) -> None:
     These are Swin's windows, MViT's relative positions, and adaptive pools to a fixed size other than 1.
 
     Raises:
-        UntraceableError: the shape of such an operator's input differs between the runs.
+        UntraceableError: the height, width or number of frames of such an operator's input differs between the runs.
     """
     for nodes in zip(one.nodes, *(other.nodes for other in others), strict=False):
         node, name = nodes[0], _name_of(nodes[0])
