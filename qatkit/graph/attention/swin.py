@@ -134,8 +134,7 @@ class WindowAttention(nn.Module):
     def mask(self) -> Tensor:
         """Returns the mask [windows, 1, tokens, tokens]: -100 between tokens of different regions, else 0.
 
-        The graph computes it from the regions, since on clips a stored mask would be hundreds of times larger
-        than they.
+        The graph computes it from the regions; stored, it would be hundreds of times larger on clips.
         """
         apart = self.regions.unsqueeze(1) != self.regions.unsqueeze(2)
         return (apart * -100.0).unsqueeze(1)

@@ -209,7 +209,7 @@ class Quantized(nn.Module):
 
     Attributes:
         repaired: number of channels whose scale was raised so that the bias fits int32.
-        spec: the integer type and granularity of the weight.
+        spec: the `QuantSpec` of the weight.
         lost: the largest possible change of a result due to these raised scales, as a fraction of the bias.
         dtype: the type of the weight's integers, a name in `qatkit.quant.spec.DTYPES`.
     """
