@@ -102,7 +102,7 @@ def convert(graph_module: fx.GraphModule) -> PassResult:
 
 
 def _packed_here(graph_module: fx.GraphModule) -> dict[int, Any]:
-    """Returns the memo for a deepcopy that shares the float weights, which are only read to compute the integers."""
+    """Returns the memo for a deepcopy that shares large float weights, which are only read to compute the integers."""
     read = [one for one in graph_module.modules() if getattr(one, "weight_fake_quant", None) is not None]
     within = {inner for one in read for inner in one.modules()}
     others = [one for one in graph_module.modules() if one not in within]
