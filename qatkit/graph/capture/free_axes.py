@@ -382,9 +382,8 @@ def with_sizes(tensors: Sequence[Tensor], sizes: Mapping[Place, int]) -> tuple[T
 def _far(size: int, number: int, rank: int) -> list[int]:
     """Returns sizes to try: distant ones first, then nearer and smaller ones.
 
-    A distant size still differs from `size` after all strides of a pyramid, but a table of positions may be
-    too short for it. Distances vary with the axis (`number`); they are smaller for clips and volumes, with
-    three long axes.
+    A distant size differs from `size` after all strides of a pyramid, too, but a table of positions may be too
+    short. Distances vary with the axis (`number`) and are smaller for clips and volumes, to save time.
     """
     each = 8 if rank > 4 else 32
     unit = each * (number + 1)

@@ -112,7 +112,10 @@ def record(
 
 @contextlib.contextmanager
 def kept_buffers(model: nn.Module) -> Iterator[set[str]]:
-    """Restores all buffers afterwards; the yielded set then has the names of the buffers that were changed."""
+    """Restores all buffers afterwards; the yielded set then has the names of the buffers that were changed.
+
+    Changes that do not raise a buffer's version (`F.batch_norm`) are undone, but not in this set.
+    """
     before = [(module, dict(module._buffers)) for module in model.modules()]
     found = list(model.named_buffers())
     names = {id(buffer): name for name, buffer in found}

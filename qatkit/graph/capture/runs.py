@@ -319,7 +319,7 @@ def _compiling() -> Iterator[None]:
 
 
 def _no_call(model: nn.Module, error: Exception) -> Exception:
-    """Returns an error of the forward as a one-line error; an error of the recorder itself is returned unchanged."""
+    """Returns an error of the forward as a ConfigError, and an error of the recorder itself unchanged."""
     if Path(traceback.extract_tb(error.__traceback__)[-1].filename).parent == Path(__file__).parent:
         return error
     reason = f"the model failed on the example input ({described(error)})"
