@@ -315,7 +315,7 @@ def _as_index(node: fx.Node, name: str) -> tuple[Any, ...]:
 
 
 def _way_back(node: fx.Node, ndim: int) -> list[int]:
-    """Returns the permutation that reverses an exchange of axes, found by a trial on a tensor with distinct sizes."""
+    """Returns the permutation that undoes how `node` reorders axes, by a trial with distinct sizes."""
     probe = torch.empty([i + 2 for i in range(ndim)], device="meta")
     order = [size - 2 for size in _run(node, probe).shape]
     return [order.index(axis) for axis in range(ndim)]

@@ -27,7 +27,8 @@ def shape_in_run(node: fx.Node) -> tuple[int, ...]:
 class Shapes:
     """The function that expresses numbers that differ between runs as sizes of tensors, or as multiples of sizes.
 
-    Sizes of the node's own inputs are preferred, then sizes of the latest tensors before the node.
+    A size that equals the number is preferred to a multiple. Among several, those of the node's own inputs
+    come first, then those of the latest tensors before the node.
 
     Args:
         one: the graph in which the numbers are computed.
