@@ -1,8 +1,9 @@
 """The settings that all workers of a study must share, also after a restart, because they influence the results.
 
-Other settings may differ between workers. These are the settings of the machine, the monitoring, the analyses and the
-deliverables, which a resumed run may change too (`qatkit.run.resume`), and those that control the search, such as the
-number of trials. Files may have other paths, since their contents are compared.
+Other settings may differ between workers. These are the settings of the machine, the monitoring, the analyses
+and the deliverables, which a resumed run may change too (`qatkit.run.resume`), and those that control the
+search, such as the number of trials. Files may have other paths, since their contents are compared.
+Encryption does not influence the results, but is shared so that no worker leaves its trials unencrypted.
 """
 
 from __future__ import annotations

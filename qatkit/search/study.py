@@ -57,8 +57,8 @@ class SharedStudy:
         task: the names of the task and its metrics.
 
     Raises:
-        ConfigError: the storage cannot be used, or the existing study has other settings. If the storage fails later,
-            methods raise a StorageError.
+        ConfigError: the storage or the folder cannot be used, or the existing study has other settings or another
+            folder. If the storage fails later, methods raise a StorageError.
     """
 
     def __init__(
