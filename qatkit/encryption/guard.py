@@ -15,7 +15,7 @@ _SECONDS = 0.1  # time between two checks
 
 
 def main() -> None:
-    """Waits for the end of the parent process, then removes the folder."""
+    """Waits until the parent process has ended or the folder is gone, then removes what is left of it."""
     folder, parent = sys.argv[1], int(sys.argv[2])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)

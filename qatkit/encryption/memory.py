@@ -1,9 +1,9 @@
 """Keeps temporary files in memory: a folder on a tmpfs replaces /tmp for this process and its children.
 
-ONNX Runtime, the exporter and OpenVINO need unencrypted files with names. Therefore `tempfile` and TMPDIR point to a
-folder that is never on a disk. The folder is removed at the end of the job, or by a second process (`guard`) if the
-first one is killed. If both are killed, the folder stays in memory until the next encrypted run of the same user
-removes it. This run recognizes such a folder because its lock is free.
+ONNX Runtime, the exporter and OpenVINO need unencrypted files with names. Therefore `tempfile` and TMPDIR
+point to a folder that is never on a disk. The folder is removed at the end of the job, or by a second process
+(`guard`) if the job's process is killed. If both are killed, the folder stays in memory until the next
+encrypted run of the same user removes it; that run recognizes such a folder because nobody holds its lock.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ _IN_MEMORY = ("tmpfs", "ramfs")
 @contextmanager
 def temporary_files_in_memory(key_file: str) -> Iterator[Path]:
     """Puts all temporary files of the block into a folder in memory, which is removed afterwards.
+
+    The folders of killed runs are removed first. Within the block, core dumps are off, since they would write
+    all memory to a file.
 
     Args:
         key_file: the key file, for the error message if there is no such folder.

@@ -60,7 +60,8 @@ def protected(key_file: str | None) -> Iterator[None]:
 def secret(path: str | Path) -> Iterator[Path]:
     """Yields a path to write to; at the end of the block, `path` gets this content, encrypted if there is a key.
 
-    Without a key, this is `files.whole`. With a key, the yielded path is in memory.
+    Without a key, this is `files.whole`. With a key, the yielded path is in memory. If the block raises an
+    error, `path` stays as it was.
     """
     if _Held.key is None:
         with whole(path) as temporary:

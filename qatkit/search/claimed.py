@@ -22,15 +22,15 @@ _BY_EPOCHS = ("accuracy", "drop")  # metrics for which the score of an epoch mat
 
 
 class Claimed:
-    """A trial that belongs to this worker until the `with` block of the trial ends; its folder must be locked before.
+    """A trial that this worker has claimed: it belongs to the worker until the end of its `with` block.
 
     Args:
         study: the study that contains the trial.
         asked: the settings of the search.
         frozen: the trial as the study stores it.
         folder: the folder of the trial's run.
-        lock: the lock of this folder, which the end of the block releases.
-        metric: the metric that the epochs measure.
+        lock: the lock of this folder, which is already held; the end of the block releases it.
+        metric: the metric of the epochs' scores.
 
     Attributes:
         number, values: the number of the trial and its proposed settings.

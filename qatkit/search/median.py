@@ -1,7 +1,8 @@
 """Prunes trials by the median stopping rule (Golovin et al., Google Vizier, KDD 2017, section 3.2).
 
-A trial is pruned if its best score in the current stage is worse than the median score of the finished trials at the
-same epoch. Optuna's MedianPruner uses the same rule, but does not support studies with several objectives.
+A trial is pruned if its best score in the current stage is worse than the median of the scores that the
+finished trials had at the same epoch. Optuna's MedianPruner uses the same rule, but does not support studies
+with several objectives.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The settings that all workers of a study must share, also after a restart, because they influence the results.
 
-Other settings may differ between workers. These are the settings of the machine, the monitoring, the analyses and the
-deliverables, which a resumed run may change too (`qatkit.run.resume`), and those that control the search, such as the
-number of trials. Files may have other paths, since their contents are compared.
+Other settings may differ between workers. These are the settings of the machine, the monitoring, the analyses
+and the deliverables, which a resumed run may change too (`qatkit.run.resume`), and those that control the
+search, such as the number of trials. Files may have other paths, since their contents are compared.
+Encryption does not influence the results, but is shared so that no worker leaves its trials unencrypted.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ _KEY = "export.encrypt"  # another key fails on existing files; no key would lea
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """Returns the shared settings by dotted key: a digest for a file, and only whether there is a key for encryption.
+    """Returns the shared settings by dotted key.
 
-    The space, the objectives and the constraints are left out, since the study compares them separately.
+    A file is represented by its digest, and `export.encrypt` only by whether there is a key. The space,
+    the objectives and the constraints are left out, since the study compares them separately.
     """
     found = {key: value for key, value in flat(asdict(config)) if not listed(key, MAY_DIFFER)}
     for key in _FILES:

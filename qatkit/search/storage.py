@@ -56,8 +56,8 @@ def storage_of(where: str | None, folder: Path) -> BaseStorage:
 def _patience(where: str) -> dict[str, int]:
     """Returns the time limits of PostgreSQL's driver for a broken network, except those that the URL sets.
 
-    Empty for other databases and drivers. With Linux's defaults, the driver waits a quarter of an hour for the
-    confirmation of sent data (measured), and forever for an answer.
+    Returns an empty dict for other databases and drivers. With Linux's defaults, the driver waits a quarter
+    of an hour for the confirmation of sent data (measured), and forever for an answer.
     """
     url = make_url(where)
     if url.get_backend_name() != "postgresql" or not url.get_driver_name().startswith("psycopg"):
@@ -96,7 +96,7 @@ def _cause(error: BaseException) -> str:
 
 
 def driver(error: ImportError) -> str:
-    """Returns the end of a message about a missing driver: for psycopg, the command that installs it, else its name."""
+    """Returns the end of a message about a missing driver: the command that installs psycopg, or the driver's name."""
     cause: BaseException | None = error
     while cause is not None and getattr(cause, "name", None) is None:
         cause = cause.__cause__ or cause.__context__

@@ -1,4 +1,4 @@
-"""A study that several workers share, by a storage of Optuna and locks in a common folder.
+"""A study that several workers share through a storage of Optuna and locks in a common folder.
 
     FOLDER/study.db (or study.journal, or a database)     Optuna's storage of trials, proposals and metrics
     FOLDER/.claim       a lock that a worker holds while it claims a trial, so that no trial is claimed twice
@@ -57,8 +57,8 @@ class SharedStudy:
         task: the names of the task and its metrics.
 
     Raises:
-        ConfigError: the storage cannot be used, or the existing study has other settings. If the storage fails later,
-            methods raise a StorageError.
+        ConfigError: the storage or the folder cannot be used, or the existing study has other settings or another
+            folder. If the storage fails later, methods raise a StorageError.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class SharedStudy:
             raise ConfigError("search.storage", self.asked.storage, reason=reason) from error
 
     def _check_unused(self) -> None:
-        """Checks that a new study has no trials in its folder, since their reports would be taken for its own."""
+        """Checks that the folder of a new study has no trials, whose reports it would take for its own."""
         if any((self.folder / TRIALS).glob("*")):
             allowed = f"a folder without trials, since the study {self.name} is new"
             raise ConfigError("output_dir", self.folder, allowed)
@@ -149,7 +149,7 @@ class SharedStudy:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Makes other workers that want to claim a trial wait for the end of the context, or of this process.
+        """Lets one worker at a time open the study or claim a trial; others wait for the end of the context.
 
         Raises:
             ConfigError: the file system has no locks.
@@ -173,7 +173,7 @@ class SharedStudy:
         return self.folder / TRIALS / str(number)
 
     def claim(self) -> Claimed | None:
-        """Returns a trial to continue, or a new one; None if enough trials exist or no point of the space is left."""
+        """Returns a trial to continue, or a new one; None if there are enough trials or every point has one."""
         with answering(self.asked.storage), self._alone():
             for frozen in of_state(self.optuna, TrialState.RUNNING):
                 if (claimed := self._taken(frozen)) is not None:

@@ -6,9 +6,10 @@
 Objectives and constraints are measured on held-out training images (`verify.validation`). Test images do not influence
 the search.
 
-A trial whose worker was killed or stopped by a signal is continued by the next worker that claims a trial. A trial with
-a wrong setting or a defect is marked as failed, with the reason, and the search continues. A trial is the same as a run
-that is started by hand, with the same `config.yaml` and `report.json` in its folder.
+A trial whose worker was killed or stopped by a signal is continued by the next worker that claims a trial. If
+the run raises an error (other than of the disk or the storage), writes no report or lacks a metric, the trial
+is marked as failed, with the reason, and the search continues. A trial is an ordinary run, with `config.yaml`
+and `report.json` in its folder.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def work(config: Config, typed: Sequence[str], compose: Compose, job: Callable[[
         job: a function that runs the pipeline for a configuration.
 
     Returns:
-        The exit status: 0, or 1 if no trial on the Pareto front meets all bounds.
+        The exit status: 0, or 1 if no trial on the Pareto front meets all `verify` bounds, or the front is empty.
 
     Raises:
         ConfigError: a setting is wrong (found before the first trial), at least `_HOPELESS` trials have ended and all
@@ -112,7 +113,7 @@ def _hopeless(study: Study) -> Trial | None:
 
 
 def _hints(config: Config) -> Callable[[str], Any]:
-    """Returns a function that maps a key to the type of its value; an algorithm's class gives those of its settings."""
+    """Returns a function that maps a key to the type of its value, for settings of the chosen algorithms too."""
     chosen = {f"algorithm.{name}": type(one) for name, one in algorithms_of(config.algorithm).items()}
 
     def hint(key: str) -> Any:
@@ -193,7 +194,7 @@ def _composed(key: str, value: Value, compose: Compose, data: DataModule) -> Con
 
 
 def _trial(claimed: Claimed, config: Config, compose: Compose, job: Callable[[Config], int | None]) -> None:
-    """Runs one trial, or marks it as failed if its workers were killed `search.attempts` times.
+    """Runs one trial, or marks it as failed if its workers have already been killed `search.attempts` times.
 
     If a signal, a disk error or the storage ends the trial, this start does not count as an attempt.
     """

@@ -1,6 +1,8 @@
 """Computes nn.MultiheadAttention by separate operators, for the calls that `self_attention` does not support.
 
-These are calls with cross attention, masks, keys and values of other widths, or attention weights that are used.
+These are calls with cross attention, masks, keys and values of other widths, additional keys (`add_bias_kv`,
+`add_zero_attn`) or attention weights that are used, and calls of a module that is called more than once. T is
+the number of queries, S the number of keys, and E the width of the queries.
 
     q, k, v = Linear(query), Linear(key), Linear(value)   each with its rows of the joint weight
     w = softmax(q·kᵀ / sqrt(E/heads) + mask)              [N, heads, T, S]

@@ -32,10 +32,10 @@ class RelativePositions(nn.Module):
             self.register_buffer(f"distance_{axis}", distances(q, k), persistent=False)
 
     def forward(self, scores: Tensor, q: Tensor, table_t: Tensor, table_h: Tensor, table_w: Tensor) -> Tensor:
-        """Adds the relative positions to `scores`.
+        """Returns `scores` plus the terms of the relative positions.
 
         Args:
-            scores: [N, heads, 1 + T·H·W, 1 + keys].
+            scores: [N, heads, 1 + T·H·W, 1 + the number of key patches]; the 1 is the class token.
             q: [N, heads, 1 + T·H·W, width].
             table_t, table_h, table_w: [distances, width].
         """

@@ -22,9 +22,10 @@ _SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale"
 
 
 def open_attention(node: fx.Node) -> str | None:
-    """Replaces an nn.MultiheadAttention by the operators of `self_attention.SelfAttention`.
+    """Replaces a call of an nn.MultiheadAttention by the operators of `SelfAttention`; returns None.
 
-    Calls other than self-attention are opened when the graph is recorded (`qatkit.graph.capture`).
+    Calls that `SelfAttention` does not support have been replaced already, while the graph was recorded
+    (`qatkit.graph.capture`).
     """
     module = cast(nn.MultiheadAttention, module_of(node))
     for user in list(node.users):
@@ -84,8 +85,8 @@ def open_dot_product(node: fx.Node) -> str | None:
 def _mask(node: fx.Node, given: Mapping[str, Any], size: tuple[int, int]) -> tuple[Any, fx.Node | None]:
     """Returns (mask, hidden), of which at most one is not None.
 
-    `mask` is added to the scores. `hidden` is returned for a boolean mask; it is true where a query may not attend to
-    a key.
+    `mask` is added to the scores; it is for a float or causal mask. `hidden` is for a boolean mask; it is
+    true where a query may not attend to a key.
     """
     graph, mask = node.graph, given.get("attn_mask")
     if given.get("is_causal"):
@@ -159,7 +160,8 @@ def open_window_attention(node: fx.Node) -> str | None:
 def open_relative_positions(node: fx.Node) -> str | None:
     """Replaces MViT's relative positions by `qatkit.graph.attention.mvit.RelativePositions`.
 
-    Returns which operators stay float, and if it did not replace them, also why.
+    Returns a note on what stays float: the products with the position tables, or everything with the reason
+    if nothing was replaced.
     """
     given = {k: known(v) for k, v in arguments(node, cast(Callable[..., Any], node.target)).items()}
     sizes = [tuple(known(size) for size in given[key]) for key in ("q_thw", "k_thw")]
@@ -177,7 +179,7 @@ def open_relative_positions(node: fx.Node) -> str | None:
 
 
 def open_shortcut(node: fx.Node) -> str | None:
-    """Rewrites x + shortcut as an Add; zero is added to a class token that the shortcut leaves out."""
+    """Rewrites x + shortcut as an Add, with zeros for the class token if it has no shortcut; returns None."""
     x, shortcut, with_class = node.args
     graph, name = node.graph, site(node)
     with graph.inserting_before(node):

@@ -91,8 +91,8 @@ def split_heads(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
 def similarity(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
     """Returns q·kᵀ times `scale`, [1, N·heads, T, T].
 
-    ONNX Runtime's matrix product absorbs two direct neighbours: a multiplication with a number, and a Transpose that
-    applies only to the keys (unless it was merged with another Transpose).
+    The scale is applied right after the product, and the keys have a Transpose of their own, since ONNX
+    Runtime fuses both into its matrix product. It does not fuse a Transpose that was merged with another one.
     """
     scores: Tensor = torch.matmul(q, k.transpose(-2, -1))
     return scores if scale is None else scores * scale

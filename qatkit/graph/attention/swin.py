@@ -134,7 +134,7 @@ class WindowAttention(nn.Module):
     def mask(self) -> Tensor:
         """Returns the mask [windows, 1, tokens, tokens]: -100 between tokens of different regions, else 0.
 
-        It is computed in the graph, since on clips it is hundreds of times larger than the regions.
+        The graph computes it from the regions; stored, it would be hundreds of times larger on clips.
         """
         apart = self.regions.unsqueeze(1) != self.regions.unsqueeze(2)
         return (apart * -100.0).unsqueeze(1)

@@ -87,8 +87,8 @@ class Aliases:
     def bind(self, tensor: Tensor, chain: tuple[fx.Node, ...], sources: Sequence[Tensor]) -> None:
         """Binds a new tensor to the last node of `chain`.
 
-        The tensor is a view of the first tensor in `sources` that shares its memory, if `chain` starts from that
-        tensor's node.
+        It is recorded as a view of the first tensor in `sources` that shares its memory, if `chain` starts
+        from that tensor's node, and otherwise as a tensor without a parent.
         """
         parent = next((s for s in sources if s is not tensor and shares_memory(s, tensor)), None)
         if parent is None or self.values[parent].node is not chain[0].args[0]:
@@ -315,7 +315,7 @@ def _as_index(node: fx.Node, name: str) -> tuple[Any, ...]:
 
 
 def _way_back(node: fx.Node, ndim: int) -> list[int]:
-    """Returns the permutation that reverses an exchange of axes, found by a trial on a tensor with distinct sizes."""
+    """Returns the permutation that undoes how `node` reorders axes, by a trial with distinct sizes."""
     probe = torch.empty([i + 2 for i in range(ndim)], device="meta")
     order = [size - 2 for size in _run(node, probe).shape]
     return [order.index(axis) for axis in range(ndim)]

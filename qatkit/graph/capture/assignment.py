@@ -120,7 +120,10 @@ def _by_slices(
 
 
 def _by_tensors(recorder: Recorder, old: fx.Node, whole: Tensor, parts: list[Any], value: Any) -> fx.Node:
-    """Assigns by slices and index tensors: the slices are applied first, so that the tensors index full axes."""
+    """Returns the node after an assignment by slices and index tensors.
+
+    The slices are applied first, so that the tensors index full axes.
+    """
     if None in [part for part in parts if not isinstance(part, Tensor)]:
         raise recorder.not_followed("an assignment to an index with both None and a tensor can't be followed")
     slices: list[Any] = []
@@ -178,7 +181,7 @@ def _where(
 
 
 def _index_put(recorder: Recorder, old: fx.Node, whole: Tensor, parts: list[Any], value: Any) -> fx.Node:
-    """Assigns by index tensors, with the indexed axes moved to the front."""
+    """Returns the node after an assignment by index tensors, which moves the indexed axes to the front first."""
     axes = [i for i, part in enumerate(parts) if not isinstance(part, slice)]
     rest = [i for i in range(whole.ndim) if i not in axes]
     indices = [torch.as_tensor(parts[i]) for i in axes]

@@ -28,7 +28,10 @@ _HOW_MANY = "the size of the batch decides what is computed"
 def merge(
     one: Recording, other: Recording, sizes: tuple[int, int], axis: tuple[int, int], factor: int = 1
 ) -> bool:
-    """Makes the graph of `one` correct for any batch size; returns whether it accepts only multiples of `factor`.
+    """Makes the graph of `one` correct for other batch sizes; returns whether it cuts the batch.
+
+    If it does (into halves, or by taking every n-th sample), it is correct only for multiples of `factor`. If
+    `factor` is 1, the model has to be recorded again with a greater one.
 
     Args:
         one: the run whose graph is changed.
@@ -201,7 +204,10 @@ def _given_shape(node: fx.Node) -> dict[int, Any]:
 
 
 class _OfTheBatch:
-    """The function that computes numbers from the batch size, or from a fraction of it."""
+    """Computes numbers that differ between two runs as linear functions of batch size / `factor`.
+
+    `divides` becomes true if a number can't be computed without this division.
+    """
 
     def __init__(self, graph: fx.Graph, sizes: tuple[int, int], axis: tuple[int, int], factor: int) -> None:
         self.graph, self.sizes, self.axis, self.factor = graph, sizes, axis, factor

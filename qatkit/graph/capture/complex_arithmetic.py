@@ -1,6 +1,8 @@
 """Rules that rewrite complex arithmetic as arithmetic on real and imaginary parts.
 
-They cover sums, products, quotients, powers and functions such as exp.
+They cover sums, products, quotients, powers and functions such as exp. A rule adds nodes that compute the
+result of a call, and returns them: a pair if the result is complex, else one node. It returns None if it does
+not support the call.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def open_complex(graph_module: fx.GraphModule) -> None:
 def _open(writer: PairWriter, node: fx.Node) -> None:
     """Replaces a complex node by a pair of nodes, and a real node with complex arguments by one that reads parts.
 
-    A node without a rule stays.
+    A node without a rule stays, and so does a call that its rule does not support.
     """
     rule = rule_of(node)
     with node.graph.inserting_before(node):

@@ -5,9 +5,9 @@
 2. The runs are merged into one graph, which computes numbers that differ between them from sizes.
 3. The graph is compared with the model, if possible at sizes that no run had.
 
-An axis stays fixed if its size decides what is computed, if the model fails at other sizes, or if a layer has weights
-for one size only. A note gives the reason unless it is the weights. If the configuration names the axis, a fixed axis
-is an error. If the model needs multiples (of 8 rows, say), so does the graph.
+An axis stays fixed if its size decides what is computed, if the model fails at other sizes, or if a layer has
+weights for one size only. A note gives the reason, except for weights. If the configuration names the axis, a
+fixed axis is an error. If the model needs multiples (of 8 rows, say), so does the graph.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class FreeAxis:
         name: the name of its size in the ONNX file.
         places: the axes (input, axis) that always have this size together.
         size: the size in the example.
-        others: sizes other than the example's that the model was run with.
+        others: other sizes that the model was run with: a distant one, then a near one if there is any.
         step: the number that the size must be a multiple of.
-        asked: whether the configuration asks for this axis by name.
+        asked: whether the configuration names this axis.
     """
 
     name: str
@@ -154,8 +154,8 @@ class FreeAxes:
     def _candidates(self) -> Iterator[list[tuple[Place, ...]]]:
         """Yields, for each axis, groups of axes to resize together, in the order in which they are tried.
 
-        A group is the axis with equally long axes that may have to change with it. If the configuration names axes,
-        the only group consists of the axes with the same name.
+        A group is the axis, alone or with equally long axes that may have to change with it. If the
+        configuration names axes, the only group consists of the axes with the same name.
         """
         if not isinstance(self.wanted, str):
             named: dict[str, list[Place]] = {}
@@ -210,7 +210,7 @@ class FreeAxes:
         """Returns the axis at `places`, with a distant and a near size that the model accepts, and its step.
 
         Raises:
-            UntraceableError, _NotFreeError: the model accepts no other size.
+            UntraceableError, _NotFreeError: the model accepts no other size, or none close to the example's.
         """
         size = self._size(places[0])
         reason: Exception = _NotFreeError("the model accepts no other size")
@@ -258,7 +258,7 @@ class FreeAxes:
         """Returns the graph merged from runs with the example's sizes, all distant ones and, if known, all near ones.
 
         Args:
-            compare: whether the graph is compared with the model at a size that no run had.
+            compare: whether the graph is compared with the model (`_compare`).
         """
         batch, more = self.batches or (None, None)
         one = self._recorded({}, batch)
@@ -275,7 +275,7 @@ class FreeAxes:
         return one
 
     def _compare(self, one: Recording, axes: Sequence[FreeAxis], batch: int | None) -> None:
-        """Raises an error if graph and model differ at the first sizes that the model accepts.
+        """Raises _NotFreeError unless graph and model agree at the first sizes that the model accepts, if any.
 
         Sizes that no run had are tried first, then those of the last run.
         """
@@ -380,10 +380,10 @@ def with_sizes(tensors: Sequence[Tensor], sizes: Mapping[Place, int]) -> tuple[T
 
 
 def _far(size: int, number: int, rank: int) -> list[int]:
-    """Returns sizes to try: distant ones first, then nearer and smaller ones, as a table of positions may need.
+    """Returns sizes to try: distant ones first, then nearer and smaller ones.
 
-    A distant size still differs from `size` after all strides of a pyramid; a near one may become equal. Each axis
-    (`number`) gets other distances, smaller ones for clips and volumes, where three long axes take much time.
+    A distant size differs from `size` after all strides of a pyramid, too, but a table of positions may be too
+    short. Distances vary with the axis (`number`) and are smaller for clips and volumes, to save time.
     """
     each = 8 if rank > 4 else 32
     unit = each * (number + 1)

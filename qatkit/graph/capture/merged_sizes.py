@@ -27,7 +27,8 @@ def shape_in_run(node: fx.Node) -> tuple[int, ...]:
 class Shapes:
     """The function that expresses numbers that differ between runs as sizes of tensors, or as multiples of sizes.
 
-    Sizes of the node's own inputs are preferred, then sizes of the latest tensors before the node.
+    A size that equals the number is preferred to a multiple. Among several, those of the node's own inputs
+    come first, then those of the latest tensors before the node.
 
     Args:
         one: the graph in which the numbers are computed.
@@ -130,7 +131,7 @@ def check_forms(one: fx.Graph, others: Sequence[fx.Graph]) -> None:
     These are Swin's windows, MViT's relative positions, and adaptive pools to a fixed size other than 1.
 
     Raises:
-        UntraceableError: the shape of such an operator's input differs between the runs.
+        UntraceableError: the height, width or number of frames of such an operator's input differs between the runs.
     """
     for nodes in zip(one.nodes, *(other.nodes for other in others), strict=False):
         node, name = nodes[0], _name_of(nodes[0])

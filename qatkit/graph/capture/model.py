@@ -2,9 +2,12 @@
 
 1. Two runs with different batch sizes and values are recorded and merged. Numbers that differ become functions of the
    batch size.
-2. Functional dropout becomes a module if it is on in a run in training mode.
-3. Values that depend on no input, parameter or buffer become buffers.
-4. Complex numbers become pairs of real numbers.
+2. Blocks that train other parameters than they evaluate with are recorded again in training mode, if their outputs are
+   the same in both modes (`qatkit.graph.capture.training_paths`).
+3. If requested, runs with other sizes of further axes are merged, too (`qatkit.graph.capture.free_axes`).
+4. Functional dropout becomes a module if it is on in a run in training mode.
+5. Values that depend on no input, parameter or buffer become buffers.
+6. Complex numbers become pairs of real numbers.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ _CUTS = ("chunk", "split", "tensor_split", "split_with_sizes", "hsplit", "vsplit
 
 
 def cuts(*nodes: fx.Node) -> tuple[int, list[tuple[int, ...]]] | None:
-    """Returns the axis along which a call cuts a tensor, and the end of each piece in all runs.
+    """Returns the axis along which a call cuts a tensor, and for each piece, where it ends in each run.
 
     Returns None for a call that does not cut, and if the pieces do not grow in proportion to the tensor.
 

@@ -60,8 +60,8 @@ class Recorder(TorchFunctionMode):
 
     Attributes:
         graph: the recorded graph.
-        constants: tensors by name that no node computes and that are no parameter or buffer: from NumPy, Python
-            numbers or attributes of modules.
+        constants: tensors, by name, that are neither computed by a node nor parameters or buffers: made from NumPy
+            arrays or Python numbers, or kept as attributes of modules.
         random: nodes that draw random numbers.
         read_values: whether Python code read values of a tensor.
     """
@@ -197,7 +197,8 @@ class Recorder(TorchFunctionMode):
     def record(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a call and returns its result; if it returns or changes tensors, it becomes a node.
 
-        There is no node for a call that returns one of its inputs unchanged, and for most tensors made of numbers.
+        There is no node for a call that returns one of its inputs unchanged. Tensors made of Python numbers
+        or NumPy arrays get none either, except for a few integers (`_few_numbers`).
 
         Raises:
             UntraceableError: an argument or an in-place change can't be part of a graph.
@@ -229,7 +230,7 @@ class Recorder(TorchFunctionMode):
     def record_leaf(
         self, run: Callable[..., Any], call: tuple[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Runs a module or function that becomes one node, including all calls inside it.
+        """Runs a module or function and records it as one node, which stands for all calls inside it.
 
         Args:
             run: the function to run.
@@ -343,7 +344,7 @@ class Recorder(TorchFunctionMode):
         return result
 
     def _sized(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-        """Returns the result; with `trace_sizes`, sizes of inputs and recorded tensors in it are traced."""
+        """Returns `result`; with `trace_sizes`, sizes of inputs and recorded tensors become traced sizes."""
         if not self.trace_sizes or name not in ("shape", "size", "numel") or id(args[0]) in self.names:
             return result
         if args[0] not in self.aliases.values:
@@ -375,14 +376,14 @@ class Recorder(TorchFunctionMode):
                 raise self.refuse(f"{what} depends on values of a tensor ({name.strip('_')})")
 
     def _known(self, tensor: Tensor) -> bool:
-        """Returns whether a tensor has the same values in every run, so that Python may read them; notes the read."""
+        """Returns whether a tensor has the same values in every run; if so, they are read (`read_values`)."""
         known = self.aliases.node_of(tensor) not in self.depends
         self.read_values |= known
         return known
 
 
 def _few_numbers(args: tuple[Any, ...]) -> bool:
-    """Returns whether a tensor is made of at most 8 integers, one of which may be the size of the batch."""
+    """Returns whether a tensor is made of at most 8 integers, one of which may be the batch size."""
     given = args[0] if args else ()
     data = list(given) if isinstance(given, (list, tuple)) else [given]
     return len(data) <= 8 and all(type(number) in (int, TracedSize) for number in data)

@@ -29,8 +29,8 @@ class Recording:
 
     Attributes:
         graph: the graph of all calls, with its outputs.
-        constants: tensors by name that no node computes and that are no parameter or buffer: from NumPy, Python
-            numbers or attributes of modules.
+        constants: tensors, by name, that are neither computed by a node nor parameters or buffers: made from NumPy
+            arrays or Python numbers, or kept as attributes of modules.
         random: nodes that draw random numbers.
         outputs: names of the outputs.
         tensors: the output tensors.
@@ -112,7 +112,10 @@ def record(
 
 @contextlib.contextmanager
 def kept_buffers(model: nn.Module) -> Iterator[set[str]]:
-    """Restores all buffers afterwards; the yielded set then has the names of the buffers that were changed."""
+    """Restores all buffers afterwards; the yielded set then has the names of the buffers that were changed.
+
+    Changes that do not raise a buffer's version (`F.batch_norm`) are undone, but not in this set.
+    """
     before = [(module, dict(module._buffers)) for module in model.modules()]
     found = list(model.named_buffers())
     names = {id(buffer): name for name, buffer in found}
@@ -136,16 +139,16 @@ def kept_buffers(model: nn.Module) -> Iterator[set[str]]:
 def _equal(buffer: Tensor, value: Tensor) -> bool:
     """Returns whether a buffer has these values; assumes so if its layout is not strided.
 
-    Needed since `F.batch_norm` changes its statistics without raising their version.
+    The values are compared, since `F.batch_norm` changes its statistics without raising their version.
     """
     return buffer.layout is not torch.strided or torch.equal(buffer, value)
 
 
 @contextlib.contextmanager
 def plain_contexts(found: set[str]) -> Iterator[None]:
-    """Disables inference_mode and autocast contexts (on the CPU) that the model enters.
+    """Disables contexts that the model enters: inference_mode, and autocast on the CPU.
 
-    `found` gets "autocast" if the model enters such a context.
+    `found` gets "autocast" if the model enters the latter.
 
     Tensors made in inference mode do not count in-place changes, and the types of autocast do not belong in a graph
     that is quantized.
@@ -226,9 +229,9 @@ class _Calls:
         return leaf
 
     def module(self, original: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Records the call of a module: a leaf becomes a node, the calls inside any other module are recorded.
+        """Records the call of a module: a leaf as one node, any other module as the calls inside it.
 
-        A module that only returns its input becomes a node too.
+        A module that only returns its input (`_idle`) becomes a node too.
         """
         path = self.paths.get(id(module))
         if self.within_leaf or path is None or not any(True for _ in tensors_in((args, kwargs))):
@@ -297,8 +300,8 @@ class _Calls:
 def is_leaf(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Returns whether a module is recorded as one node.
 
-    Opaque modules are leaves, and so are modules whose weight is computed by a parametrization or a hook that
-    `open_held` supports.
+    Opaque modules, which something other than PyTorch computes, are leaves, and so are modules whose weight
+    is computed by a parametrization or a hook that `open_held` supports.
 
     Other modules with parametrizations or hooks are not, nor are those whose forward was replaced on the instance. Of
     the rest, nn.MultiheadAttention, the modules of the operator table (`known_type`) and modules of torch.nn without

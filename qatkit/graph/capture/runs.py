@@ -1,7 +1,8 @@
 """Records runs of a model to make a graph for as many batch sizes as possible.
 
-1. Batches of two and of three are recorded. Numbers that differ become functions of the batch size.
-2. A model that cuts its batch into parts is recorded with batches of multiples.
+1. Batches of two and of three samples are recorded. Numbers that differ become functions of the batch size.
+2. If the model cuts its batch into parts or does not accept these sizes, batches of 2·n and 3·n samples are
+   recorded for the divisors n > 1 of the example's batch size, until one n works.
 3. A model that accepts no other batch size is recorded with that of the example.
 """
 
@@ -170,7 +171,7 @@ class Runs:
                 return self._along_axes(1)
 
     def _along_axes(self, factor: int) -> ForAnyBatch:
-        """Returns the recording for batches of multiples of `factor`.
+        """Returns the recording for batch sizes that are multiples of `factor`.
 
         An axis may be as long as the batch only by chance (in a mask of positions). Therefore, combinations that
         leave out some axes are tried too, unless the model declares its batch axes.
@@ -318,7 +319,7 @@ def _compiling() -> Iterator[None]:
 
 
 def _no_call(model: nn.Module, error: Exception) -> Exception:
-    """Returns an error of the forward as a one-line error; an error of the recorder itself is returned unchanged."""
+    """Returns an error of the forward as a ConfigError, and an error of the recorder itself unchanged."""
     if Path(traceback.extract_tb(error.__traceback__)[-1].filename).parent == Path(__file__).parent:
         return error
     reason = f"the model failed on the example input ({described(error)})"

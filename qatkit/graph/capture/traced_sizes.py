@@ -97,7 +97,10 @@ def _plain(value: Any) -> Any:
 
 
 def _applied(function: Callable[..., Any], *args: Any) -> Any:
-    """Returns the result of `function` on the plain numbers, as a traced size if it and all numbers are integers."""
+    """Returns the result of `function` on the plain numbers, as a traced size if it and all numbers are integers.
+
+    Returns NotImplemented on a TypeError, so that Python tries the other operand.
+    """
     try:
         value = function(*map(_plain, args))
     except TypeError:

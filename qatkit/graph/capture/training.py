@@ -76,8 +76,9 @@ def watch(
         drawn: paths of modules whose outputs may be drawn instead of computed (`drawn_output`).
 
     Returns:
-        The rates of functional dropouts by line, the lines that draw random numbers, the paths in `only_training`
-        of modules that change the shape of their input, and the names of buffers that change, except those of leaves.
+        The rates of functional dropouts by line, the lines that draw other random numbers, the paths in
+        `only_training` of modules that change the shape of their input, and the names of buffers that change,
+        except those of leaves.
     """
     watcher, reshaping = _Watcher(), set[str]()
     modes = [(module, module.training) for module in model.modules()]
@@ -146,8 +147,9 @@ def drop_reshaping(graph_module: fx.GraphModule, reshaping: set[str]) -> list[tu
 def follow_mode(graph_module: fx.GraphModule, rates: dict[Place, list[float]]) -> list[Place]:
     """Turns functional dropouts into modules, and removes those that are off in training mode too.
 
-    A dropout that is on in inference too stays. If `rates` is empty, each dropout becomes a module with the rate of
-    its call. The node of a scaled_dot_product_attention gets the rate of its dropout as `meta["dropout"]`.
+    A dropout that is on in inference too stays. If `rates` is empty (the model could not be run in training
+    mode), each dropout becomes a module with the rate of its call. The node of a scaled_dot_product_attention
+    gets the rate of its dropout as `meta["dropout"]`.
 
     Returns the lines of dropouts that are called only in training, so that the graph lacks them.
     """

@@ -44,7 +44,7 @@ class TrainingPaths:
         around: for each parameter that only training mode uses, the path of the innermost module around it that
             inference mode calls too.
         differences: for each of these modules, the relative difference between the outputs of its two paths;
-            infinite if its training path fails.
+            infinite if its training path fails or returns tensors of another number or shape.
         blocks: paths of the modules whose graph is to be recorded in training mode.
     """
 
@@ -78,7 +78,7 @@ def _before(end: fx.Node) -> set[fx.Node]:
 
 
 def training_paths(model: nn.Module, example: Example, missing: Mapping[str, nn.Parameter]) -> TrainingPaths:
-    """Runs `model` in both modes and leaves it in inference mode; does nothing if no parameter is missing.
+    """Runs `model` in both modes and leaves it in inference mode; the findings are empty if `missing` is.
 
     Args:
         model: the model.
@@ -97,7 +97,7 @@ def training_paths(model: nn.Module, example: Example, missing: Mapping[str, nn.
 
 
 def follow_paths(model: nn.Module, blocks: Collection[str]) -> None:
-    """Puts the modules at `blocks` into training mode, but not the other modules inside them, and no norms."""
+    """Puts the modules at `blocks` into training mode, but not norms or the other modules inside them."""
     for path in sorted(blocks, key=len):  # outer modules before the modules that they contain
         block = model.get_submodule(path).train()
         for module in block.modules():
@@ -108,7 +108,8 @@ def follow_paths(model: nn.Module, blocks: Collection[str]) -> None:
 def notes_of_paths(model: nn.Module, paths: TrainingPaths, missing: Collection[str]) -> list[tuple[str, str]]:
     """Returns notes (modules, reason) on the parameters that stay out of the graph.
 
-    One note is for parameters that evaluation replaces by something similar, and one for all others.
+    One note is for parameters of modules whose two paths give different outputs of the same shape, and one
+    for all others. A note without parameters is left out.
 
     Args:
         model: the model.
@@ -184,7 +185,11 @@ def _blocks(model: nn.Module, example: Example, names: Iterable[str]) -> dict[st
 
 
 def _differences(model: nn.Module, example: Example, paths: Collection[str]) -> dict[str, float]:
-    """Returns the relative difference between the outputs of each module's two paths, for its first call's inputs."""
+    """Returns, for each called module, the relative difference between the outputs of its two paths.
+
+    Both paths get the inputs of the module's first call. The difference is infinite if the training path
+    fails or returns tensors of another number or shape.
+    """
     given: dict[str, tuple[Any, Any]] = {}
     results: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:

@@ -1,8 +1,8 @@
 """Replaces functions of torch that hide products or in-place changes with the functions that they consist of.
 
-These run with the recorder on, so each of them is a node. Examples are the Linears of an attention that is called as a
-function, the product with the weight of a bilinear form, the mask of a filled diagonal, and the experts' Linears in a
-grouped matrix product.
+The recorder is on while the latter run, so each of them becomes a node. Examples are the Linears of an
+attention that is called as a function, the product with the weight of a bilinear form, the mask of a filled
+diagonal, and the experts' Linears in a grouped matrix product.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _ARGUMENTS = (
 
 
 def _attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """Computes `F.multi_head_attention_forward` with a module that has these parameters."""
+    """Computes `F.multi_head_attention_forward`: passes its arguments to `multi_head_attention` as a module."""
     given = SimpleNamespace(**dict.fromkeys(_ARGUMENTS))
     for name, value in (dict(zip(_ARGUMENTS, args, strict=False)) | kwargs).items():
         setattr(given, name, value)
@@ -94,8 +94,8 @@ _GROUPED_OF_TRANSFORMERS = "transformers.grouped_mm_fallback"
 def _grouped(x: Tensor, weight: Tensor, offs: Tensor | None = None, **more: Any) -> Callable[..., Any] | None:
     """Returns a function that computes `F.grouped_mm`.
 
-    It takes one matrix per group, or rows and the ends of the groups. Returns None for other arguments, such as a
-    bias or an output type.
+    Supported are an `x` with one matrix per group, and an `x` with the rows of all groups, which end at
+    `offs`. Returns None for other arguments, such as a bias or an output type.
     """
     if any(value is not None for value in more.values()):
         return None

@@ -55,8 +55,8 @@ class HeldWeight:
         dtype: the name of its format in `FORMATS`.
         axis: the axis along which its blocks lie; 0 without blocks.
         values: the rounded weight, float32.
-        scale: the factors of its elements, in the shape of its granularity.
-        of_tensor: the factor [] in `scale` that the whole tensor shares; 1 if there is none.
+        scale: the factors that the elements are multiplied by, one per block, channel or tensor.
+        of_tensor: the factor [] of the whole tensor, which `scale` includes; 1 if the format has none.
     """
 
     dtype: str

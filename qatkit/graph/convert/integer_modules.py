@@ -71,10 +71,10 @@ def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 class QuantizedPair(nn.Module):
-    """An operator on two 8-bit tensors, rounded to the steps of the quantize/dequantize pair after it.
+    """An operator on two 8-bit tensors; its result is rounded to the steps of the quantizer after it.
 
-    Sums and products are rounded at the same places as in ONNX Runtime's x86 kernels. Results were the
-    same as theirs for all pairs of bytes with 300 sets of parameters.
+    Each intermediate sum and product is rounded as in ONNX Runtime's x86 kernels. The results were the same
+    as theirs for all pairs of bytes with 300 sets of parameters.
     """
 
     scales: Tensor
@@ -103,7 +103,7 @@ class QuantizedPair(nn.Module):
         return made
 
     def _quantized(self, a: Tensor, b: Tensor) -> Tensor:
-        """Computes the result of `forward` in one piece."""
+        """Computes the result of `forward` for one piece of the operands."""
         integers = [torch.round(x / scale) for x, scale in zip((a, b), self.scales, strict=False)]
         steps: Tensor = torch.round(self.kernel(*integers)) - self.zero_points[2]
         return steps * self.scales[2]
@@ -113,7 +113,7 @@ class QuantizedPair(nn.Module):
         raise NotImplementedError
 
     def kernel(self, a: Tensor, b: Tensor) -> Tensor:
-        """Returns the integers of the result, not yet rounded, from q - zero_point of both operands."""
+        """Returns the unrounded integers of the result from the operands' integers minus zero points."""
         raise NotImplementedError
 
 
@@ -187,8 +187,9 @@ class QuantizedHardSigmoid(nn.Module):
 class Quantized(nn.Module):
     """A Conv or Linear with an integer weight and an int32, int16 or int8 bias; the bias may be float in the file.
 
-    When called, it sums integers and multiplies the sum once by s_x·s_w (/ s_y). The sums are exact: they are float32
-    up to 2²⁴, and float64 where they may be larger, as with 16-bit integers.
+    When called, it sums integers exactly: in float64 if a sum may exceed 2²⁴, as with 16-bit integers, else
+    in float32. Each sum is then multiplied once: by s_x·s_w, or by s_x·s_w / s_y before it is rounded to the
+    steps of the output.
 
     Buffers:
         weight: the integers.
@@ -208,8 +209,8 @@ class Quantized(nn.Module):
 
     Attributes:
         repaired: number of channels whose scale was raised so that the bias fits int32.
-        spec: the spec of the weight.
-        lost: the largest change of a result by such a raised scale, as a fraction of the bias.
+        spec: the `QuantSpec` of the weight.
+        lost: the largest possible change of a result due to these raised scales, as a fraction of the bias.
         dtype: the type of the weight's integers, a name in `qatkit.quant.spec.DTYPES`.
     """
 
@@ -371,7 +372,7 @@ class Settings:
         return self.bare.run(x, weight, bias)
 
     def infer(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Computes the operator without a gradient; float32 2-D convolutions on the CPU are computed by oneDNN.
+        """Computes the operator for inference; float32 2-D convolutions padded with zeros use oneDNN on the CPU.
 
         With one thread, a 1x1 kernel and fewer than 16 images, torch would choose an implementation that takes
         twice as long.

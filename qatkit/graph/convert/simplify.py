@@ -77,9 +77,9 @@ def _fold_constants(graph_module: fx.GraphModule) -> None:
     """Computes once the values that depend only on parameters (Swin's relative position bias).
 
     Values that would enlarge the file by more than a megabyte are left to ONNX Runtime, which computes them
-    when it loads the file (on clips the bias is a thousand times as large as its table). A value that is not a
-    tensor (a device, a size) is written into its readers' arguments. For a list of tensors, the tensors that are
-    taken out of it are folded.
+    when it loads the file (on clips, Swin's bias is a thousand times as large as its table). A value that is
+    not a tensor (a device, a size) is written into its readers' arguments. A list of tensors is not stored,
+    but the tensors that are taken out of it are.
     """
     constant = constants(graph_module.graph)
     values: dict[fx.Node, Any] = {}

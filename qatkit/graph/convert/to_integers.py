@@ -6,11 +6,12 @@ that the ONNX file is compared with.
 
 Further requirements of ONNX Runtime (docs/onnxruntime-qdq.md) are implemented here as graph rules:
 
-- After an operator that only moves values, the same pair is repeated if an int8 operator reads the result. -
-HardSigmoid becomes Add(x, 3) → quantize(6/255) → dequantize(1/255): its division is in the two scales. - A
-Linear gets 2-D inputs (Gemm), with reshapes around it. - Barriers (ONNX Sums with one input) keep ONNX
-Runtime from quantizing or fusing float operators next to quantized
-  ones, and from duplicating a dequantize or Transpose before an operator that it would fuse from several nodes.
+- After an operator that only moves values, its input's pair is repeated if an int8 operator reads the result.
+- HardSigmoid becomes Add(x, 3) → quantize(6/255) → dequantize(1/255): its division is in the two scales.
+- A Linear gets 2-D inputs (Gemm), with reshapes around it.
+- Barriers (ONNX Sums with one input) keep ONNX Runtime from quantizing or fusing float operators next to quantized
+  ones, and from duplicating a dequantize or Transpose before an operator that it would fuse from several
+  nodes.
 - Channels are padded with zeros to the multiples that kernels need (`qatkit.graph.pad_channels`).
 
 Values in number formats stay float (`format_modules`). For a backend of another runtime (`Backend.for_onnxruntime` is
@@ -61,8 +62,9 @@ from qatkit.quant.spec import WHOLE, WIDE, QuantSpec
 def convert(graph_module: fx.GraphModule) -> PassResult:
     """Returns a converted copy of a prepared graph, on the CPU in inference mode.
 
-    `changed` in the result is the number of activation quantizers. `skipped` lists, by site, scales that were changed
-    (to be shared, for bounds of shifts or so that a bias fits), and scales that float16 represents with fewer bits.
+    `changed` in the result is the number of activation quantizers. `skipped` lists, by site, scales that
+    float16 represents with fewer bits, and scales that were changed: so that tensors share one, so that
+    requantization shifts stay within the backend's bounds, or so that a bias fits its type.
 
     Raises:
         ValueError: the input of an operator with a quantized weight has no FakeQuantize.
@@ -100,7 +102,7 @@ def convert(graph_module: fx.GraphModule) -> PassResult:
 
 
 def _packed_here(graph_module: fx.GraphModule) -> dict[int, Any]:
-    """Returns the memo for a deepcopy that shares the float weights, which are only read to compute the integers."""
+    """Returns the memo for a deepcopy that shares large float weights, which are only read to compute the integers."""
     read = [one for one in graph_module.modules() if getattr(one, "weight_fake_quant", None) is not None]
     within = {inner for one in read for inner in one.modules()}
     others = [one for one in graph_module.modules() if one not in within]
@@ -176,7 +178,7 @@ def _convert_recurrent(node: fx.Node) -> None:
 
 
 def _keep_activation_apart(node: fx.Node) -> None:
-    """Separates a ReLU that stays float from its Conv or Linear.
+    """Puts a barrier between a Conv or Linear and a ReLU that stays float.
 
     ONNX Runtime would fuse the two in float before it looks for 8-bit kernels.
     """
@@ -186,9 +188,9 @@ def _keep_activation_apart(node: fx.Node) -> None:
 
 
 def _keep_float_readers(graph_module: fx.GraphModule) -> None:
-    """Separates a Linear with several readers from the quantizers among them.
+    """Puts a barrier between a Linear with several readers and those that are, or lead to, quantizers.
 
-    ONNX Runtime quantizes a Linear for all of its readers or for none.
+    ONNX Runtime quantizes a Linear's output for all of its readers or for none.
     """
     for node in list(graph_module.graph.nodes):
         if (
@@ -211,9 +213,10 @@ def _leads_to_quantizers(node: fx.Node) -> bool:
 
 
 def _keep_from_shapes_and_pairs(node: fx.Node) -> None:
-    """Separates LayerNorm and GELU, which read their input twice, from a dequantize or Transpose before them.
+    """Puts a barrier between a dequantize or Transpose and a LayerNorm or GELU after it.
 
-    ONNX Runtime would otherwise duplicate the dequantize or Transpose.
+    ONNX Runtime would otherwise duplicate the dequantize or Transpose, since these operators read their input
+    twice.
     """
     before = node.all_input_nodes[0]
     if turns_axes(before) or quantizer_of(before) is not None:
@@ -284,9 +287,9 @@ def _two_dimensional(node: fx.Node) -> None:
 
 
 def _leading_sizes(node: fx.Node, shape: Sequence[int]) -> list[Any]:
-    """Returns the leading sizes to restore: -1 for the batch axis, nodes for other free axes, else numbers.
+    """Returns the shape to restore: -1 for the batch axis, nodes for other free axes, else numbers.
 
-    If the batch size is fixed, one of the free axes gets the -1.
+    If the batch size is fixed, one of the free axes gets the -1, or the first axis if no axis is free.
     """
     sizes: list[Any] = list(shape)
     sizes[node.meta.get(BATCH_AXIS, 0)] = -1
@@ -302,7 +305,7 @@ def _leading_sizes(node: fx.Node, shape: Sequence[int]) -> list[Any]:
 
 
 def _read_rows(reader: fx.Node) -> None:
-    """Bypasses reshapes before `reader` that keep all rows, and erases those that nothing else reads."""
+    """Bypasses reshapes before `reader` that keep the last axis, and erases those without other readers."""
     before = cast(fx.Node, reader.args[0])
     rows = rows_of(before)
     reader.args = (rows,)
@@ -327,7 +330,10 @@ def _is_int8_reader(node: fx.Node) -> bool:
 
 
 def _repeat_pairs(graph_module: fx.GraphModule) -> None:
-    """Repeats the pair after value-moving operators, which run in 8 bits when the same quantization follows them."""
+    """Repeats a quantizer after the value-moving operators behind it that have an int8 reader.
+
+    They run in 8 bits only if the same quantization precedes and follows them.
+    """
     for node in list(graph_module.graph.nodes):
         if not facts(node).keeps_range or not isinstance(node.meta.get("value"), Tensor):
             continue
@@ -377,9 +383,10 @@ def _convert_pair(node: fx.Node) -> None:
 
 
 def _would_be_fused(node: fx.Node) -> bool:
-    """Returns whether a node comes from a float Conv or Linear, whose weight ONNX Runtime would quantize.
+    """Returns whether ONNX Runtime would quantize a float Conv or Linear because `node` is quantized after it.
 
-    Its optimizer moves the quantize after `node` up through activations and value-moving operators.
+    Activations and value-moving operators may lie in between, since ONNX Runtime's optimizer moves the
+    quantize after `node` up through them.
     """
     while facts(node).keeps_range or facts(node).activation:
         node = node.all_input_nodes[0]

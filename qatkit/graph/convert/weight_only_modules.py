@@ -46,7 +46,7 @@ def packed(integers: Tensor, bits: int) -> Tensor:
 
 
 def unpacked(held: Tensor, bits: int) -> Tensor:
-    """Returns the integers in bytes made by `packed`, in float32, with the zeros that filled up the last byte."""
+    """Returns the integers that `packed` stored, in float32, including the zeros that fill the last byte."""
     each = 8 // bits
     places = torch.arange(each, dtype=torch.int32) * bits
     found: Tensor = (held.to(torch.int32)[..., None] >> places) & (2**bits - 1)
