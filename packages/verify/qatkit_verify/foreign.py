@@ -181,9 +181,10 @@ def _is_theirs(frame: _Frame, packages: Sequence[str]) -> bool:
 
 
 def _named(theirs: Sequence[_Frame], paths: Sequence[Called]) -> Called:
-    """Returns the setting whose module, or else whose package, is that of the outermost matching frame.
+    """Returns the setting that names the code of the outermost frame for which there is such a setting.
 
-    If no frame matches, it returns "code" and the file of the innermost frame.
+    A setting with the frame's module is preferred to one with only its package. If no frame has a setting, it
+    returns "code" and the file of the innermost frame.
     """
     modules = [(_module(path), key, path) for key, path in paths]
     for frame in theirs:

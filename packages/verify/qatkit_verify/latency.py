@@ -217,7 +217,10 @@ def rounds(
 def from_times(
     reference: NDArray[np.float64], times: NDArray[np.float64], batch: int, threads: int
 ) -> Latency:
-    """Summarizes a file's times [runs] in milliseconds, relative to the first file's in the same rounds."""
+    """Returns a file's latency from its times [runs] in milliseconds, with its speed-up over the first file.
+
+    The speed-up is computed in each round, from the time of the first file in `reference`.
+    """
     p10, median, p90 = (float(value) for value in np.percentile(times, (10, 50, 90)))
     low, ratio, high = (float(value) for value in np.percentile(reference / times, (10, 50, 90)))
     return Latency(median, p10, p90, ratio, low, high, batch, threads, len(times))

@@ -91,7 +91,7 @@ def answers(asked: CheckInputs, *, optimize: bool) -> Found:
 
 
 def answers_elsewhere(asked: CheckInputs) -> list[Found]:
-    """Compares the answers of each runtime in `asked.runtimes` with ONNX Runtime's golden ones, optimized."""
+    """Compares the answers of all `asked.runtimes` with the golden ones of ONNX Runtime with optimizations."""
     golden, all_found = asked.golden, list[Found]()
     for runtime in load_runtimes(asked.runtimes).values():
         if runtime.name == REFERENCE:  # run with the session's options, which other runtimes do not have
