@@ -57,7 +57,7 @@ def in_order(rows: Sequence[Row]) -> list[Row]:
 
 
 def row_of(folder: Path, root: Path) -> Row | None:
-    """Returns the row of the run in `folder`; None if there is none."""
+    """Returns the row of the run in `folder`; None if the folder contains no run."""
     name = _relative(folder, root)
     if not os.path.lexists(folder / REPORT_FILE):
         return _unfinished(folder, name)
