@@ -196,7 +196,10 @@ def every_session(
 def rounds(
     calls: Sequence[Callable[[], object]], runs: int, untimed: int = 1, warmup: int = WARMUP
 ) -> NDArray[np.float64]:
-    """Times functions in turns, each after `untimed` calls of itself; returns milliseconds [runs, calls]."""
+    """Times functions in turns, each after `untimed` calls of itself; returns milliseconds [runs, calls].
+
+    The first `warmup` rounds are not among the `runs` rounds that are returned.
+    """
     times = np.zeros((warmup + runs, len(calls)))
     collecting = gc.isenabled()
     gc.disable()

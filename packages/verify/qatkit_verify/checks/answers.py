@@ -25,7 +25,8 @@ from qatkit_verify.untrusted import read_json
 def preprocessing(asked: CheckInputs) -> Found:
     """Preprocesses the golden pixels or samples, and compares the result bit for bit with the golden inputs.
 
-    For a model of arrays, the golden arrays and the file's inputs are compared with model.json instead.
+    For a model of arrays, the golden arrays and the file's inputs are compared with model.json instead. The
+    result for any other model without preprocessing is OPEN.
     """
     golden, path = asked.golden, asked.folder / PREPROCESS_FILE
     if golden.runs:

@@ -158,7 +158,7 @@ def read_placement(path: str | Path, key: str = "placement") -> Placed:
     """Reads a placement.
 
     Raises:
-        ConfigError: the file does not exist, or is another kind of file.
+        ConfigError: the file cannot be read, or is not a placement of this format.
     """
     try:
         return Placed.from_dict(read_json(Path(path)))
