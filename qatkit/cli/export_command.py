@@ -190,7 +190,8 @@ def _within(key: str, allowed: Sequence[str]) -> bool:
 def _saved_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """Returns the configuration next to the checkpoint, with the settings of the command line.
 
-    `node` is the complete composition; only its keys in `overrides` are used.
+    `node` is the complete composition; only its keys in `overrides` are used. The run's bundle and publication
+    are made again only if the command line requests them.
     """
     allowed = "a checkpoint written by train.py, with its config.yaml next to it (or onnx=FILE mode=MODE)"
     if node.checkpoint is None or not Path(node.checkpoint).is_file():
