@@ -1,4 +1,4 @@
-"""Writes docs/accuracy.md: the recorded results of every recipe, and models in each mode.
+"""Writes docs/accuracy.md: the recorded results of every recipe, and a table of models by mode.
 
 Run it with `uv run scripts/accuracy_table.py`.
 """
@@ -117,7 +117,7 @@ def modes(results: Mapping[str, dict[str, Any]]) -> str:
 
 
 def _beside(result: dict[str, Any]) -> dict[str, Any]:
-    """Returns the result of the dynamic int8 file that a run with verify.dynamic=true also measured."""
+    """Returns `result` with the figures of the dynamic INT8 file, which verify.dynamic=true also measures."""
     metric, times, sizes = _metric(result), result["latency_ms"], result["bytes"]
     return result | {
         metric: {"float": result[metric]["float"], "int8": result[metric]["dynamic"]},

@@ -29,7 +29,7 @@ def with_pins(text: str, pins: Sequence[str]) -> str:
     """Returns `text`, a pyproject.toml, with `constraint-dependencies` replaced by `pins`.
 
     Raises:
-        ValueError: the table has no such list, or the result differs from `pins`.
+        ValueError: `text` does not have exactly one such list, or the new list differs from `pins`.
     """
     lines = "".join(f"    {_quoted(pin)},\n" for pin in pins)
     changed, count = PINS.subn(lambda _: f"constraint-dependencies = [\n{lines}]\n", text)
@@ -43,7 +43,7 @@ def _quoted(pin: str) -> str:
 
 
 def resolve(text: str) -> list[str]:
-    """Returns all dependencies of the pyproject.toml `text`, also indirect ones.
+    """Returns all dependencies of the pyproject.toml `text`, including indirect ones.
 
     Each is "name==version ; marker", without a local version ("+cpu").
     """

@@ -67,13 +67,13 @@ def short(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_path(model: str) -> str:
-    """Returns a model's name; for a folder of Hugging Face, the name of the folder."""
+    """Returns a model's name KIND/MODEL, in which a path is shortened to the name of its folder."""
     kind, _, place = model.partition("/")
     return f"{kind}/{Path(place).name}" if place.startswith(("/", ".", "~")) else model
 
 
 def place(report: dict[str, Any]) -> tuple[Path, list[str]]:
-    """Returns the file that keeps a run, and the settings that chose another mode than the recipe's."""
+    """Returns the file for a run's record, and the settings that chose another mode than the recipe's."""
     name, config = report["name"], report["config"]
     mode = config["export"]["mode"]
     if mode != "static":

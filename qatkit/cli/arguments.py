@@ -80,7 +80,7 @@ def _check_config_dir(folder: str) -> None:
 
 
 def jobs_of(conf: Path, overrides: Sequence[str]) -> list[list[str]]:
-    """Returns the overrides of each job of a sweep, for the first `COMPOSED_AHEAD` jobs.
+    """Returns the overrides of the first `COMPOSED_AHEAD` jobs of a sweep, one list per job.
 
     An interval has no values until a sweeper draws from it, so its key is left out here.
 

@@ -299,7 +299,7 @@ def _flags() -> list[str]:
 
 
 def _composer(conf: Path, typed: Sequence[str]) -> Callable[[Sequence[str]], Config]:
-    """Returns a function that composes `typed` with further overrides, from the configuration folders of this job."""
+    """Returns a function that composes `typed` and more overrides, with this job's configuration folders."""
     mine = [
         source.path
         for source in HydraConfig.get().runtime.config_sources

@@ -1,8 +1,8 @@
-"""The command line of export.py: the run saved next to a checkpoint, or the defaults with a float ONNX file.
+"""Composes the configuration of export.py for the checkpoint of a run, or for a float ONNX file.
 
-Neither uses the composed configuration: a checkpoint has the configuration with which it was trained, and the
-run of a file has no model, schedule or recipe. Therefore only a few keys can be set; others are reported as
-mistakes. Only placement=variants uses the configuration that train.py would compose.
+A checkpoint is exported with the config.yaml next to it, with which it was trained. A float ONNX file is
+quantized with the defaults, without a model, schedule or recipe. Therefore only a few keys can be set; others
+are reported as mistakes. Only placement=variants uses the configuration that train.py would compose.
 """
 
 from __future__ import annotations
@@ -87,7 +87,11 @@ def export_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
 
 
 def _of_variants(node: DictConfig) -> DictConfig:
-    """Returns the configuration that train.py would compose; only the files of the placements are written."""
+    """Returns the configuration that train.py would compose, for the files of `placement=variants`.
+
+    Raises:
+        ConfigError: checkpoint or onnx is set, although the model comes from model.name or a recipe.
+    """
     for key in ("checkpoint", "onnx"):
         if node[key] is not None:
             raise ConfigError(
@@ -100,8 +104,9 @@ def _onnx_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """Returns the defaults with the settings of the command line, without the recipe, a model or a schedule.
 
     Operators that stay float in a given file, and differences in the last digits of a float residual stream,
-    are only reported: unless the command line sets these bounds, `verify.audit` is off and
-    `verify.min_agreement` is low.
+    are only reported: unless the command line sets these bounds or the group `verify`, `verify.audit` is off
+    and `verify.min_agreement` is low. Keys of `data` that a bundle next to the file describes are null unless
+    they are typed.
     """
     if node.mode is None:
         raise ConfigError("mode", None, f"one of {', '.join(FILE_MODES.values)} with onnx=FILE")
@@ -157,8 +162,8 @@ def _typed(mode: str, overrides: Sequence[str], allowed: Sequence[str]) -> set[s
 def _set_data_and_algorithm(config: DictConfig, typed: set[str]) -> None:
     """Sets what the command line leaves open for packed weights.
 
-    Without data, the samples are random, and there are no bounds on the agreement with float. With data, the
-    algorithm is GPTQ.
+    Without data, calibration uses `data.count` (or a default number of) random samples, and there are no
+    bounds on the agreement with float. With data, the algorithm is GPTQ.
     """
     if "data" not in typed:
         drawn = DataConfig(source=DRAWN, batch_size=32, eval_batch_size=50, workers=0, download=False)
@@ -185,7 +190,8 @@ def _within(key: str, allowed: Sequence[str]) -> bool:
 def _saved_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """Returns the configuration next to the checkpoint, with the settings of the command line.
 
-    `node` is the complete composition; only its keys in `overrides` are used.
+    `node` is the complete composition; only its keys in `overrides` are used. The run's bundle and publication
+    are made again only if the command line requests them.
     """
     allowed = "a checkpoint written by train.py, with its config.yaml next to it (or onnx=FILE mode=MODE)"
     if node.checkpoint is None or not Path(node.checkpoint).is_file():

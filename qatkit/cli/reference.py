@@ -48,7 +48,7 @@ def groups(folders: Iterable[Path]) -> list[Group]:
     """Returns all groups of keys in the order of the schema, including each algorithm with a file in `folders`.
 
     Raises:
-        ConfigError: a file of an algorithm is not valid YAML, or its target cannot be imported.
+        ConfigError: an algorithm's file cannot be read or is not valid YAML, or its target cannot be imported.
     """
     hints = typing.get_type_hints(Config)
     inner = {one.name: hints[one.name] for one in dataclasses.fields(Config)}
@@ -65,7 +65,7 @@ def groups(folders: Iterable[Path]) -> list[Group]:
 
 
 def _algorithms(folders: Iterable[Path]) -> list[Group]:
-    """Returns the settings of each algorithm, from the class that its YAML file names; the class is imported."""
+    """Returns the settings of each algorithm, from the dataclass that its YAML file names."""
     targets: dict[str, str] = {}
     for path in sorted(path for folder in folders for path in folder.glob("algorithm/*.yaml")):
         entries = _entries(path)

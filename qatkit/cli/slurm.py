@@ -93,7 +93,7 @@ def take_over(asked: str, multirun: bool) -> None:
 
 @dataclass(frozen=True)
 class Queued:
-    """A run that is queued or running on Slurm.
+    """A run that was submitted to Slurm and may have ended.
 
     Attributes:
         number, overrides: the number and the overrides of the run in the sweep.
@@ -108,7 +108,7 @@ class Queued:
 
 
 def results(runs: Sequence[Queued], sweep: str) -> dict[int, Outcome]:
-    """Waits for the runs, adds their outcomes to those of the sweep, and returns them by the runs' numbers.
+    """Waits for the runs, records their outcomes for the sweep, and returns them by the runs' numbers.
 
     A failed run has an outcome as well and raises no error.
 
@@ -174,7 +174,7 @@ def arrays(runs: Iterable[Queued]) -> list[str]:
 
 
 def states_of(runs: Iterable[Queued]) -> dict[str, str] | None:
-    """Returns the states of the jobs from squeue; None if it does not answer."""
+    """Returns the states of the runs' jobs by job number, from squeue; None if it does not answer."""
     return _states(arrays(runs))
 
 
@@ -184,7 +184,7 @@ def over(job: Any, states: Mapping[str, str]) -> bool:
 
 
 def _states(jobs: Collection[str]) -> dict[str, str] | None:
-    """Returns the state of each job from squeue, including jobs that ended recently; None if it does not answer."""
+    """Returns states by job number, also of jobs that ended recently; None if squeue does not answer."""
     if not jobs:
         return {}
     command = ["squeue", "-h", "-a", "-r", "-t", "all", "-o", "%i %T", "-j", ",".join(jobs)]

@@ -33,7 +33,7 @@ class Slurm(SlurmLauncher):  # type: ignore[misc]  # from a package without type
     """A launcher that submits one array of jobs and reports the end of every job."""
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Submits all runs except those of an earlier launch (`_there`), and waits for all runs."""
+        """Submits all runs except those of an earlier launch (`_there`); returns the outcomes of all runs."""
         assert self.config is not None
         folder = Path(str(self.config.hydra.sweep.dir)).absolute()
         file = sweep_file(folder)
@@ -135,7 +135,7 @@ def _folder(config: Config | None, number: int) -> str:
 
 
 def _naming(config: Config | None, folder: str) -> list[str]:
-    """Returns the override that names a run's folder, if it is not typed."""
+    """Returns the override that sets a run's `output_dir`; [] if it is set or the folder is unknown."""
     if config is None or config.output_dir is not None:
         return []
     return [f"output_dir={quoted(folder)}"]

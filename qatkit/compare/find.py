@@ -57,7 +57,10 @@ def in_order(rows: Sequence[Row]) -> list[Row]:
 
 
 def row_of(folder: Path, root: Path) -> Row | None:
-    """Returns the row of the run in `folder`; None if there is none."""
+    """Returns the row of the run in `folder`; None if the folder contains no run.
+
+    A run whose report.json cannot be read has the state BROKEN.
+    """
     name = _relative(folder, root)
     if not os.path.lexists(folder / REPORT_FILE):
         return _unfinished(folder, name)
@@ -76,7 +79,7 @@ def row_of(folder: Path, root: Path) -> Row | None:
 
 
 def _unfinished(folder: Path, name: str) -> Row | None:
-    """Returns the row of a run without a report; None if the folder has no configuration of qatkit."""
+    """Returns the row of a run without a report; None if `folder` has no readable configuration of qatkit."""
     import yaml  # only needed for runs without a report
 
     path = next((path for one in _CONFIGURED if (path := folder / one).is_file()), None)

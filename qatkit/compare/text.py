@@ -41,7 +41,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def plain_table(rows: Sequence[Row]) -> str:
-    """Returns the table as text that ends in a newline, in characters that the terminal can show."""
+    """Returns the table and the notes below it as text that ends in a newline."""
     marks = front(rows)
     lines = lined([columns(rows), *map(cells, rows)], [False, *marks], "front")
     told = [f"{row.state}: {row.folder}: {printable(row.why, _WHY)}" for row in rows if row.state != MET]

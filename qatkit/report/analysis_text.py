@@ -63,8 +63,8 @@ def site_cells(row: SensitivityRow, labelled: bool) -> tuple[str, ...]:
 def rows_of(found: Analysis, direction: str) -> list[SensitivityRow]:
     """Returns the rows of a direction; if nothing was measured, the estimated ones.
 
-    For ONLY (one weight or activation is quantized), the most sensitive one is first. For ALL_BUT (one is in
-    float), it is the one that helps most.
+    For ONLY (a single weight or activation is quantized), the row with the largest loss is first. For ALL_BUT
+    (a single one is in float), it is the row with the smallest loss.
     """
     chosen = [row for row in found.sensitivity or found.estimate if row.direction == direction]
     return sorted(chosen, key=lambda row: row.loss, reverse=direction == ONLY)
@@ -90,9 +90,10 @@ def worst_classes(rows: Sequence[ClassRow], count: int = _CLASSES) -> list[Class
 
 
 def advice_line(results: Results) -> str:
-    """Returns a line on whether weights or activations lose accuracy, with a fix for this run if there is one.
+    """Returns a line on whether weights or activations lose accuracy, and which settings may reduce the loss.
 
-    It is "" if the two were not compared (`Analysis.isolation`).
+    If both together lose almost nothing, the line says so and names no settings. It is "" if the two were not
+    compared (`Analysis.isolation`).
     """
     found = results.analysis
     if found is None or found.isolation is None:

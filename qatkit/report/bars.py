@@ -14,7 +14,7 @@ def charts(results: Results) -> str:
 
 
 def _share_bars(results: Results) -> str:
-    """Returns a chart of the main metric if it is a share; without labels, of the share of equal decisions."""
+    """Returns a chart of the main metric if it is in percent; without labels, of the share of equal decisions."""
     task = results.task
     if results.labelled and task.main.unit != "%":
         return ""

@@ -1,4 +1,4 @@
-"""A PNG file for each quantized tensor: its values in float and quantized, the ends of its range, and its steps.
+"""A PNG file per quantized tensor: histograms of its float and quantized values, its range, and its steps.
 
 The page shows the histograms of a few tensors, and its table of all tensors links to these files.
 """
@@ -80,7 +80,10 @@ def _about(row: TensorRow, found: Histogram, every: int) -> str:
 
 
 def steps(found: Histogram, every: int = 1) -> list[float]:
-    """Returns every `every`th value that the type can represent, starting at the lower end of its range."""
+    """Returns every `every`th value that the quantized tensor can have, from the lower end of its range.
+
+    It is [] if the step is not positive.
+    """
     if found.step <= 0:
         return []
     count = round((found.range_high - found.range_low) / found.step)

@@ -84,7 +84,10 @@ def _distance(row: RungResult, task: TaskNames) -> str:
 
 
 def _gains(ladder: Ladder) -> list[tuple[str, float, str]]:
-    """Returns the gain of each rung compared with the last kept rung before it."""
+    """Returns (title, gain, unit) of each measured rung, compared with the last kept rung before it.
+
+    The first measured rung counts as kept.
+    """
     found, before, metric = [], None, ladder.task.main
     for row in ladder.rungs[1:]:  # the first row is float
         if not row.measured:

@@ -76,7 +76,10 @@ _ALIGNED = 100  # length of the longest command whose reason is aligned with the
 
 
 def _fixed(results: Results) -> NextStep | None:
-    """Suggests the first setting among the fixes for missed bounds."""
+    """Suggests the first setting among the fixes for missed bounds.
+
+    After a rescue it suggests none, since the ladder's advice is already a command.
+    """
     if results.ladder is not None:  # the advice of this result is already a command
         return None
     for line, fix in zip_longest(results.shortfalls, results.fixes, fillvalue=""):
@@ -92,7 +95,10 @@ def _fixed(results: Results) -> NextStep | None:
 
 
 def _settings(fix: str, bound: str) -> Iterator[list[str]]:
-    """Yields the alternatives of a fix that can be typed, as words, except those that change the bound."""
+    """Yields the words of each alternative in the text of a fix that consists of settings.
+
+    Alternatives that change the bound itself are left out.
+    """
     for way in re.split(r",? or ", _CLAUSE.sub("", fix)):
         try:
             words = shlex.split(way)
@@ -125,7 +131,7 @@ def _analyses(results: Results) -> NextStep | None:
 
 
 def _checks_bundle(results: Results) -> NextStep | None:
-    """Suggests a check of the bundle for a run that meets its bounds."""
+    """Suggests a check of the bundle if a run has one and meets its bounds."""
     asked = RequestedSettings(results)
     if results.shortfalls or not asked.get("export.bundle"):
         return None
@@ -141,7 +147,7 @@ def _checks_bundle(results: Results) -> NextStep | None:
 
 
 def _bundles(results: Results) -> NextStep | None:
-    """Suggests a bundle for a run that meets its bounds."""
+    """Suggests a bundle for a run that meets its bounds and has none."""
     asked = RequestedSettings(results)
     if (
         results.shortfalls
@@ -155,7 +161,10 @@ def _bundles(results: Results) -> NextStep | None:
 
 
 def _fine_tunes(results: Results) -> NextStep | None:
-    """Suggests fine-tuning after a calibration with a loss beyond chance, or for a float model trained here."""
+    """Suggests fine-tuning for a float model that was trained in this run, or if calibration loses accuracy.
+
+    The loss of calibration must exceed two standard errors.
+    """
     asked = RequestedSettings(results)
     if not asked.has_module or asked.weights_alone or asked.simulated or asked.get("schedule.epochs"):
         return None
@@ -236,7 +245,7 @@ def _places(results: Results) -> NextStep | None:
 
 
 def _calibrates(results: Results) -> NextStep | None:
-    """Suggests static quantization for a file that was quantized without calibration data."""
+    """Suggests static quantization for a file that was quantized dynamically although data were given."""
     asked = RequestedSettings(results)
     if (
         results.shortfalls

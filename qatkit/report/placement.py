@@ -1,6 +1,6 @@
 """A measured placement, on the terminal and on the page.
 
-The page shows all timed files, and the operators that the chosen one places unlike the backend's table.
+The page shows all timed files, and the operators for which the chosen file differs from the backend's table.
 """
 
 from __future__ import annotations
@@ -62,9 +62,10 @@ def chosen_line(placed: Placed) -> str:
 
 
 def dearest(placed: Placed) -> list[tuple[str, float]]:
-    """Returns the operators that are placed unlike the backend's table, the most expensive to undo first.
+    """Returns the operators for which the chosen file differs from the backend's table.
 
-    Each has the predicted milliseconds that the file would take longer if the operator were as in the table.
+    Each has the predicted milliseconds by which the file would become slower if the operator were as in the
+    table; the largest number is first.
     Returns [] if nothing was predicted, as by `qatkit-measure`.
     """
     return sorted(placed.costs.items(), key=lambda pair: -pair[1])

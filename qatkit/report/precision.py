@@ -32,7 +32,7 @@ def cells(point: PrecisionPoint, operators: int, folder: str) -> tuple[str, ...]
     Args:
         point: a point of the front.
         operators: the number of the model's operators that can be int8.
-        folder: the folder of the run, which the settings to export the point name.
+        folder: the run's folder, which is part of the settings that export the point.
     """
     export = (
         "model.float.onnx"

@@ -26,7 +26,10 @@ def write_report(path: str | Path, results: Results) -> None:
 
 
 def file_records(folder: str | Path, names: Iterable[str]) -> list[FileRecord]:
-    """Returns the size and SHA-256 of files by names relative to `folder`; of encrypted files, once decrypted."""
+    """Returns the size and SHA-256 of the files `names` in `folder`.
+
+    For an encrypted file, they are those of the decrypted content.
+    """
     records = []
     for name in names:
         with readable(Path(folder) / name) as plain, plain.open("rb") as stream:

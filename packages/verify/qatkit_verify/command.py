@@ -112,7 +112,7 @@ def verified(folder: Path, given: argparse.Namespace) -> Iterator[Found]:
 
 
 def _checks(asked: CheckInputs) -> list[Check]:
-    """Returns the checks in the order of the printed table; if the first ones fail, the rest cannot run."""
+    """Returns the checks in the order of the printed table, which begins with those that others need."""
     from qatkit_verify.checks.answers import answers, answers_elsewhere, preprocessing
     from qatkit_verify.checks.chunks import answers_in_chunks
     from qatkit_verify.checks.loading import loading

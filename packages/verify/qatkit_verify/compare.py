@@ -89,7 +89,7 @@ class Output:
 
     Attributes:
         floats: whether the output consists of floats.
-        low, high: the smallest and the largest value in the reference.
+        low, high: the smallest and the largest value of the reference so far; infinite if there is none.
     """
 
     def __init__(self, others: int, decide: Decide | Alike | None = None) -> None:

@@ -55,7 +55,9 @@ def dotted_path(name: str, known: Mapping[str, str], key: str, kind: str) -> str
 
 
 def check_path(path: str, key: str) -> None:
-    """Checks that `resolve` would find something, without importing our own modules, since many import torch.
+    """Checks that `resolve` would find the object at `path`.
+
+    Many of our own modules import torch. They are therefore only parsed, if their source tells the names.
 
     Raises:
         ConfigError: see `resolve`.
@@ -83,7 +85,10 @@ def _unknown(path: str, key: str, names: Iterable[str]) -> ConfigError:
 
 
 def _names_in_source(module_path: str) -> set[str] | None:
-    """Returns the names in one of our modules, including submodules; None if only importing it can tell."""
+    """Returns the names in one of our modules, including submodules.
+
+    It is None if only an import can tell the names, as for every module of others.
+    """
     package, *inner = module_path.split(".")
     if package not in OURS:
         return None
@@ -99,7 +104,7 @@ def _names_in_source(module_path: str) -> set[str] | None:
 
 
 def _bound(body: Iterable[ast.stmt]) -> Iterator[str]:
-    """Yields the names that the statements of a module bind; "*" if only running it tells."""
+    """Yields the names that the statements of a module bind; "*" if only running it tells all of them."""
     for statement in body:
         match statement:
             case ast.Import(names) | ast.ImportFrom(names=names):

@@ -75,7 +75,7 @@ def did_you_mean(word: str, words: Iterable[str], n: int = 5) -> str:
     """Returns the end of an error message, " (did you mean a, b?)".
 
     If no word is similar, and there are few, it lists them, " (known: a, b)"; otherwise it is "". With `n=1`, words
-    are never listed, since the message does so.
+    are never listed, since the message lists them already.
     """
     pool = sorted(set(words))
     if near := _similar(word, pool, n):
@@ -84,7 +84,7 @@ def did_you_mean(word: str, words: Iterable[str], n: int = 5) -> str:
 
 
 def _similar(word: str, pool: list[str], n: int) -> list[str]:
-    """Returns at most `n` similar words, the closest first, without those that are clearly less similar than it."""
+    """Returns up to `n` similar words: the closest, then others that are nearly as similar."""
     typed = word[:_LONGEST]
     near = {one: difflib.SequenceMatcher(a=one, b=typed).ratio()
             for one in difflib.get_close_matches(typed, pool, n=n, cutoff=0.3)}  # fmt: skip

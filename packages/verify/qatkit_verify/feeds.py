@@ -99,8 +99,8 @@ def noise_feeds(
 
     Args:
         session: a session of the file.
-        given: the shape of the only input. A batch by input name is used instead of noise. None: the shapes that
-            the file declares.
+        given: the shape of the only input; or a batch by input name, which is used instead of noise. None: the
+            shapes that the file declares.
         seed: the seed of the random numbers.
         batch: the size of a dynamic first axis.
 

@@ -85,7 +85,7 @@ def fitting(fit: str, picture: Sides, size: Sides, resize: Sides, align: str) ->
         fit: one of `FITS`.
         picture: (height, width) of each picture.
         size: (height, width) of the model's input.
-        resize: (height, width) that a picture covers before the centre crop, for fit "crop".
+        resize: for fit "crop", the (height, width) that a picture is scaled to cover before the centre crop.
         align: one of `ALIGNMENTS`, for fit "letterbox".
     """
     if fit == "resize":

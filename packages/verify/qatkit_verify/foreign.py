@@ -58,7 +58,8 @@ def calling(key: str, path: object, called: object = None) -> Iterator[None]:
     Args:
         key: the key of the configuration that named the code.
         path: the value of `key`.
-        called: the object itself, if there is one; exceptions of our own objects are not converted.
+        called: the object itself; None: `path` tells whose code it is. Exceptions of our own code are not
+            converted.
     """
     try:
         yield
@@ -76,6 +77,8 @@ def calling(key: str, path: object, called: object = None) -> Iterator[None]:
 @contextmanager
 def boundary(paths: Sequence[Called]) -> Iterator[None]:
     """Turns an exception of a whole job into a ConfigError if other people's code was running.
+
+    The same goes for code that does not accept the arguments of its call. Disk errors are not converted.
 
     Args:
         paths: the keys and values of the settings that name code.
@@ -107,7 +110,8 @@ def described(error: BaseException, packages: Sequence[str] = ()) -> str:
     """Returns an exception's type and message, and where it was raised: "FILE:LINE".
 
     This is the innermost line of the traceback in code that is neither ours nor a library's, or else the
-    innermost one that is not ours. If there is neither, only type and message are returned.
+    innermost one that is not ours. For a SyntaxError, it is the line with the error. If there is no such line,
+    only type and message are returned.
 
     Args:
         error: the exception.
@@ -181,9 +185,10 @@ def _is_theirs(frame: _Frame, packages: Sequence[str]) -> bool:
 
 
 def _named(theirs: Sequence[_Frame], paths: Sequence[Called]) -> Called:
-    """Returns the setting whose module, or else whose package, is that of the outermost matching frame.
+    """Returns the setting that names the code of the outermost frame for which there is such a setting.
 
-    If no frame matches, it returns "code" and the file of the innermost frame.
+    A setting with the frame's module is preferred to one with only its package. If no frame has a setting, it
+    returns "code" and the file of the innermost frame.
     """
     modules = [(_module(path), key, path) for key, path in paths]
     for frame in theirs:

@@ -1,9 +1,9 @@
 """Finds the operators of a file that can exceed 16 bits on a processor that adds two products in 16 bits.
 
-The graph that ONNX Runtime makes of the file is searched. In it, an operator that runs in int8 reads its
-weights directly, whether the file asked for int8 by Q/DQ pairs, by a QLinear operator, or dynamically. Some
-weights rule out that 16 bits are exceeded, whatever the inputs are. This concerns uint8 x int8 on x86 without
-VNNI, and int8 x int8 on ARM without the dot product (`qatkit_verify.pairs`).
+The graph into which ONNX Runtime optimizes the file is searched. In it, an operator that runs in int8 reads
+its weights directly, whether the file has Q/DQ pairs, QLinear operators or dynamic quantization. If the
+weights are small enough, no input leads to a sum beyond 16 bits. The processors are x86 without VNNI, for
+uint8 x int8, and ARM without the dot product, for int8 x int8 (`qatkit_verify.pairs`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PRECISE = "session.x64quantprecision"
 
 @dataclass(frozen=True)
 class Places:
-    """Input positions of an operator: activation zero point (None: float), weights, and their zero points."""
+    """The indices of inputs: activation zero point (None: float activations), weights, their zero points."""
 
     x_zero: int | None
     weights: tuple[int, ...]
@@ -50,14 +50,14 @@ PLACES = {
 
 @dataclass(frozen=True)
 class Int8Operator:
-    """An operator that multiplies uint8, or int8, by int8.
+    """An operator that multiplies uint8 or int8 activations by int8 weights.
 
     Attributes:
         name: the name of the node, or of its output if it has none.
         op_type: the type of ONNX Runtime's operator.
         channels: the number of channels of its weights; 0 if the weights are computed.
-        saturating: the number of channels that exceed 16 bits for some input; 0 proves that there are none.
-            None: the weights are computed, so the number is unknown.
+        saturating: the number of channels whose weights allow a sum of two products beyond 16 bits. 0 proves
+            that no input exceeds 16 bits. None: the weights are computed, so the number is unknown.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Int8Operator:
 def int8_operators(
     path: str | Path, *, options: Mapping[str, str] | None = None, signed: bool = False
 ) -> list[Int8Operator]:
-    """Returns the operators of a file that add uint8 x int8 products in pairs, in execution order.
+    """Returns the operators of a file that add uint8 x int8 products in pairs, in the order of the nodes.
 
     Operators in bodies of If and Loop are included. Depthwise convolutions, which add in 32 bits, are not. With
     the session option `PRECISE`, there are none.
@@ -126,7 +126,7 @@ def _operators(
 
 
 def _is_signed(node: Node, tensors: Mapping[str, Tensor]) -> bool:
-    """Returns whether a constant zero point proves int8 activations; without one they may be uint8."""
+    """Returns whether activations are int8, by a constant zero point; without one they count as uint8."""
     place = PLACES[node.op_type].x_zero
     zero = None if place is None else tensors.get(_input(node, place))
     return zero is not None and zero.type == INT8
@@ -156,7 +156,10 @@ def _rows(
 def _may_be_int8(
     node: Node, place: int, zero: int, tensors: Mapping[str, Tensor], makers: Mapping[str, Node]
 ) -> bool:
-    """Returns whether a computed operand may be int8, judged by its zero point or its QuantizeLinear."""
+    """Returns whether a computed operand may be int8, judged by its zero point or its quantizer.
+
+    If it has neither, its type is unknown and may be int8, unless DynamicQuantizeLinear (uint8) computes it.
+    """
     known = tensors.get(_input(node, zero))
     if known is not None:
         return known.type == INT8

@@ -113,7 +113,7 @@ def profiled(
 ) -> dict[str, Kernel]:
     """Profiles an optimized graph without further optimization, and returns its kernels by node name.
 
-    The time of a kernel is the given quantile over the runs. The inputs are noise unless `given` is a batch.
+    The time of a kernel is the given quantile over the runs. Without `given`, the inputs are noise.
     """
     prefix = saved.with_name("profile")
     session = open_session(
@@ -173,7 +173,10 @@ def events(file: Path) -> Any:
 
 
 def kernels(found: Sequence[Mapping[str, Any]], quantile: float) -> dict[str, Kernel]:
-    """Returns the kernels by node name, with the given quantile of their times; drops the first of several runs."""
+    """Returns the kernels in the events of a profile, by node name.
+
+    The time of a kernel is the given quantile over the runs, without the first one if there are several.
+    """
     reports: dict[str, list[Mapping[str, Any]]] = {}
     for event in found:
         if event.get("cat") == "Node" and event["name"].endswith(_SUFFIX):

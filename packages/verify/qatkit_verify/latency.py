@@ -196,7 +196,10 @@ def every_session(
 def rounds(
     calls: Sequence[Callable[[], object]], runs: int, untimed: int = 1, warmup: int = WARMUP
 ) -> NDArray[np.float64]:
-    """Times functions in turns, each after `untimed` calls of itself; returns milliseconds [runs, calls]."""
+    """Times functions in turns, each after `untimed` calls of itself; returns milliseconds [runs, calls].
+
+    The first `warmup` rounds are not among the `runs` rounds that are returned.
+    """
     times = np.zeros((warmup + runs, len(calls)))
     collecting = gc.isenabled()
     gc.disable()
@@ -217,7 +220,10 @@ def rounds(
 def from_times(
     reference: NDArray[np.float64], times: NDArray[np.float64], batch: int, threads: int
 ) -> Latency:
-    """Summarizes a file's times [runs] in milliseconds, relative to the first file's in the same rounds."""
+    """Returns a file's latency from its times [runs] in milliseconds, with its speed-up over the first file.
+
+    The speed-up is computed in each round, from the time of the first file in `reference`.
+    """
     p10, median, p90 = (float(value) for value in np.percentile(times, (10, 50, 90)))
     low, ratio, high = (float(value) for value in np.percentile(reference / times, (10, 50, 90)))
     return Latency(median, p10, p90, ratio, low, high, batch, threads, len(times))

@@ -42,7 +42,10 @@ def overflowing_channels(rows: NDArray[Any]) -> NDArray[np.bool_]:
 
 
 def overflowing_on_arm(rows: NDArray[Any]) -> NDArray[np.bool_]:
-    """Returns the channels, bool [N], of int8 [N, K] with at least two weights of -128, paired or not."""
+    """Returns the channels, bool [N], of int8 [N, K] that may overflow on ARM.
+
+    They have at least two weights of -128, which need not be neighbours.
+    """
     return np.asarray((rows == -128).sum(1) > 1)
 
 

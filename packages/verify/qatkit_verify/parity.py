@@ -26,8 +26,10 @@ class FileParity:
     Attributes:
         a, b: the paths of the files.
         max_abs_diff, mean_abs_diff: the maximum and the mean absolute difference over all values.
-        cosine: the cosine similarity of all values as one vector.
-        same_top1: the share of images whose first output has its largest value at the same position.
+        cosine: the cosine similarity of all values as one vector; if those of a file are all zero, 1 if those
+            of the other are as well, else 0.
+        same_top1: the share of images whose first output has its largest value at the same position in both
+            files.
         images: the number of rows of the first output.
         abs_tol, mean_tol: the bounds on max_abs_diff and mean_abs_diff; None: not checked.
         passed: whether both bounds are met.
@@ -58,7 +60,7 @@ def file_parity(
 
     Args:
         a, b: files with the same number of inputs and outputs, of the same shapes.
-        inputs: an npz file with arrays by the names of A's inputs; None: noise.
+        inputs: an npz file with arrays by the names of A's inputs; B gets them in this order. None: noise.
         abs_tol, mean_tol: bounds on the largest and the mean absolute difference; None: no bound.
         threads: the number of threads of ONNX Runtime.
 

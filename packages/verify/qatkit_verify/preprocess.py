@@ -125,7 +125,7 @@ def taps(size: int, wanted: int, interpolation: str) -> Taps:
 
 
 def unit_scale(values: Sequence[float], pixels: str) -> tuple[float, ...]:
-    """Returns mean or std for pixels in 0..1, given those for pixels in `pixels`."""
+    """Returns `values`, a mean or std for pixels in the range `pixels`, converted to the range 0..1."""
     return tuple(value / 255 for value in values) if pixels == LEVELS else tuple(values)
 
 
@@ -137,7 +137,7 @@ class Preprocess:
         image_size: height and width of the model's input, in pixels: one number, or both.
         resize: for fit "crop", the size that an image covers before the centre crop: its shorter side, or
             both sides.
-        mean, std: the normalisation per channel (1 or 3) of the input, for pixels in `pixels`.
+        mean, std: the normalisation per channel (1 or 3) of the input, for pixels in the range `pixels`.
         interpolation: one of `INTERPOLATIONS`.
         dtype: the type of the input, "float32" or "uint8" (raw pixels; the file normalises).
         upright: whether a picture file is rotated as its EXIF data say when it is opened.
@@ -196,7 +196,10 @@ class Preprocess:
         return len(self.mean)
 
     def batch(self, images: Sequence[NDArray[Any]]) -> NDArray[Any]:
-        """Returns [N, C, H, W] or [N, H, W, C] for images of any sizes, each as for `__call__`."""
+        """Returns the model's input, [N, C, H, W] or [N, H, W, C], for N images, which may differ in size.
+
+        Each image is as in `__call__`.
+        """
         return np.concatenate([self(image) for image in images])
 
     def __call__(self, image: NDArray[Any]) -> NDArray[Any]:

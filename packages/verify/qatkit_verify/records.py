@@ -44,7 +44,7 @@ class Metric:
 
     @property
     def below(self) -> str:
-        """The side on which a worse value lies: "below"."""
+        """The side on which a worse value lies: "below" or "above"."""
         return "below" if self.higher_is_better else "above"
 
     @property
@@ -61,7 +61,7 @@ class Metric:
         return before - now if self.higher_is_better else now - before
 
     def change(self, lost: float) -> float:
-        """Returns the change of the value for a loss: a loss of 1.5 is -1.5 for a share, 1.5 for an error."""
+        """Returns the change of the value for a loss: 1.5 becomes -1.5 if higher is better."""
         return -lost if self.higher_is_better else lost
 
     def best(self, values: Iterable[float]) -> float:
@@ -76,7 +76,7 @@ class TaskNames:
     Attributes:
         name: the short name: "classification".
         description: a description for model cards: "image classification".
-        metrics: the metrics without values, in the order of the report's table; the first one decides.
+        metrics: the metrics without values, in the order of the report's table; the first is the main metric.
         decision: the name of what is equal if two models agree.
         outputs: the name of a model's outputs.
         compared: the name of what is equal if two computations of an output agree; "" if it is the decision.
@@ -98,7 +98,7 @@ class TaskNames:
 
     @property
     def main(self) -> Metric:
-        """The metric that decides."""
+        """The main metric, by which models are compared."""
         return self.metrics[0]
 
     def as_dict(self) -> dict[str, Any]:
@@ -144,12 +144,12 @@ class Scores:
 
     @property
     def main(self) -> Metric:
-        """The metric that decides."""
+        """The main metric, by which models are compared."""
         return self.metrics[0]
 
     @property
     def score(self) -> float:
-        """The value of the metric that decides."""
+        """The value of the main metric."""
         assert self.main.value is not None
         return self.main.value
 

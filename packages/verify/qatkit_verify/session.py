@@ -38,7 +38,7 @@ UNSET_OPTIONS: Mapping[str, str] = MappingProxyType({ACCURACY_LEVEL: "4"})
 def session_options(options: Mapping[str, str] | None = None) -> dict[str, str]:
     """Returns the config entries of a session: `SESSION_OPTIONS`, updated with a backend's `options`.
 
-    Figures are valid only under these entries, so reports, bundles and the code on report pages state all of them.
+    Figures are valid only with these entries, so reports, bundles and the code on report pages state them.
     """
     return {**SESSION_OPTIONS, **(options or {})}
 
@@ -112,7 +112,10 @@ def open_session(
 
 
 def keep_memory_of_runs(kept: bool) -> None:
-    """Sets whether sessions opened from now on keep the memory of runs; for large inputs they should not."""
+    """Sets `arena` for the sessions that `open_session` opens from now on without this argument.
+
+    False suits large inputs, since memory that is kept between runs would grow with them.
+    """
     _DEFAULTS["arena"] = kept
 
 

@@ -51,7 +51,7 @@ def read_sound(path: str) -> Sound:
 
     Raises:
         OSError: the file does not exist or cannot be opened.
-        ValueError: it is no regular file or has no readable samples; the message says why.
+        ValueError: it is not a regular file or has no readable samples; the message says why.
         ImportError: it is a FLAC file, and the package soundfile is missing.
     """
     with open_regular_file(path) as stream:

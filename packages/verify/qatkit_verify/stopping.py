@@ -48,9 +48,10 @@ class _State:
 
 @contextmanager
 def served() -> Iterator[None]:
-    """Makes a signal within the block end the run at its next safe point, unless it already has a handler.
+    """Within the block, makes each of SIGNALS that has no handler yet end the run at its next safe point.
 
-    After a signal the handlers stay until the process ends.
+    Only the main thread can set handlers; in others nothing changes. Once a signal has arrived, the handlers
+    stay until the process ends.
     """
     own = [number for number in SIGNALS if _is_free(number)]
     before = {number: signal.signal(number, _serve) for number in own}
@@ -120,7 +121,8 @@ def heard(tell: Callable[[int], None]) -> Iterator[None]:
     """Makes a thread call `tell` with each of SIGNALS that arrives within the block.
 
     Python calls handlers only between its own instructions. A process that waits in a library's code for
-    other processes, which may be gone, would handle no signal. Nothing happens where signals are not handled.
+    other processes, which may be gone, would handle no signal. Outside the main thread, and where signals are
+    not handled, there is no such thread.
     """
     if not serving() or threading.current_thread() is not threading.main_thread():
         yield

@@ -52,7 +52,7 @@ class Stream:
 
 
 def stream_of(session: ort.InferenceSession) -> Stream:
-    """Returns how the chunks of a file with states follow each other.
+    """Returns the axis of the chunks and the states of a file that processes its input in chunks.
 
     Raises:
         ConfigError: the metadata of the file does not say so, or does not match its inputs and outputs.

@@ -3,16 +3,18 @@
     pixels_0 ..        uint8 [H, W, C], before any preprocessing (for models of images)
     samples_0 ..       float32 [T], before any preprocessing (for models of recordings)
     input:NAME         the file's inputs, [N, ...], by name
-    off:NAME, on:NAME  its outputs where the bundle was made: ONNX Runtime without and with all optimizations
-    runs               integer: number of runs, only for a model of arrays. Each NAME is then RUN/NAME (runs
-                       from 0). The batch may be on any axis or missing, and sizes may differ between runs
+    off:NAME, on:NAME  the file's outputs where the bundle was made, computed by ONNX Runtime without and with
+                       all optimizations
+    runs               integer: the number of calls of the file, only for a model of arrays. Each NAME is then
+                       RUN/NAME (runs from 0). The batch may be on any axis or missing, and sizes may differ
+                       between runs
     step:NAME          float: the size of a quantization step of that output
     tolerance          float: number of steps by which ONNX Runtime may differ
-    tolerance_other    float: number of steps by which another runtime may differ, which may round after other
+    tolerance_other    float: the larger of `tolerance` and 8, for other runtimes, which may round after other
                        operators
 
 ONNX Runtime's answers with and without optimizations may differ, for example in transformers, whose residual
-stream is float. The tolerance for ONNX Runtime is therefore one step more than twice that difference.
+stream is float. The tolerance for ONNX Runtime is therefore twice this difference plus one step.
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ class Away:
 
     Attributes:
         steps: the largest difference over all outputs, in quantization steps; infinite if it is not finite.
-        same: the number of samples for which the first output has its maxima at the same positions.
+        same: the number of samples whose first output has its maxima at the same positions as the golden one.
         images: the number of samples; 0 if the first output is a scalar.
     """
 
@@ -81,7 +83,7 @@ class Away:
 def tolerances(
     off: Mapping[str, Array], on: Mapping[str, Array], steps: Mapping[str, float]
 ) -> tuple[float, float]:
-    """Returns the tolerances in steps for ONNX Runtime and for other runtimes."""
+    """Returns the tolerances in steps for ONNX Runtime, from its answers, and for other runtimes."""
     apart = max(_apart(on[name], off[name], steps[name]) for name in on)
     own = STEPS + 2 * apart
     return own, max(STEPS_OTHER, own)

@@ -7,9 +7,9 @@
 A bundle is rejected if a file differs, is missing or was added.
 
 Format 2 is for a model of arrays; a qatkit-verify that knows only format 1 rejects it. The last digest is
-that of the manifest's own bytes with 64 zeros in place of the digest. The session options are all config
-entries under which the figures of the bundle are valid. Bundles of older versions of qatkit have neither the
-session options nor ONNX Runtime's version. "drawn_data" and "accuracy_level" are stored only if they are set
+that of the manifest's own bytes with 64 zeros in place of the digest. The figures are valid only with the
+stored session options. Bundles of older versions of qatkit have neither the session options nor ONNX
+Runtime's version. "drawn_data" and "accuracy_level" are stored only if they are set
 (see `Manifest`).
 """
 
@@ -59,11 +59,12 @@ class Manifest:
         files: the entries of all files except manifest.json and manifest.sig.
         signer: base64 of the Ed25519 public key that signed it; None for an unsigned bundle.
         onnxruntime: the version of ONNX Runtime that computed the golden answers; None if it is not stored.
-        session_options: the session config entries under which the figures are valid; None if not stored.
+        session_options: the session config entries with which the figures are valid; None if not stored.
         format: the format of the bundle; an older qatkit-verify rejects a newer one.
         drawn_data: whether calibration and golden answers used random data.
-        accuracy_level: the accuracy_level of the MatMulNBits operators ("level"), the requested one
-            ("asked"), and the figures of levels 0 and 4 if both were measured; None if there was no choice.
+        accuracy_level: the accuracy_level of the MatMulNBits operators ("level"), the value of
+            `export.accuracy_level` ("asked"), and the figures of levels 0 and 4 if both were measured; None
+            if the run that made the bundle did not choose a level.
     """
 
     name: str

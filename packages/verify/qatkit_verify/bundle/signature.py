@@ -1,4 +1,4 @@
-"""Writes and checks manifest.sig: an Ed25519 signature (RFC 8032) of manifest.json, which has all digests.
+"""Writes and checks manifest.sig: an Ed25519 signature (RFC 8032) of manifest.json and thus of all digests.
 
     openssl genpkey -algorithm ed25519 -out key.pem        # signs: keep it private
     openssl pkey -in key.pem -pubout -out public.pem       # checks: give it to recipients
@@ -57,8 +57,8 @@ def check_signature(folder: Path, signer: str | None, public: str | Path | None)
     Args:
         folder: the folder of the bundle.
         signer: the public key that the manifest names; None for an unsigned bundle.
-        public: a PEM file of the trusted key. If it is None, the key that the manifest names is used. This
-            proves that nobody without that key changed the bundle, but not whose key it is.
+        public: a PEM file of the trusted public key. If it is None, the key that the manifest names is used.
+            This proves that nobody without the private key changed the bundle, but not whose key it is.
 
     Returns:
         A description of the signature for the user. Without `cryptography` and `public`, it says that the
@@ -129,7 +129,7 @@ def _public(serialization: Any, ed25519: Any, path: str | Path) -> Any:
 
 
 def _decoded(path: Path, text: str, size: int) -> bytes:
-    """Decodes base64, but only in its canonical form, since other spellings would give the same bytes."""
+    """Decodes base64; rejects every spelling of the bytes except the canonical one."""
     try:
         found = base64.b64decode(text, validate=True)
     except ValueError:

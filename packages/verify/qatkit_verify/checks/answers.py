@@ -25,7 +25,8 @@ from qatkit_verify.untrusted import read_json
 def preprocessing(asked: CheckInputs) -> Found:
     """Preprocesses the golden pixels or samples, and compares the result bit for bit with the golden inputs.
 
-    For a model of arrays, the golden arrays and the file's inputs are compared with model.json instead.
+    For a model of arrays, the golden arrays and the file's inputs are compared with model.json instead. The
+    result for any other model without preprocessing is OPEN.
     """
     golden, path = asked.golden, asked.folder / PREPROCESS_FILE
     if golden.runs:
@@ -91,7 +92,7 @@ def answers(asked: CheckInputs, *, optimize: bool) -> Found:
 
 
 def answers_elsewhere(asked: CheckInputs) -> list[Found]:
-    """Compares the answers of each runtime in `asked.runtimes` with ONNX Runtime's golden ones, optimized."""
+    """Compares the answers of all `asked.runtimes` with the golden ones of ONNX Runtime with optimizations."""
     golden, all_found = asked.golden, list[Found]()
     for runtime in load_runtimes(asked.runtimes).values():
         if runtime.name == REFERENCE:  # run with the session's options, which other runtimes do not have

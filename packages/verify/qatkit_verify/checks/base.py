@@ -56,8 +56,8 @@ class CheckInputs:
         pictures: a folder of pictures with one folder per class; None to skip this check.
         recordings: a folder of WAV and FLAC files with one folder per class; None to skip this check.
         min_speedup: the minimum speed-up over float.onnx; None: see `bound`.
-        max_drop: the maximum decrease of top-1 on pictures or recordings from the report's, in percentage
-            points; two standard errors are added to it.
+        max_drop: by how many percentage points top-1 on pictures or recordings may be below the report's; two
+            standard errors of the measured top-1 are added to it.
         accept_missed: whether a bundle passes although its run missed bounds.
     """
 
@@ -120,7 +120,10 @@ class CheckInputs:
 
     @property
     def bound(self) -> float | None:
-        """The minimum speed-up over float: the given one, else the run's, else 1 for an INT8 file, else None."""
+        """The minimum speed-up over float: `min_speedup`, else the `verify.min_speedup` of the bundle's run.
+
+        If neither is set, it is 1 for an INT8 file, and None (no minimum) for other files.
+        """
         if self.min_speedup is not None:
             return self.min_speedup
         own = ((self.report.get("config") or {}).get("verify") or {}).get("min_speedup")
@@ -129,9 +132,9 @@ class CheckInputs:
 
     @property
     def options(self) -> dict[str, str]:
-        """All session config entries under which the figures are valid.
+        """All session config entries with which the figures of the bundle are valid.
 
-        A bundle of an older qatkit has only the backend's entries, in its report; the others were unset.
+        A bundle of an older qatkit stores only the backend's entries, in its report; its run set no others.
         """
         from qatkit_verify.session import UNSET_OPTIONS
 

@@ -19,9 +19,10 @@ NAME = "answers, in chunks"
 
 
 def answers_in_chunks(asked: CheckInputs) -> list[Found]:
-    """Compares the outputs for the golden inputs in chunks with those for the complete inputs.
+    """Compares the outputs after the last chunk of each golden input with those for the complete input.
 
-    States are zero before the first chunk. Returns [] if the bundle has no file for chunks.
+    States are zero before the first chunk. A file that does not load or does not run in chunks falls short.
+    Returns [] if the bundle has no file for chunks.
     """
     path = stream_file(asked.int8)
     if not path.is_file():

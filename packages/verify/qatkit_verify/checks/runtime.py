@@ -10,8 +10,8 @@ with those of the machine that made the bundle ("there"). The noise is relative 
     as written here      against as written there    noise that versions and processors may cause in float
 
 The first may be up to ten times the sum of the other two. The answers of a file that rounds to 8 bits may
-also move by whole steps, which is more than that. They pass if they are within the tolerance of the golden
-answers, unless ONNX Runtime adds a MatMulNBits here that quantizes activations to 8 bits.
+move by whole steps, which can exceed this limit. They still pass if they are within the tolerance of the
+golden answers, unless ONNX Runtime adds a MatMulNBits here that quantizes activations to 8 bits.
 """
 
 from __future__ import annotations

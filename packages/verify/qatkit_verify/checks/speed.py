@@ -76,7 +76,7 @@ def kernels(asked: CheckInputs) -> Found:
 def saturation(asked: CheckInputs) -> Found:
     """Finds from the weights which operators can saturate on x86 without VNNI, and tests this processor.
 
-    A file without uint8 x int8 products is judged for ARM instead.
+    For a file without uint8 x int8 products, it finds the operators that can exceed 16 bits on ARM.
     """
     found = int8_operators(asked.int8, options=asked.options)
     open_ones = [one for one in found if one.saturating != 0]
@@ -103,7 +103,7 @@ def saturation(asked: CheckInputs) -> Found:
 
 
 def _signed_products(asked: CheckInputs, figures: dict[str, Any]) -> Found:
-    """Judges a file without uint8 x int8 products: on ARM, a sum of two products -128 * -128 exceeds 16 bits."""
+    """Finds the int8 x int8 operators that can exceed 16 bits on ARM: a sum of two products -128 * -128."""
     found = int8_operators(asked.int8, options=asked.options, signed=True)
     open_ones = [one for one in found if one.saturating != 0]
     figures |= {

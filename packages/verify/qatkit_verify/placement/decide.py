@@ -1,6 +1,6 @@
 """Chooses one of several files that were timed in turns.
 
-FLOAT is the float file, and TABLE the one whose operators are placed by the backend's table.
+FLOAT is the float file. In TABLE, the backend's table of operators decides which ones run in int8.
 """
 
 from __future__ import annotations

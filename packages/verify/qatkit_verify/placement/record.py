@@ -84,8 +84,8 @@ class Placed:
         files: all timed files.
         chosen: the name of the chosen file.
         noise: the variation of a file's `ratio` between sessions, as a share; median of the files.
-        costs: the predicted additional milliseconds of each differing operator if it were as in the table, by
-            path; empty if nothing was predicted.
+        costs: for each operator in `sites`, by path, by how many milliseconds the file is predicted to become
+            slower if this operator is placed as in the table; empty if nothing was predicted.
         quiet: whether the machine did nothing else in at least one session. If not, only a lead that no busy
             core explains was accepted.
         waited: the time that the threads waited for a core, relative to the time that they ran.
@@ -158,7 +158,7 @@ def read_placement(path: str | Path, key: str = "placement") -> Placed:
     """Reads a placement.
 
     Raises:
-        ConfigError: the file does not exist, or is another kind of file.
+        ConfigError: the file cannot be read, or is not a placement of this format.
     """
     try:
         return Placed.from_dict(read_json(Path(path)))

@@ -1,4 +1,4 @@
-"""Defines where a run placed its quantizers: float operators, and the other changes of a placement.
+"""Defines which operators a run keeps in float, and what else a placement changes.
 
 FloatSites   the operators that precision=auto or placement=measured keep in float besides the overrides
 Sites        a placement, as its differences from the backend's table
@@ -35,8 +35,8 @@ class Sites:
     """The operators that a placement changes, by their paths.
 
     Attributes:
-        floats: the operators that are float where the table has int8.
-        opened: the SiLUs that are int8 operators (Sigmoid and Mul) where the table has a single float operator.
+        floats: the operators that are float although the backend's table has them in int8.
+        opened: the SiLUs that are int8 operators (Sigmoid and Mul) instead of a single float operator.
         for_amx: whether weights of convolutions are stored for AMX (`export.weights_for_amx`).
     """
 

@@ -37,8 +37,9 @@ class Runtime:
 
     Attributes:
         name: its name in reports.
-        open: returns a function that runs an ONNX file, given the file and the number of threads. It runs in
-            float32 wherever the file is float, and its outputs stay unchanged when it is called again.
+        open: returns a function that runs an ONNX file, given the file and the number of threads. It computes
+            in float32 wherever the file is float, and a later call does not change the outputs of an earlier
+            one.
         versions: returns the versions of the packages that affect its figures; raises ImportError if the
             runtime is not installed.
         extra: the extra of qatkit-verify that installs the runtime; "" if there is none.

@@ -9,8 +9,8 @@ A runtime's workers may keep spinning after a run, each library in its own way. 
 therefore steal each other's cores, and so do two processes. The processes take turns of `_TURN` runs, so that
 the machine's drift affects all of them. Each timed run follows an untimed one, as in `qatkit_verify.latency`.
 
-The processes run this file: `python -m qatkit_verify.runtimes.timing REQUEST`, and answer each number of
-runs that they read with a line of JSON.
+Each process runs `python -m qatkit_verify.runtimes.timing REQUEST`. For each line of stdin, which
+is a number of runs, it prints a line of JSON with their times.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class _Process:
 
 
 def _serve(request: Mapping[str, Any]) -> None:
-    """Runs in the process: opens the file and times as many runs as each line of stdin asks for."""
+    """Opens the file in a process of its own, and times as many runs as each line of stdin asks for."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # stdout is for answers, not for what a runtime prints
     try:
