@@ -51,7 +51,7 @@ def spectrograms(count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def main(folder: Path) -> dict[str, float]:
-    """Trains, quantizes, fine-tunes, exports and verifies; returns top-1 in percent by "float", "int8"."""
+    """Trains, quantizes, fine-tunes, exports and verifies; returns top-1 in percent of "float" and "int8"."""
     lightning.seed_everything(0, verbose=False)
     folder.mkdir(parents=True, exist_ok=True)
     train, test = (TensorDataset(*spectrograms(n, seed)) for n, seed in ((1024, 0), (512, 1)))

@@ -95,7 +95,7 @@ def _fixed(results: Results) -> NextStep | None:
 
 
 def _settings(fix: str, bound: str) -> Iterator[list[str]]:
-    """Yields the words of each alternative in the text of a fix that consists of settings.
+    """Yields the alternatives in the text of a fix that consist only of settings, each as a list of words.
 
     Alternatives that change the bound itself are left out.
     """
