@@ -1,8 +1,8 @@
-"""A Hugging Face encoder of token ids, quantized in one call (extra `transformers`).
+"""A Hugging Face encoder of token ids, quantized in one call; needs the extra `transformers`.
 
     uv run --extra transformers examples/hugging_face_encoder.py [FOLDER]
 
-A small BERT with random weights and random ids take the place of your model and texts.
+A small BERT with random weights takes the place of your model, and random ids that of your texts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Sentence(nn.Module):
 
 
 def main(folder: str = "outputs/hugging_face_encoder") -> Result:
-    """Quantizes a small BERT with mean pooling."""
+    """Quantizes a small BERT with mean pooling; returns the result."""
     torch.manual_seed(0)
     shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
     encoder = BertModel(BertConfig(vocab_size=500, **shape), add_pooling_layer=False)

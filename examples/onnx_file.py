@@ -2,7 +2,8 @@
 
     uv run examples/onnx_file.py [FILE.onnx] [FOLDER]
 
-Without a file it exports a small float network first. Random numbers take the place of your samples.
+Without a file it exports a small float network first. Random numbers [8, 3, 32, 32] take the place of your
+samples, so the only input of FILE.onnx must accept this shape.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def float_file(path: Path) -> Path:
 
 
 def main(file: str | None = None, folder: str = "outputs/onnx_file") -> Result:
-    """Quantizes the file, or a small network if `file` is None."""
+    """Quantizes the file, or a small network if `file` is None; returns the result."""
     path = Path(file) if file else float_file(Path(folder).with_suffix(".float.onnx"))
     draw = np.random.default_rng(0)
     batches = [draw.normal(size=(8, 3, 32, 32)).astype(np.float32) for _ in range(16)]

@@ -19,7 +19,7 @@ from qatkit import Result, quantize
 
 
 def main(folder: str = "outputs/torchvision_classifier") -> Result:
-    """Trains on the digits for twelve float epochs and two quantized ones."""
+    """Trains on the digits for twelve float epochs and two quantized ones; returns the result."""
     torch.manual_seed(0)
     digits = load_digits()
     pixels = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16

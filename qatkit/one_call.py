@@ -278,7 +278,10 @@ def _target(value: Any) -> Any:
 
 
 def _classes(config: Config, *splits: Sequence[Sample]) -> tuple[str, ...]:
-    """Returns the names of the classes, which are their numbers; () if the targets are not classes."""
+    """Returns the names of the classes, which are their numbers.
+
+    They are () for a task without classes, or if a target is not an integer.
+    """
     targets = [target for split in splits for _, target in split]
     if config.task not in ("classification", "embedding") or not all(isinstance(one, int) for one in targets):
         return ()

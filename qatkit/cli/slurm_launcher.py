@@ -59,9 +59,9 @@ class Slurm(SlurmLauncher):  # type: ignore[misc]  # from a package without type
         configs: Mapping[int, Config | None],
         without: set[int],
     ) -> list[slurm.Queued]:
-        """Submits the runs that are new and returns them.
+        """Submits the runs whose numbers are not in `without`, and returns them.
 
-        The folder of a run is chosen before its start, so that a restarted run finds it.
+        The folder of a run is chosen before its start if it can be, so that a restarted run finds it.
         """
         new = [number for number in jobs if number not in without]
         if not new:

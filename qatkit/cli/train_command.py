@@ -14,7 +14,9 @@ _PREFIX, _RECIPES = "onnx/", "recipe=onnx_ptq or recipe=onnx_qat (or model=onnx 
 
 
 def train_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
-    """Makes `onnx=FILE` the model of the recipe; the run is named after the file unless a name is typed.
+    """Returns the configuration with `onnx=FILE`, if it is set, as the model of the recipe.
+
+    The run is then named after the file unless a name is typed.
 
     Raises:
         ConfigError: a file is given for a recipe with another model, a recipe for files has no file, a mode is

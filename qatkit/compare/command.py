@@ -49,7 +49,7 @@ def main(typed: Sequence[str] | None = None) -> int:
 
 
 def page_of(folders: Sequence[Path], page: Path) -> None:
-    """Writes the page for the runs in the given folders, at the end of a sweep; folders without a run are skipped."""
+    """Writes the page for the runs in `folders` at the end of a sweep; none if no folder contains a run."""
     rows = in_order([row for folder in folders if (row := row_of(folder, page.parent)) is not None])
     if rows:
         write_page(page, rows, page.parent)

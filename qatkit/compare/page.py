@@ -83,7 +83,7 @@ def _header(rows: Sequence[Row], title: str) -> str:
 
 
 def _filters(rows: Sequence[Row]) -> str:
-    """Returns a drop-down list for each property in which the rows differ."""
+    """Returns a drop-down list for each property in which the rows differ; "" if there is none."""
     kinds = {
         "recipe": [row.recipe for row in rows],
         "backend": [row.backend for row in rows],

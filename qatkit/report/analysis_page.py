@@ -92,14 +92,14 @@ def _name(row: SensitivityRow | TensorRow) -> str:
 
 
 def _titled(row: SensitivityRow | TensorRow) -> str:
-    """Returns the name of a site, with a link to the file with its histogram if there is one."""
+    """Returns the kind and the name of a weight or activation, linked to its histogram file, if any."""
     title = f"{escape(row.kind)} <code>{escape(row.site)}</code>"
     picture = row.picture if isinstance(row, TensorRow) else ""
     return f'<a href="{escape(quote(picture))}">{title}</a>' if picture else title
 
 
 def _bars(rows: Sequence[SensitivityRow]) -> str:
-    """Returns a bar for the loss of each site, on a common scale."""
+    """Returns a bar for the loss by each weight or activation, on a common scale."""
     largest = max(row.loss for row in rows) or 1.0
     items = "".join(
         f'<div><span>{escape(row.kind)} <code>{escape(row.site)}</code></span><span class="value">{row.loss:.2e}</span>'

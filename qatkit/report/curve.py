@@ -47,7 +47,10 @@ def measured(curve: Curve) -> str:
 
 
 def lines(results: Results) -> list[str]:
-    """Returns a line per stage for the terminal; of many epochs, it shows some, including the last and the kept one."""
+    """Returns a line per stage for the terminal.
+
+    Of many epochs, it shows some, the last one and the one that was kept.
+    """
     return [_line(curve, results.task) for curve in results.curves]
 
 

@@ -17,7 +17,7 @@ def table(head: Sequence[str], rows: Iterable[tuple[str, Sequence[str]]], style:
     Args:
         head: the column headings.
         rows: (CSS class of the row, cells) for each row; a cell is HTML: a `<td ...>`, or content to be
-            wrapped in one.
+            wrapped in one. If a cell of the first row is left-aligned, so is the heading above it.
         style: the CSS class of the table.
     """
     rows = list(rows)

@@ -31,7 +31,7 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 def next_steps(results: Results) -> tuple[NextStep, ...]:
-    """Returns at most three commands, the most useful first; () if no command line was typed, as in a library call."""
+    """Returns at most three commands, the most useful first; () in a library call and in a sweep."""
     if not proposes():
         return ()
     found = dict[str, NextStep]()
@@ -43,7 +43,7 @@ def next_steps(results: Results) -> tuple[NextStep, ...]:
 
 
 def after_cleaning(path: Path) -> tuple[NextStep, ...]:
-    """Returns the commands for a cleaned file."""
+    """Returns the commands that may follow mode=clean; () in a library call and in a sweep."""
     file = override("onnx", path)
     steps = (
         NextStep(
@@ -55,7 +55,7 @@ def after_cleaning(path: Path) -> tuple[NextStep, ...]:
 
 
 def after_summary(path: Path, *, quantized: bool) -> tuple[NextStep, ...]:
-    """Returns the commands for a file after a summary of its operators."""
+    """Returns the commands that may follow mode=summary; () in a library call and in a sweep."""
     file = override("onnx", path)
     if not proposes():
         return ()
@@ -95,7 +95,7 @@ def _fixed(results: Results) -> NextStep | None:
 
 
 def _settings(fix: str, bound: str) -> Iterator[list[str]]:
-    """Yields the words of each alternative in the text of a fix that consists of settings.
+    """Yields the alternatives in the text of a fix that consist only of settings, each as a list of words.
 
     Alternatives that change the bound itself are left out.
     """

@@ -101,8 +101,8 @@ def _header(results: Results) -> str:
 def _tiles(results: Results) -> str:
     """Returns the tiles with the most important figures of the file, as far as they were measured.
 
-    They are accuracy (or agreement with float without labels), speed-up, size, parity, and the share of the work
-    in int8 (or the bits per packed weight).
+    They are accuracy (without labels, the agreement with float), speed-up, size, parity, and the share of the
+    work in int8 (or the bits per packed weight).
     """
     tiles: list[tuple[str, str]] = []
     accuracy, latency, task = results.accuracy, results.latency, results.task

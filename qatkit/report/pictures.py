@@ -1,4 +1,4 @@
-"""Drawings of an analysis and of the Pareto front of mixed precisions as PNG files; requires matplotlib.
+"""PNG files with drawings of an analysis and of the Pareto front of mixed precisions; requires matplotlib.
 
 The page has the same drawings as inline SVG (`qatkit.report.svg`) and needs no library.
 """

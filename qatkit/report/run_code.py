@@ -194,7 +194,7 @@ def _filled(loading: Loading) -> dict[str, str]:
 
 
 def _turned(upright: bool) -> dict[str, str]:
-    """Returns the code of each language that opens a picture, rotated by its EXIF data if training does so."""
+    """Returns the placeholders for opening a picture; it is rotated by its EXIF data if training does so."""
     return {
         "pil": "Image, ImageOps" if upright else "Image",
         "opened": 'ImageOps.exif_transpose(Image.open("image.jpg"))'

@@ -85,7 +85,7 @@ def _state(trial: Trial) -> str:
 
 
 def _drawing(study: Study) -> str:
-    """Returns a drawing of the completed trials; those on the front have their numbers."""
+    """Returns a drawing of the completed trials, with numbers on the front; "" for fewer than two trials."""
     first = study.objectives[0]
     second = study.objectives[1] if len(study.objectives) > 1 else None
     done = [trial for trial in study.trials if trial.state == "complete"]

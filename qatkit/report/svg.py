@@ -17,7 +17,7 @@ Line = Sequence[tuple[float, float | None]]  # (horizontal position from 0 to 1,
 
 
 def bar(share: float, kind: str = "") -> str:
-    """Returns a bar that fills a share of its width."""
+    """Returns a bar that fills `share` (0 to 1) of the drawing's width; `kind` is its CSS class."""
     width = 100 * min(1.0, max(0.0, share))
     return _drawing(
         "bar-svg", f'<rect class="{kind}" x="0" y="0" width="{width:.2f}" height="{_HEIGHT:.0f}"/>'
@@ -30,7 +30,8 @@ def lines(
     """Returns points and the lines between them, over a grid of horizontal lines.
 
     Args:
-        series: (CSS class, points, name of each point) for each line; points without a value are left out.
+        series: (CSS class, points, name of each point) for each line. A point is a horizontal position from
+            0 to 1 and a value; points whose value is None are left out.
         low, high: the values of the lower and the upper edge.
         step: the distance between two grid lines.
         unit: the unit of the values.

@@ -47,7 +47,10 @@ def chunks(batch: NDArray[Any], axis: int) -> Iterator[NDArray[Any]]:
 
 
 def kept_db(whole: NDArray[Any], found: NDArray[Any]) -> float:
-    """Returns the signal-to-noise ratio of `found`, with `whole` as the exact signal, in dB from -200 to 200."""
+    """Returns the signal-to-noise ratio of `found`, with `whole` as the exact signal, in dB from -200 to 200.
+
+    It is 200 for equal arrays. For others it is -200 if `whole` is all zeros, or if `found` is not finite.
+    """
     noise = float(((whole.astype(np.float64) - found) ** 2).sum())
     power = float((whole.astype(np.float64) ** 2).sum())
     if noise == 0:

@@ -46,7 +46,7 @@ def classified(
 def decision(outputs: NDArray[Any]) -> NDArray[np.int64]:
     """Returns the index of the largest value along axis 1: [N] for [N, classes], [N, H, W] for [N, classes, H, W].
 
-    For outputs [N], it is 0.
+    For outputs [N], which have no classes, it is 0 in every row.
     """
     found: NDArray[np.int64] = (outputs if outputs.ndim > 1 else outputs[:, None]).argmax(1)
     return found

@@ -57,7 +57,7 @@ def dotted_path(name: str, known: Mapping[str, str], key: str, kind: str) -> str
 def check_path(path: str, key: str) -> None:
     """Checks that `resolve` would find the object at `path`.
 
-    Many of our own modules import torch. They are therefore only parsed, if their source tells the names.
+    Our own modules, many of which import torch, are parsed instead of imported if their source tells all names.
 
     Raises:
         ConfigError: see `resolve`.

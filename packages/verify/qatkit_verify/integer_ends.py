@@ -53,7 +53,7 @@ class IntegerIO:
         return cls(**values | {"mean": tuple(values["mean"]), "std": tuple(values["std"])})
 
     def pixels(self, images: NDArray[np.float32]) -> NDArray[np.uint8]:
-        """Returns the uint8 pixels from which normalised images [N, C, H, W] came."""
+        """Returns the uint8 pixels of normalised images [N, C, H, W], rounded and clipped to 0..255."""
         mean, std = (np.asarray(v, np.float32).reshape(-1, 1, 1) for v in (self.mean, self.std))
         found: NDArray[np.uint8] = np.clip(np.rint((images * std + mean) * 255), 0, 255).astype(np.uint8)
         return found

@@ -222,7 +222,7 @@ def from_times(
 ) -> Latency:
     """Returns a file's latency from its times [runs] in milliseconds, with its speed-up over the first file.
 
-    The speed-up is computed in each round, from the time of the first file in `reference`.
+    The speed-up is computed in each round, from the times `reference` of the first file.
     """
     p10, median, p90 = (float(value) for value in np.percentile(times, (10, 50, 90)))
     low, ratio, high = (float(value) for value in np.percentile(reference / times, (10, 50, 90)))

@@ -235,7 +235,7 @@ class Preprocess:
         return found
 
     def _normalised(self, pixels: Floats) -> Floats:
-        """Returns float32 [1, C, H, W] from [H, W, C]; each operation is rounded by itself."""
+        """Normalises pixels [H, W, C] to float32 [1, C, H, W]; each operation is rounded by itself."""
         mean, std = (np.asarray(value, np.float32).reshape(-1, 1, 1) for value in (self.mean, self.std))
         found = np.ascontiguousarray(pixels.transpose(2, 0, 1)[None])
         if self.pixels == UNIT:
@@ -299,7 +299,7 @@ def _of_channels(image: NDArray[Any], channels: int) -> Pixels:
 
 
 def _resized(image: Pixels, how: Fitting, interpolation: str) -> Floats:
-    """Returns the part of a resized image that is kept, float32 [H, W, C] in 0..255."""
+    """Resizes an image to `how.scaled` and returns the part to keep, float32 [H, W, C] in 0..255."""
     height, width = image.shape[:2]
     (top, left), (rows, columns) = how.start, how.kept
     if how.scaled == (height, width):

@@ -61,7 +61,7 @@ class Metric:
         return before - now if self.higher_is_better else now - before
 
     def change(self, lost: float) -> float:
-        """Returns the change of the value for a loss: 1.5 becomes -1.5 if higher is better."""
+        """Returns the change of the value for a loss: `-lost` if higher values are better, else `lost`."""
         return -lost if self.higher_is_better else lost
 
     def best(self, values: Iterable[float]) -> float:

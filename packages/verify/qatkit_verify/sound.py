@@ -140,7 +140,7 @@ class SoundPreprocess:
         return ((bands - self.mean) / self.std).astype(np.float32)[:, None]
 
     def _fitted(self, recording: NDArray[Any]) -> Doubles:
-        """Returns a recording, cut or zero-padded, as integer multiples of 2^-15, [samples]."""
+        """Returns a recording [samples], cut or zero-padded and clipped to -1..1, in steps of 2^-15."""
         found = np.asarray(recording)
         if found.ndim != 1 or not found.size or not (found.dtype.kind == "f" or found.dtype == np.int16):
             told = f"{found.dtype} {list(found.shape)}"
@@ -179,7 +179,10 @@ def waves(window: int) -> tuple[Doubles, Doubles]:
 
 @functools.lru_cache(4)
 def triangles(rate: int, window: int, mels: int) -> tuple[NDArray[np.int64], Doubles]:
-    """Returns the bins of each band, [mels, K] ascending, and their weights, with 0 for missing bins."""
+    """Returns the bins of each band, [mels, K] ascending, and their weights.
+
+    The weights are 0 where a band has fewer than K bins.
+    """
     bins = window // 2 + 1
     hertz: Doubles = np.arange(bins, dtype=np.float64) * (rate / window)
     place = natural_log(1.0 + hertz / 700.0) * 1127.0

@@ -83,7 +83,7 @@ class Away:
 def tolerances(
     off: Mapping[str, Array], on: Mapping[str, Array], steps: Mapping[str, float]
 ) -> tuple[float, float]:
-    """Returns the tolerances in steps for ONNX Runtime, from its answers, and for other runtimes."""
+    """Returns the tolerances in steps for ONNX Runtime (from its answers `off`, `on`) and for other runtimes."""
     apart = max(_apart(on[name], off[name], steps[name]) for name in on)
     own = STEPS + 2 * apart
     return own, max(STEPS_OTHER, own)

@@ -1,4 +1,4 @@
-"""Measures how fast the file is here, and checks whether it runs in int8 and saturates on this processor."""
+"""Checks on this processor how fast the file is, how much of it runs in int8, and whether it can saturate."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ _NAMED = 1  # maximum number of saturating operators in the text; the figures li
 
 
 def speed(asked: CheckInputs) -> Found:
-    """Times the INT8 file here, alternating with the float file if the bundle has one."""
+    """Times the INT8 file here, alternating with the float file if the bundle has one.
+
+    The speed-up over the float file falls short if it is below `asked.bound`.
+    """
     both = {"float": asked.folder / FLOAT_FILE, "int8": asked.int8}
     files = {name: path for name, path in both.items() if path.is_file()}
     inputs, batch = asked.golden.inputs, asked.batch or 1
@@ -51,7 +54,7 @@ def speed(asked: CheckInputs) -> Found:
 
 
 def kernels(asked: CheckInputs) -> Found:
-    """Compares the share of the work that runs in int8 here with that on the machine that made the bundle."""
+    """Compares the share of the multiply-accumulates in int8 here with that where the bundle was made."""
     ran = executed(asked.int8, options=asked.options, threads=asked.threads,
                    given=asked.one_batch,
                    images=asked.batch or 1)  # fmt: skip
