@@ -274,7 +274,7 @@ def _by_name(inputs: Any, names: Sequence[str], where: str) -> dict[str, Tensor]
 
 
 def _target(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) and not value.ndim else value
+    return value.item() if isinstance(value, Tensor | np.ndarray | np.generic) and not value.ndim else value
 
 
 def _classes(config: Config, *splits: Sequence[Sample]) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 import torch
+from command_line import CONF
 from torch import Tensor, nn
 
-from qatkit import quantize
+from qatkit import one_call, quantize
+from qatkit.config.compose import compose_config
 from qatkit.one_call import given_data, given_model
 from qatkit_verify.errors import ConfigError
 
@@ -86,3 +89,10 @@ def test_model_and_data_belong_to_their_call() -> None:
         given_model()
     with pytest.raises(ConfigError, match="by a script"):
         given_data(None, False, 0)
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, np.array, list])
+def test_classes_are_those_of_targets_in_any_container(kind: Callable[[list[int]], Any]) -> None:
+    config = compose_config(CONF, ["recipe=onnx_ptq", "onnx=m.onnx", "data.root=x", "task=classification"])
+    samples = list(one_call._samples([(torch.zeros(3, 4), kind([0, 2, 1]))], ("x",), True))
+    assert one_call._classes(config, samples) == ("0", "1", "2")
