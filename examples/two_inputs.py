@@ -81,7 +81,9 @@ def main(folder: Path, steps: int = 60) -> Parity:
     converted, path = module.convert().graph, folder / "blobs.int8.onnx"
     export_onnx(converted, module.example, path)
     found = parity(converted, path, [blobs(64, seed)[0] for seed in (2000, 2001)])
-    print(f"{path}: agrees on {100 * found.agreement:.1f} % of {found.images} images")
+    print(
+        f"{path} agrees with the converted module on {100 * found.agreement:.1f} % of {found.images} images"
+    )
     return found
 
 

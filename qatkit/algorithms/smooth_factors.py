@@ -105,7 +105,7 @@ def factors(source: ScalableOperator, largest: Tensor, strength: float) -> Tenso
 
 
 def smoothable(graph_module: fx.GraphModule) -> tuple[list[ScalableOperator], list[tuple[str, str]]]:
-    """Returns the sources with a reader whose input is quantized, and (site, reason) of those that cannot be scaled."""
+    """Returns the sources with a reader whose input and weight are quantized, and (site, reason) of unscalable ones."""
     return chosen_sources(graph_module, lambda reader: _fake(reader) is not None, "smoothed")
 
 

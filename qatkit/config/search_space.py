@@ -25,7 +25,7 @@ from typing import Any
 from qatkit.config.field_types import hint_of, type_name
 from qatkit.config.quoting import quoted
 from qatkit.config.schema import Config
-from qatkit_verify.errors import ConfigError, as_typed
+from qatkit_verify.errors import ConfigError, as_typed, did_you_mean
 
 Value = float | int | bool | str | None
 _NUMBER = {"low", "high", "step", "log"}
@@ -192,7 +192,8 @@ def _of_type(axis: Numbers, hint: Any, entry: Mapping[str, Any]) -> Numbers:
 
 def _numbers(key: str, name: str, entry: Mapping[str, Any]) -> Numbers:
     if unknown := sorted(set(entry) - _NUMBER):
-        raise ConfigError(f"{name}.{unknown[0]}", entry[unknown[0]], f"one of {', '.join(sorted(_NUMBER))}")
+        reason = f"the key does not exist{did_you_mean(unknown[0], _NUMBER)}"
+        raise ConfigError(f"{name}.{unknown[0]}", entry[unknown[0]], reason=reason)
     log = entry.get("log", False)
     if not isinstance(log, bool):
         raise ConfigError(f"{name}.log", log, "true or false")

@@ -133,7 +133,7 @@ class _Follower:
             self.numbers[node] = result
 
     def _hold(self, node: fx.Node, reason: str) -> None:
-        """Marks the channels that `node` reads as not free."""
+        """Marks as not free the channels that `node` reads, and records the reason if it is the first."""
         for operand in node.all_input_nodes:
             for part in _tensors(self.numbers.get(operand)):
                 held = part.unique().long()

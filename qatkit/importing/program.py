@@ -239,6 +239,9 @@ class ImportedModel(nn.Module):
 
         Returns:
             The only output, or all of them by name.
+
+        Raises:
+            ConfigError: an input is missing, or a node has no PyTorch equivalent for these inputs.
         """
         values = self.values(dict(zip(self.inputs, args, strict=False)) | kwargs)
         found = {

@@ -84,8 +84,8 @@ class _FakeQuantizePerTensor(torch.autograd.Function):
     """Fake quantization on the CPU with a straight-through gradient inside the representable range.
 
     ATen's fake_quantize kernels on the CPU are scalar code, so four vectorized passes replace them
-    (figures: decision 1). The backward pass is hardtanh's kernel. For a range that starts at zero it is
-    exactly the gradient of ReLU.
+    (figures: decision 1). The backward pass is hardtanh's kernel. For a range that starts at zero, its
+    gradient at the lower end is exactly that of ReLU.
     """
 
     @staticmethod

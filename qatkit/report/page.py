@@ -151,7 +151,11 @@ def _shortfalls(results: Results) -> str:
         f"<li>{escape(line)}" + (f'<p class="soft">To fix it: {escape(fix)}</p>' if fix else "") + "</li>"
         for line, fix in zip_longest(results.shortfalls, results.fixes, fillvalue="")
     )
-    climb = f"<p>To continue the rescue: <code>{escape(results.climb)}</code></p>" if results.climb else ""
+    climb = (
+        f"<p>To try one remedy after the other: <code>{escape(results.climb)}</code></p>"
+        if results.climb
+        else ""
+    )
     return section("Bounds not met", f"<ul>{items}</ul>", climb) if items else ""
 
 

@@ -90,5 +90,5 @@ def _lines(results: Results, checks: Sequence[Check] | None) -> list[tuple[str |
     if results.output_dir:  # the first export has no output folder
         lines.append(("bold", f"output folder: {results.output_dir}"))
     if not results.next and results.climb:
-        lines.append(("bold", f"to climb further: {results.climb}"))
+        lines.append(("bold", f"to try one remedy after the other: {results.climb}"))
     return lines

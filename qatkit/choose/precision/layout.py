@@ -104,7 +104,10 @@ class Layouts:
     def _borders(
         self, placement: Placement, islands: set[fx.Node]
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Returns the sizes of the tensors that are quantized and dequantized around int8 operators except islands."""
+        """Returns the sizes of tensors that are quantized before int8 operators, and of those dequantized after them.
+
+        Islands count as float operators.
+        """
         made = {node for node in placement.int8 - islands if node.op != "placeholder"}
         eight = (placement.int8 - islands) | set(placement.weighted)
         return (

@@ -33,12 +33,14 @@ def simulated_losses(
     *,
     progress: bool = False,
 ) -> list[float]:
-    """Returns the squared error of the first floating-point output for each set: mean over rows, sum over classes.
+    """Returns, for each set of float operators, the squared error of the first floating-point output against float.
+
+    The error is summed over classes and averaged over rows.
 
     Args:
         graph_module: the prepared graph with all operators in int8 and its ranges set.
         layouts: the layouts of the graph.
-        sets: the sets to simulate.
+        sets: the sets of float operators.
         batches: batches of (inputs, labels); labels are not used.
         progress: whether a progress bar is shown.
     """

@@ -361,8 +361,8 @@ class AnalysisConfig:
     pictures: int = setting(
         0,
         "number of tensors whose histograms are drawn in report.html, among those that "
-        "analysis.tensors compares; with the extra pictures installed, the analyses are also drawn as "
-        "PNG files; 0: none",
+        "analysis.tensors compares; 0: none. Above 0, and with matplotlib (the extra `pictures`), the "
+        "analyses are also drawn as PNG files",
         Range(0),
     )
     histograms: bool = setting(

@@ -225,7 +225,7 @@ class DataConfig:
     )
     coefficients: int | None = setting(
         None,
-        "number of DCT coefficients for data.features=mfcc, at most data.mels (default 10)",
+        "number of DCT coefficients for data.features=mfcc (default 10), at most data.mels",
         Range(1, LARGEST_MELS, whole=True),
     )
     log_offset: float | None = setting(

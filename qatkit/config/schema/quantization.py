@@ -189,8 +189,8 @@ class WeightsConfig:
 
     bits: int | None = setting(
         None,
-        "bits per weight. Weights of 4 bits or fewer stay packed in products, and 3 bits take the "
-        "space of 4; 8-bit weights are unpacked when the file is loaded; null: int8 with one scale "
+        "bits per weight. Weights of 4 bits or fewer stay packed in matrix multiplications, and 3 bits take "
+        "the space of 4; 8-bit weights are unpacked when the file is loaded; null: int8 with one scale "
         "per channel, by ONNX Runtime's tools",
         BITS,
     )
