@@ -121,9 +121,8 @@ def dynamic(source: Path, target: Path, *, reduce_range: bool | str = "auto") ->
 def static(source: Path, target: Path, batches: Iterable[Any], backend: Backend) -> LeftFloat:
     """Inserts QDQ pairs with ONNX Runtime's quantizer, with ranges from the minimum to the maximum.
 
-    Operators that the backend's rules leave float stay float, such as normalizations, Softmax, GELU, and the residual
-    stream of a transformer. With `Backend.every_operator`, everything that the tool can quantize is quantized,
-    including the sums, products and roots of a LayerNorm.
+    Operators that the backend's rules leave float stay float, such as normalizations and the residual stream of a
+    transformer. With `Backend.every_operator`, everything that the tool can quantize is quantized.
 
     Args:
         source: a float file of opset 13 or higher.
