@@ -1,6 +1,7 @@
-"""Tests of the causes that error messages give for errors of ONNX Runtime and onnx_ir.
+"""Tests of the causes and proposals in error messages.
 
-They are printed without error codes, temporary paths and positions in the libraries' source.
+Causes of errors of ONNX Runtime and onnx_ir are printed without error codes, temporary paths and positions in the
+libraries' source.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from onnx import helper
 
-from qatkit_verify.errors import ConfigError, one_line
+from qatkit_verify.errors import ConfigError, did_you_mean, one_line
 from qatkit_verify.session import open_session
 
 FOLDER = f"{tempfile.gettempdir()}/tmp12/a folder"
@@ -59,3 +60,18 @@ def test_a_failing_operator_is_named_with_its_shapes(tmp_path: Path) -> None:
 
 def test_a_key_that_is_not_a_temporary_file_is_kept() -> None:
     assert one_line(ConfigError("data.root", "x", "a folder")) == "data.root=x: expected a folder"
+
+
+@pytest.mark.parametrize(
+    ("typed", "words", "end"),
+    [
+        ("base", ["step", "low"], " (known: low, step)"),
+        ("hn", ["hN", "y"], " (did you mean hN?)"),
+        ("Equalise", ["equalize", "Equalize"], " (did you mean Equalize, equalize?)"),
+        ("vit", [f"vit_b_{size}" for size in range(20)], " (did you mean vit_b_"),
+        ("zzz", [f"vit_b_{size}" for size in range(20)], ""),
+    ],
+)
+def test_the_most_similar_words_are_proposed(typed: str, words: list[str], end: str) -> None:
+    said = did_you_mean(typed, words)
+    assert said.startswith(end) and bool(said) == bool(end)

@@ -267,7 +267,7 @@ _SEARCH = [
             ),
             (
                 ["search.space={schedule.lr:{low:1,high:2,base:3}}"],
-                "search.space.schedule.lr.base=3: expected one of ",
+                "search.space.schedule.lr.base=3: the key does not exist (known: high, log, low, step)",
             ),
             (
                 ["search.space={schedule.lrr:[1,2]}"],

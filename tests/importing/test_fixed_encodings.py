@@ -207,7 +207,7 @@ def one(dtype: str = "uint8", zero: int = 0, scale: Any = 0.05) -> Encoding:
     [
         (
             {"nothing": one(), "else": one()},
-            "the model has none of the tensors that the file names, such as 'nothing' (did you mean ",
+            "the model has none of the tensors that the file names, such as 'nothing' (known: ",
         ),
         (
             {"input": one(), "features/relu:1": one()},

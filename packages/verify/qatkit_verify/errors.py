@@ -15,6 +15,7 @@ _LONGEST_REASON = 2000
 _LONGEST_CAUSE = 400
 _FEW = 12  # maximum number of words that a message lists
 _LESS_SIMILAR = 0.15  # difference in similarity at which a word is no longer proposed beside a closer one
+_SIMILAR, _LEAST = 0.6, 0.3  # similarity at which a word is proposed: of a few words, of many
 
 
 class ConfigError(ValueError):
@@ -78,18 +79,29 @@ def did_you_mean(word: str, words: Iterable[str], n: int = 5) -> str:
     are never listed, since the message lists them already.
     """
     pool = sorted(set(words))
-    if near := _similar(word, pool, n):
+    listed = n > 1 and 0 < len(pool) <= _FEW
+    if near := _similar(word, pool, n, _SIMILAR if listed else _LEAST):
         return f" (did you mean {', '.join(near)}?)"
-    return f" (known: {', '.join(pool)})" if n > 1 and 0 < len(pool) <= _FEW else ""
+    return f" (known: {', '.join(pool)})" if listed else ""
 
 
-def _similar(word: str, pool: list[str], n: int) -> list[str]:
-    """Returns up to `n` similar words: the closest, then others that are nearly as similar."""
+def _similar(word: str, pool: list[str], n: int, least_similar: float = _LEAST) -> list[str]:
+    """Returns up to `n` similar words: the closest, then others that are nearly as similar.
+
+    Words that differ only in case are the most similar ones.
+    """
     typed = word[:_LONGEST]
-    near = {one: difflib.SequenceMatcher(a=one, b=typed).ratio()
-            for one in difflib.get_close_matches(typed, pool, n=n, cutoff=0.3)}  # fmt: skip
+    close = set(
+        difflib.get_close_matches(typed.casefold(), {one.casefold() for one in pool}, n, least_similar)
+    )
+    near = {one: _ratio(one.casefold(), typed.casefold()) for one in pool if one.casefold() in close}
     least = max(near.values(), default=0.0) - _LESS_SIMILAR
-    return [one for one, ratio in near.items() if ratio > least]
+    ranked = sorted(near, key=lambda one: (near[one], _ratio(one, typed)), reverse=True)
+    return [one for one in ranked if near[one] > least][:n]
+
+
+def _ratio(a: str, b: str) -> float:
+    return difflib.SequenceMatcher(a=a, b=b).ratio()
 
 
 def first_line(error: BaseException) -> str:
