@@ -163,4 +163,4 @@ def _measured(config: Config, subject: Subject, checks: list[Check]) -> Results:
     for check in checks:
         results = check.measure(subject, results)
     found = shortfalls(checks, config.verify, results)
-    return replace(results, shortfalls=[one.line for one in found], fixes=[one.fix for one in found])
+    return replace(results, shortfalls=[one.line for one in found], fixes=[one.fixes for one in found])

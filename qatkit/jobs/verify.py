@@ -170,7 +170,7 @@ def conclude(run: Run, subject: Subject, told: Results, files: Sequence[str]) ->
     results = replace(results, timings=run.seconds, plan=with_seconds(run.plan, run.seconds))
     results = replace(results, files=report.file_records(run.folder, files))
     found = shortfalls(checks, wanted, results)
-    results = replace(results, shortfalls=[one.line for one in found], fixes=[one.fix for one in found])
+    results = replace(results, shortfalls=[one.line for one in found], fixes=[one.fixes for one in found])
     results = replace(results, ladder=read_ladder(run.folder))
     explained = any(one.explained for one in found)
     results = replace(results, climb="" if explained else _climb(run.config, results))

@@ -14,6 +14,7 @@ from typing import Any
 
 from qatkit.records.analysis import Analysis
 from qatkit.records.examples import Examples
+from qatkit.records.fixes import Fix, either
 from qatkit.records.ladder import Ladder
 from qatkit.records.plan import NextStep, Planned
 from qatkit.records.precision import Precision
@@ -239,7 +240,7 @@ class Results:
     runtimes: Mapping[str, InRuntime] = field(default_factory=dict)  # by name, except ONNX Runtime
     skipped: Sequence[tuple[str, str]] = ()  # (site, reason)
     shortfalls: Sequence[str] = ()
-    fixes: Sequence[str] = ()  # the suggested fix for each shortfall, as it is typed; "" if none is known
+    fixes: Sequence[Sequence[Fix]] = ()  # the alternative fixes for each shortfall
     climb: str = ""  # the command of a rescue if the file is too far from float; "" if none is suggested
     analysis: Analysis | None = None
     ladder: Ladder | None = None  # the ladder of a rescue
@@ -302,6 +303,7 @@ class Results:
         record = dataclasses.asdict(self)
         # Older reports have the fixes under this key, which readers expect.
         record = {"mends" if key == "fixes" else key: value for key, value in record.items()}
+        record["mends"] = [either(one) for one in self.fixes]
         record |= {name: with_key(record[name], self.task.main) for name in _SCORED}
         record |= {
             "task": self.task.as_dict(),

@@ -14,8 +14,9 @@ from qatkit.records.analysis import (
     Outcome,
     SensitivityRow,
 )
+from qatkit.records.fixes import Fix, either
 from qatkit.records.results import Results
-from qatkit.verify.checks.requested import RequestedSettings, either, override
+from qatkit.verify.checks.requested import RequestedSettings, left_float
 from qatkit_verify.errors import counted
 from qatkit_verify.records import TaskNames
 from qatkit_verify.table import drawn
@@ -108,18 +109,18 @@ def advice_line(results: Results) -> str:
     return f"{line}; to try: {ways}" if ways else line
 
 
-def _ways(results: Results, found: Analysis, line: str) -> list[str]:
+def _ways(results: Results, found: Analysis, line: str) -> list[Fix]:
     """Returns settings that this run does not use, and that may reduce the loss named in `line`."""
     asked, ways = RequestedSettings(results), []
     if not line.endswith(BY_ACTIVATIONS) and asked.get("calibration.weights") in ("auto", "max"):
-        ways.append("calibration.weights=mse")
+        ways.append(Fix(("calibration.weights=mse",)))
     if not line.endswith(BY_WEIGHTS) and asked.get("calibration.search") == "none":
-        ways.append("calibration=auto")
+        ways.append(Fix(("calibration=auto",)))
     if asked.get("algorithm_choice") != "auto":
-        ways.append("algorithm=auto")
+        ways.append(Fix(("algorithm=auto",)))
     weights = {row.site for row in found.estimate if row.kind == "weight"}
     first = next((row.site for row in rows_of(found, ONLY) if row.site in weights), None)
-    return [*ways, f"{override(first)} (keeps the most sensitive layer in float)"] if first else ways
+    return [*ways, *left_float(first, "keeps the most sensitive layer in float")] if first else ways
 
 
 def without_labels(results: Results) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from html import escape
 
+from qatkit.records.fixes import either
 from qatkit.records.results import Results
 from qatkit.report.html import section, table
-from qatkit.verify.checks.bias import NAME, BiasCheck, fix_of, rows_of
+from qatkit.verify.checks.bias import NAME, BiasCheck, fixes_of, rows_of
 from qatkit_verify.errors import counted
 
 _COLUMNS = ("group", "samples", "mean shift", "+/- two standard errors", "of the deviation", "")
@@ -17,7 +18,7 @@ def bias_section(results: Results) -> str:
     found = results.measured.get(NAME)
     if found is None:
         return ""
-    fix = fix_of(results)
+    fix = either(fixes_of(results))
     said = f"Mean of {results.label} minus float on {counted(found['samples'], 'test sample')}."
     parts = [f'<p class="soft">{escape(said)}</p>']
     for one in found["outputs"]:

@@ -9,9 +9,7 @@ suggested here as a command.
 from __future__ import annotations
 
 import re
-import shlex
-from collections.abc import Callable, Iterator
-from itertools import zip_longest
+from collections.abc import Callable
 from pathlib import Path
 
 from qatkit.config.argv import EXPORT, TRAIN, again, command, override, proposes, typed_like, typed_value
@@ -24,9 +22,6 @@ from qatkit_verify.errors import counted
 
 _MOST = 3
 _NEAR = ("verify.max_drop", "verify.min_float_", "verify.max_float_")  # bounds for the distance from float
-_SETTING = re.compile(r"[+~]{0,2}[\w.@/*-]+=.+", re.DOTALL)
-_CLAUSE = re.compile(r"\s\([^()]*\)|, which .*$")
-_TRAIN_SCRIPT = "train.py "
 _PACKAGE = Path(__file__).parents[1]
 
 
@@ -82,31 +77,15 @@ def _fixed(results: Results) -> NextStep | None:
     """
     if results.ladder is not None:  # the advice of this result is already a command
         return None
-    for line, fix in zip_longest(results.shortfalls, results.fixes, fillvalue=""):
+    for line, fixes in zip(results.shortfalls, results.fixes, strict=False):
         bound = line.partition("=")[0]
-        for words in _settings(fix, bound):
-            if words[0] == _TRAIN_SCRIPT.strip():
-                typed = command(TRAIN, *words[1:], *typed_like("data"))
-            else:
-                typed = again(*words)
-            if typed:
+        for fix in fixes:
+            if not fix.settings or fix.settings[0].partition("=")[0] == bound:  # it gives up the bound
+                continue
+            alone = fix.script and command(TRAIN, *fix.settings, *typed_like("data"))
+            if typed := alone or again(*fix.settings):
                 return NextStep(typed, f"to meet {bound}")
     return None
-
-
-def _settings(fix: str, bound: str) -> Iterator[list[str]]:
-    """Yields the alternatives in the text of a fix that consist only of settings, each as a list of words.
-
-    Alternatives that change the bound itself are left out.
-    """
-    for way in re.split(r",? or ", _CLAUSE.sub("", fix)):
-        try:
-            words = shlex.split(way)
-        except ValueError:  # a quotation mark in prose
-            continue
-        settings = words[1:] if way.startswith(_TRAIN_SCRIPT) else words
-        if settings and all(map(_SETTING.fullmatch, settings)) and settings[0].partition("=")[0] != bound:
-            yield words
 
 
 def _climbs(results: Results) -> NextStep | None:

@@ -12,6 +12,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from qatkit.records.fixes import either
 from qatkit.records.results import Results
 from qatkit.report.analysis_page import analysis_section
 from qatkit.report.bars import charts
@@ -149,7 +150,7 @@ def _tiles(results: Results) -> str:
 def _shortfalls(results: Results) -> str:
     items = "".join(
         f"<li>{escape(line)}" + (f'<p class="soft">To fix it: {escape(fix)}</p>' if fix else "") + "</li>"
-        for line, fix in zip_longest(results.shortfalls, results.fixes, fillvalue="")
+        for line, fix in zip_longest(results.shortfalls, map(either, results.fixes), fillvalue="")
     )
     climb = (
         f"<p>To try one remedy after the other: <code>{escape(results.climb)}</code></p>"

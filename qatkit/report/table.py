@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from qatkit.records.fixes import either
 from qatkit.records.results import Results
 from qatkit.report import curve, placement, precision
 from qatkit.report.analysis_text import analysis_lines
@@ -79,7 +80,7 @@ def _lines(results: Results, checks: Sequence[Check] | None) -> list[tuple[str |
     lines += [("yellow", f"note: {note}") for note in results.notes]
     skipped = [f"{site}: {reason}" for site, reason in results.skipped]
     lines += [("yellow", line) for line in capped("skipped: ", skipped)]
-    for line, fix in zip_longest(results.shortfalls, results.fixes, fillvalue=""):
+    for line, fix in zip_longest(results.shortfalls, map(either, results.fixes), fillvalue=""):
         lines.append(("bold red", f"SHORTFALL {line}"))
         if fix:
             lines.append((None, f"  to fix it: {fix}"))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def shortfalls(checks: Sequence[Check], config: VerifyConfig, results: Results) -> list[Shortfall]:
     """Returns the shortfalls in the order of the bounds in `VerifyConfig`, others last.
 
-    If a check has measured the cause of another check's shortfall, only the fix for that cause is proposed.
+    If a check has measured the cause of another check's shortfall, only the fixes for that cause are proposed.
     """
     keys = [f"verify.{field.name}" for field in fields(config)]
 
@@ -29,10 +29,10 @@ def shortfalls(checks: Sequence[Check], config: VerifyConfig, results: Results) 
 
 
 def _explained(shortfall: Shortfall, own: Check, checks: Sequence[Check], results: Results) -> Shortfall:
-    """Returns the shortfall of the check `own`, with the fix of another check that knows its cause."""
+    """Returns the shortfall of the check `own`, with the fixes of another check that knows its cause."""
     for check in checks:
-        fix = None if check is own else check.explains(shortfall, results)
-        if fix is not None:
+        fixes = None if check is own else check.explains(shortfall, results)
+        if fixes is not None:
             line = f"{shortfall.line}; the cause is {check.name}, on this processor"
-            return replace(shortfall, line=line, fix=fix, explained=True)
+            return replace(shortfall, line=line, fixes=fixes, explained=True)
     return shortfall

@@ -128,7 +128,9 @@ def test_what_hears_more_than_its_states_falls_short(tmp_path: Path) -> None:
     add_states(file, stream_file(file))
     check, results = judged(file)
     (short,) = check.shortfalls(VerifyConfig(), results)
-    assert "the SQNR of model.int8.stream.onnx" in short.line and short.fix.startswith("export.stream=false")
+    assert "the SQNR of model.int8.stream.onnx" in short.line and str(short.fixes[0]).startswith(
+        "export.stream=false"
+    )
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from qatkit_verify.errors import ConfigError
 WORST_CLASS = '''
 """The class with the worst accuracy."""
 
+from qatkit.records.fixes import Fix
 from qatkit.verify.checks.base import Check, Shortfall
 from qatkit_verify.session import open_session, run_images
 
@@ -48,7 +49,7 @@ class WorstClass(Check):
         if found["top1"] >= LEAST:
             return []
         line = f"worst_class={LEAST}: class {found['class']} has {found['top1']:.2f} %"
-        return [Shortfall(line, "data.train_images=null")]
+        return [Shortfall(line, [Fix(("data.train_images=null",))])]
 
     def lines(self, results):
         found = results.measured[self.name]
@@ -127,7 +128,7 @@ def test_a_file_without_a_module_is_held_against_itself(tmp_path: Path) -> None:
     status = quantize_file.by_tools(config)
     report = report_of(tmp_path / "run")
     assert status == 1 and report["shortfalls"][0].startswith("verify.max_drop=-50")
-    assert report["mends"][0] == "mode=weight_only or mode=float16"
+    assert report["mends"][0] == "mode=weight_only, or mode=float16"
     if report["parity"]["optimized"]["agreement"] < 1:
         assert report["divergence"]["reference"] == "the same file without optimizations"
 

@@ -59,7 +59,7 @@ def results_of(made: Config, folder: Path, lost: float, **more: Any) -> Results:
     }
     found = Results("run", "resnet18", str(folder), **(given | more))
     short = shortfalls(CHECKS, made.verify, found)
-    return replace(found, shortfalls=[one.line for one in short], fixes=[one.fix for one in short])
+    return replace(found, shortfalls=[one.line for one in short], fixes=[one.fixes for one in short])
 
 
 def proposed(typed: Sequence[str], folder: Path, lost: float, program: str = TRAIN, **more: Any) -> list[str]:

@@ -19,7 +19,7 @@ from qatkit.report import plain_report, render_page
 from qatkit.tasks import task_of
 from qatkit.tasks.regression import Regression
 from qatkit.verify.checks.base import Shortfall, Subject
-from qatkit.verify.checks.bias import FIX, BiasCheck, fix_of
+from qatkit.verify.checks.bias import FIX, BiasCheck, fixes_of
 from qatkit_verify.compare import Output
 from qatkit_verify.records import Scores
 
@@ -165,12 +165,12 @@ def test_a_shift_is_found_where_it_is(tmp_path: Path) -> None:
     share = f"{100 / targets.std():.3g} % of their standard deviation"
     assert lines[5].startswith(f"verify.max_drop=1 is in the unit of the targets and equals {share}")
     page, text = render_page(results), plain_report(results)
-    assert "Shift against float" in page and "beyond noise" in page and FIX in page and lines[0] in text
+    assert "Shift against float" in page and "beyond noise" in page and str(FIX) in page and lines[0] in text
 
 
 def test_no_shift_needs_no_fix(tmp_path: Path) -> None:
     results, _ = shifted(tmp_path, 1.0, 0.0, verify={"max_drop": 0.1})
-    assert fix_of(results) == ""
+    assert fixes_of(results) == []
     assert BiasCheck().lines(results) == [
         "the outputs of INT8 have no mean shift against float beyond noise on 400 samples"
     ]
@@ -179,7 +179,7 @@ def test_no_shift_needs_no_fix(tmp_path: Path) -> None:
 def test_a_fix_that_was_used_is_not_proposed_again(tmp_path: Path) -> None:
     used = {"algorithm": {"bias_correction": {"target": "qatkit.algorithms.BiasCorrection"}}}
     results, _ = shifted(tmp_path, 1.0, 0.3, **used)
-    assert "against float: +0.3 +/- " in BiasCheck().lines(results)[0] and fix_of(results) == ""
+    assert "against float: +0.3 +/- " in BiasCheck().lines(results)[0] and fixes_of(results) == []
 
 
 def test_a_shift_explains_a_larger_error(tmp_path: Path) -> None:
@@ -188,5 +188,5 @@ def test_a_shift_explains_a_larger_error(tmp_path: Path) -> None:
     results = replace(
         results, accuracy={"float": Scores((metric.of(0.2),), 400), "int8": Scores((metric.of(0.4),), 400)}
     )
-    assert BiasCheck().explains(Shortfall("verify.max_drop=0.1: MAE"), results) == FIX
+    assert BiasCheck().explains(Shortfall("verify.max_drop=0.1: MAE"), results) == [FIX]
     assert BiasCheck().explains(Shortfall("verify.min_speedup=9: slow"), results) is None

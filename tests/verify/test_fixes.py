@@ -18,6 +18,7 @@ from qatkit.config.schema import (
     OverrideConfig,
     ScheduleConfig,
 )
+from qatkit.records.fixes import Fix, either
 from qatkit.records.results import MIXED_SCALES, Audit, Divergence, NodeAudit, Parity, Results, TensorParity
 from qatkit.verify.checks.base import default_checks
 from qatkit.verify.checks.requested import RequestedSettings
@@ -46,18 +47,18 @@ BAD = replace(
 def test_a_node_of_an_imported_file_is_overridden_by_its_name() -> None:
     of_a_file = {"model": {"name": "onnx/net.onnx"}, "schedule": {}, "export": {"mode": "static"}}
     asked = RequestedSettings(replace(GOOD, config=of_a_file))
-    assert asked.override("/head.0/Conv_3") == "'+backend.overrides={/head.0/Conv_3:{float:true}}'"
-    assert asked.override("Conv: 3") == ""  # Hydra accepts no quoted keys
-    assert (
-        RequestedSettings(replace(GOOD, config={})).override("fc_quant/Gemm").endswith("{fc:{float:true}}'")
-    )
+    (one,) = asked.override("/head.0/Conv_3")
+    assert str(one) == "'+backend.overrides={/head.0/Conv_3:{float:true}}' (keeps '/head.0/Conv_3' in float)"
+    assert asked.override("Conv: 3") == []  # Hydra accepts no quoted keys
+    (of_module,) = RequestedSettings(replace(GOOD, config={})).override("fc_quant/Gemm", "slow in int8")
+    assert of_module == Fix(("+backend.overrides={fc:{float:true}}",), "slow in int8")
 
 
 def fixes(results: Results, config: Config, without: tuple[str, ...] = ()) -> dict[str, str]:
     """Returns the fix for each bound, by its key."""
     told = {key: value for key, value in asdict(config).items() if key not in without}
     found = shortfalls(default_checks(), STRICT, replace(results, config=told))
-    return {one.line.partition("=")[0].removeprefix("verify."): one.fix for one in found}
+    return {one.line.partition("=")[0].removeprefix("verify."): either(one.fixes) for one in found}
 
 
 def test_each_bound_of_a_trained_module() -> None:
@@ -133,7 +134,7 @@ def test_roundings_that_add_up_are_no_operators_fault(shares: tuple[float, ...],
         if adds_up
         else "; the first tensor that differs is 't4'"
     )
-    assert short.fix == (
+    assert either(short.fixes) == (
         "verify.min_agreement=0.5 (rounding differences of single values accumulate; no operator is at fault)"
         if adds_up
         else "'+backend.overrides={layer1.0.add:{float:true}}' (keeps 'layer1.0.add/Add' in float)"
@@ -148,7 +149,7 @@ def test_a_drop_that_float_shares_is_blamed_on_fine_tuning(control: float, by_tr
     found = replace(BAD, accuracy={**BAD.accuracy, "control": classified(control, None, 1000)})
     fix = fixes(found, Config(schedule=ScheduleConfig(epochs=3, lr=2e-3)))["max_drop"]
     lost = f"the float control also lost {78.6 - control:.2f} points by this fine-tuning"
-    expected = f"schedule.lr=0.0002 ({lost}), or schedule=calibrate_only, which trains nothing"
+    expected = f"schedule.lr=0.0002 ({lost}), or schedule=calibrate_only (trains nothing)"
     assert fix == expected if by_training else "schedule.lr" not in fix and "schedule.epochs=6" in fix
 
 
@@ -156,7 +157,7 @@ def test_a_drop_that_float_shares_is_blamed_on_fine_tuning(control: float, by_tr
     ("typed", "expected"),
     [
         (["schedule=calibrate_only"], "calibration=auto, or algorithm=auto (uses the algorithms that help), or "
-         f"{_MIXED}, or schedule=qat_sgd (schedule=qat_adamw for a transformer), which fine-tunes"),
+         f"{_MIXED}, or schedule=qat_sgd (fine-tunes; schedule=qat_adamw for a transformer)"),
         (["calibration=auto"], f"algorithm=auto (uses the algorithms that help), or {_MIXED}, or schedule.epochs=4"),
         (["calibration=auto", "algorithm=auto", "schedule.max_steps=50"],
          f"{_MIXED}, or schedule.max_steps=100"),

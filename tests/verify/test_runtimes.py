@@ -28,6 +28,7 @@ from qatkit.export.converted_reference import ConvertedReference
 from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.convert.simplify import float_baseline
 from qatkit.jobs.verify import checks_of
+from qatkit.records.fixes import either
 from qatkit.records.results import WHOLE, Divergence, InRuntime, Results
 from qatkit.report import page, table
 from qatkit.verify.checks.base import Shortfall, Subject
@@ -145,14 +146,14 @@ def test_a_wrong_operator_is_named_with_the_override_to_avoid_it() -> None:
     found, site = _divergence(WRONG), SPOILED.removesuffix(".weight")
     assert found.operator == f"{site}/Conv" and found.first is not None and found.first.max_steps > 1
     assert [one for one in found.tensors if one.max_steps] == [found.first]  # no later tensor is blamed
-    assert f"'+backend.overrides={{{site}:{{float:true}}}}'" in _told(found).fix
+    assert f"'+backend.overrides={{{site}:{{float:true}}}}'" in either(_told(found).fixes)
 
 
 def test_rounding_elsewhere_is_told_apart_from_a_wrong_operator() -> None:
     """The runtime skips a QDQ pair only in the whole file, so that each operator alone is right."""
     found = _divergence(FUSING)
     assert (found.reference, found.operator) == (WHOLE, "add/Add")
-    fix = _told(found).fix
+    fix = either(_told(found).fixes)
     assert "verify.min_agreement=0.9 (the agreement of other)" in fix and "backend.overrides" not in fix
 
 

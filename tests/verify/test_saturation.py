@@ -22,6 +22,7 @@ from tiny_run import digits_test, report_of, tiny
 from qatkit.config.schema import Config, VerifyConfig
 from qatkit.data.inputs import ImageInputs
 from qatkit.jobs.pipeline import train
+from qatkit.records.fixes import either
 from qatkit.records.results import Fidelity, Results
 from qatkit.verify.checks.base import Check, Shortfall, Subject
 from qatkit.verify.checks.saturation import GUARDS, SaturationCheck
@@ -127,7 +128,7 @@ def checked(path: Path, config: Config, **changes: Any) -> tuple[Results, list[t
         path.parent, {"int8": path}, lambda: [(X, np.zeros(len(X), int))], timed, config.verify, **changes
     )
     results = check.measure(subject, Results("r", "m", str(path.parent), config=asdict(config)))
-    short = [(one.line, one.fix) for one in check.shortfalls(config.verify, results)]
+    short = [(one.line, either(one.fixes)) for one in check.shortfalls(config.verify, results)]
     return results, short, check.lines(results)
 
 
@@ -164,7 +165,7 @@ def test_the_fix_is_what_the_run_does_not_do_yet(change: dict[str, Any], fix: st
     answers = {"agreement": 0.5, "top1": 50.0, "sqnr_db": 3.0}
     found = {"images": 12, "layers": {}, "others": [], "here": True, "emulated": answers, "exact": answers}
     results = Results("r", "m", "", config=change).with_measured("saturation", found)
-    assert SaturationCheck().shortfalls(VerifyConfig(), results)[0].fix.startswith(fix)
+    assert str(SaturationCheck().shortfalls(VerifyConfig(), results)[0].fixes[0]).startswith(fix)
 
 
 def test_asymmetric_weights_are_told_of_fewer_bits() -> None:
@@ -174,7 +175,7 @@ def test_asymmetric_weights_are_told_of_fewer_bits() -> None:
     results = Results("r", "m", "", config={"backend": {"reduce_range": False}})
     results = results.with_measured("saturation", found).with_measured(GUARDS, {"asymmetric": True})
     (short,) = SaturationCheck().shortfalls(VerifyConfig(), results)
-    assert short.fix == "backend.reduce_range=true (7-bit weights)"
+    assert either(short.fixes) == "backend.reduce_range=true (7-bit weights)"
 
 
 @pytest.mark.parametrize("here", [False, True])
@@ -215,7 +216,7 @@ def test_where_saturation_is_the_cause_its_fix_is_the_only_one(
     bounds = VerifyConfig(min_agreement=None)
     (short,) = shortfalls([Other(), SaturationCheck()], bounds, results)
     if caused and here:
-        assert short.explained and short.fix.startswith("backend.reduce_range=auto")
+        assert short.explained and either(short.fixes).startswith("backend.reduce_range=auto")
         assert short.line == f"{line}; the cause is saturation, on this processor"
     else:
         assert short == Shortfall(line, "another fix")

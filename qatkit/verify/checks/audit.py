@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from qatkit.quant.spec import NARROW_BIAS, SIXTEEN_BITS
+from qatkit.records.fixes import Fix
 from qatkit.records.results import Audit, Results
 from qatkit.verify.checks.base import Check, Shortfall, Subject, capped
 from qatkit.verify.checks.requested import RequestedSettings
@@ -40,7 +41,7 @@ class AuditCheck(Check):
         first, count = results.audit.problems[0], len(results.audit.problems)
         more = f" (and {count - 1} more)" if count > 1 else ""
         return [
-            Shortfall(f"verify.audit=true: {first}{more}", _fix(results.audit, RequestedSettings(results)))
+            Shortfall(f"verify.audit=true: {first}{more}", _fixes(results.audit, RequestedSettings(results)))
         ]
 
     def lines(self, results: Results) -> list[str]:
@@ -86,21 +87,19 @@ def audit_line(audit: Audit, *, weights_alone: bool = False) -> str:
     )
 
 
-def _fix(audit: Audit, asked: RequestedSettings) -> str:
+def _fixes(audit: Audit, asked: RequestedSettings) -> list[Fix]:
     """Returns the proposed fix: an override that keeps the first problematic operator in float.
 
-    It is "" if no operator is problematic or no override can name it. For a file without a module, no
+    There is none if no operator is problematic or no override can name it. For a file without a module, no
     override applies, and the fix is verify.audit=false.
     """
     if asked.mode is not None:
-        return (
-            "verify.audit=false (in this mode no override applies; the report still lists what runs in float)"
-        )
+        still = "in this mode no override applies; the report still lists what runs in float"
+        return [Fix(("verify.audit=false",), still)]
     node = next((node for node in audit.nodes if node.problem), None)
     if node is None or not asked.has_module:
-        return ""
-    line = asked.override(node.source)
-    return f"{line} (keeps it in float: {node.reason})" if line else ""
+        return []
+    return asked.override(node.source, f"keeps it in float: {node.reason}")
 
 
 def _given(subject: Subject) -> Sequence[int] | Mapping[str, Any] | None:

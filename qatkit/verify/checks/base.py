@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from qatkit.records.fixes import Fix
 from qatkit.records.results import Results
 from qatkit.tasks import CLASSIFICATION, Task
 
@@ -152,12 +153,12 @@ class Shortfall:
 
     Attributes:
         line: what fell short, in one line that begins with the key of the bound: "verify.max_drop=1.0: ...".
-        fix: the proposed fix as the user types it; "" if none is known.
-        explained: whether another check measured the cause, which `fix` then removes.
+        fixes: the alternative ways to meet the bound, the best first; () if none is known.
+        explained: whether another check measured the cause, which `fixes` then remove.
     """
 
     line: str
-    fix: str = ""
+    fixes: Sequence[Fix] = ()
     explained: bool = False
 
 
@@ -185,8 +186,8 @@ class Check(ABC):
         """Returns the bounds that are not met; a bound whose measurement is missing counts as not met."""
         return []
 
-    def explains(self, shortfall: Shortfall, results: Results) -> str | None:
-        """Returns the fix, as the user types it, if this check found the cause of another's shortfall; else None."""
+    def explains(self, shortfall: Shortfall, results: Results) -> Sequence[Fix] | None:
+        """Returns the fixes if this check found the cause of another check's shortfall; None otherwise."""
         return None
 
     def lines(self, results: Results) -> list[str]:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from qatkit.records.fixes import Fix, either
 from qatkit.records.results import Results
 from qatkit.tasks.regression import Regression, columns
 from qatkit.verify.checks.base import Check, Shortfall, Subject
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from qatkit.tasks.base import Array
 
 NAME = "bias"
-FIX = "algorithm=bias_correction"
+FIX = Fix(("algorithm=bias_correction",))
 _LOOKED_AT = 2048  # number of test samples
 _RANGES = 5  # number of target ranges: quintiles
 _SURE = 3.0  # standard errors
@@ -58,12 +59,12 @@ class BiasCheck(Check):
         figures = {"samples": len(exact), "by": "target" if subject.labelled else "float output"}
         return results.with_measured(NAME, {**figures, "outputs": rows})
 
-    def explains(self, shortfall: Shortfall, results: Results) -> str | None:
+    def explains(self, shortfall: Shortfall, results: Results) -> list[Fix] | None:
         found, drop = results.measured.get(NAME), _drop(results)
         if found is None or drop is None or not shortfall.line.startswith("verify.max_drop"):
             return None
         largest = max((abs(one["shift"]) for one in found["outputs"] if _beyond(one, one)), default=0.0)
-        return fix_of(results) or None if largest >= _HALF * drop else None
+        return fixes_of(results) or None if largest >= _HALF * drop else None
 
     def lines(self, results: Results) -> list[str]:
         found = results.measured.get(NAME)
@@ -74,22 +75,22 @@ class BiasCheck(Check):
             f"the outputs of {results.label} have no mean shift against float beyond noise on"
             f" {counted(found['samples'], 'sample')}"
         )
-        fix = fix_of(results)
+        fix = either(fixes_of(results))
         taken = [f"to correct the shift: {fix}"] if fix else []
         return [*(told or [none]), *taken, *_loose(found, results)]
 
 
-def fix_of(results: Results) -> str:
-    """Returns the setting that removes the shifts; "" if no shift matters, it is already set, or it does not apply."""
+def fixes_of(results: Results) -> list[Fix]:
+    """Returns the setting that removes the shifts; [] if no shift matters, it is already set, or it does not apply."""
     found, asked = results.measured.get(NAME), RequestedSettings(results)
     if found is None or not asked.has_module or asked.weights_alone:
-        return ""
+        return []
     parts = [(part, one) for one in found["outputs"] for part in (one, *one["ranges"])]
     matters = any(
         _beyond(part, one) and abs(part["shift"]) >= _MATTERS * one["deviation"] for part, one in parts
     )
     used = asked.get("algorithm") or {}
-    return FIX if matters and "bias_correction" not in used else ""
+    return [FIX] if matters and "bias_correction" not in used else []
 
 
 def rows_of(output: Mapping[str, Any], by: str) -> list[tuple[str, ...]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qatkit.records.decoder_files import DECODER_FILE, DECODER_FOLDER
+from qatkit.records.fixes import Fix
 from qatkit.records.results import Results
 from qatkit.verify.checks.base import Check, Shortfall, Subject
 from qatkit_verify.errors import counted
@@ -85,7 +86,7 @@ class DecoderCheck(Check):
         if at is not None and at["perplexity"][1] > (1 + RISE) * at["perplexity"][0]:
             before, now = at["perplexity"]
             line = f"export.accuracy_level={found['level']}: perplexity is {now:.3f}, and {before:.3f} at level 0"
-            short.append(Shortfall(line, "export.accuracy_level=0 (activations in float)"))
+            short.append(Shortfall(line, [Fix(("export.accuracy_level=0",), "activations in float")]))
         return short
 
     def lines(self, results: Results) -> list[str]:

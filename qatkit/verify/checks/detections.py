@@ -9,6 +9,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from qatkit.records.detections import METADATA_KEY, Suppression, nms_file
+from qatkit.records.fixes import Fix
 from qatkit.records.results import Results
 from qatkit.verify.checks.base import Check, Shortfall, Subject
 from qatkit_verify.errors import counted
@@ -61,7 +62,9 @@ class DetectionsCheck(Check):
             return []
         share = f"{100 * _share(found):.2f} % of the boxes of {found['file']}"
         line = f"export.nms: {share} match PyTorch's, less than 99 %"
-        return [Shortfall(line, "export.nms=false (then there is only the file of boxes and scores)")]
+        return [
+            Shortfall(line, [Fix(("export.nms=false",), "then there is only the file of boxes and scores")])
+        ]
 
     def lines(self, results: Results) -> list[str]:
         found = results.measured.get(self.name)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from qatkit.quant.spec import RECURRENT_WEIGHTS
+from qatkit.records.fixes import Fix
 from qatkit.records.results import FREE, Fidelity, Results
 from qatkit.verify.checks.base import Check, Shortfall, Speeds, Subject
 from qatkit.verify.checks.requested import RequestedSettings
@@ -69,8 +70,8 @@ class FidelityCheck(Check):
                 for key, bound in set_ones.items()
             ]
         told = _broken(set_ones, found, results)
-        fix = _without_drift(results) or RequestedSettings(results).closer()
-        return [Shortfall(f"verify.{key}={set_ones[key]}: {text}", fix) for key, text in told.items()]
+        fixes = _without_drift(results) or RequestedSettings(results).closer()
+        return [Shortfall(f"verify.{key}={set_ones[key]}: {text}", fixes) for key, text in told.items()]
 
     def lines(self, results: Results) -> list[str]:
         found = results.fidelity.get("int8")
@@ -111,20 +112,21 @@ def _broken(bounds: dict[str, float], found: Fidelity, results: Results) -> dict
     return told
 
 
-def _without_drift(results: Results) -> str:
-    """Returns overrides that keep recurrent weights float if states cause most of the error, else ""."""
+def _without_drift(results: Results) -> list[Fix]:
+    """Returns an override that keeps recurrent weights float if states cause most of the error, else []."""
     near, free = results.fidelity.get("int8"), results.fidelity.get(FREE)
     recurrent = [site for site, reason in results.skipped if reason == RECURRENT_WEIGHTS]
     if near is None or free is None or not recurrent or free.sqnr_db is None:
-        return ""
+        return []
     with_floats = math.inf if near.sqnr_db is None else near.sqnr_db
     overrides = ",".join(f"{site}:{{float:true}}" for site in recurrent)
     if with_floats - free.sqnr_db < _DRIFTS or not RequestedSettings(results).has_module:
-        return ""
-    return (
-        f"'+backend.overrides={{{overrides}}}' (their rounded weights make the states drift: SQNR {with_floats:.1f} dB"
-        f" with the float file's states, {free.sqnr_db:.1f} dB with its own)"
+        return []
+    drift = (
+        f"their rounded weights make the states drift: SQNR {with_floats:.1f} dB with the float file's states,"
+        f" {free.sqnr_db:.1f} dB with its own"
     )
+    return [Fix((f"+backend.overrides={{{overrides}}}",), drift)]
 
 
 def fidelity_text(found: Fidelity, task: TaskNames) -> str:

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from qatkit.records.fixes import Fix, either
 from qatkit.records.results import Results
 from qatkit.verify.checks.base import Check, Shortfall, Speeds, Subject
-from qatkit.verify.checks.requested import RequestedSettings, either
+from qatkit.verify.checks.requested import RequestedSettings
 from qatkit_verify.errors import counted
 from qatkit_verify.records import Latency
 
@@ -58,7 +59,7 @@ class LatencyCheck(Check):
             f"verify.min_speedup={bounds.min_speedup}: {results.label} runs {int8.ratio:.2f} times as fast as float"
             f" ({int8.median_ms:.2f} ms, {counted(int8.threads, 'thread')})"
         )
-        return [Shortfall(line, _fix(bounds.min_speedup, int8, results))]
+        return [Shortfall(line, _fixes(bounds.min_speedup, int8, results))]
 
     def lines(self, results: Results) -> list[str]:
         """Reports a file that is slower than float, with a fix, if there is no bound on the speed."""
@@ -73,47 +74,46 @@ class LatencyCheck(Check):
             return [f"{slower}: {reason}"]
         if _for_another(results):
             return [f"{slower}; the file is for another runtime: measure it there"]
-        fix = either([*_placement(asked, results), *_speed_ways(asked, results)]) if results.config else ""
+        fix = either([*_placement(asked, results), *_speed_ways(asked, results)] if results.config else ())
         return [slower + (f"; to fix it: {fix}" if fix else "")]
 
 
-def _fix(bound: float, int8: Latency, results: Results) -> str:
+def _fixes(bound: float, int8: Latency, results: Results) -> list[Fix]:
     asked = RequestedSettings(results)
     if not results.config:
-        return ""
+        return []
     if reason := _why_float(asked):
-        return f"verify.min_speedup=null ({reason})"
-    longer, elsewhere = "", ""
+        return [Fix(("verify.min_speedup=null",), reason)]
+    ways = []
     if int8.ratio_p90 >= bound:
-        runs = 4 * int8.runs
-        longer = f"verify.latency_runs={runs} (the bound is within p10-p90 of the rounds: measure longer)"
+        longer = "the bound is within p10-p90 of the rounds: measure longer"
+        ways.append(Fix((f"verify.latency_runs={4 * int8.runs}",), longer))
     if _for_another(results):
-        elsewhere = "verify.min_speedup=null (this file is for another runtime: measure it there)"
-    met = (
-        f"verify.min_speedup={math.floor(100 * int8.ratio) / 100} (the speed-up of this file on this machine)"
-    )
-    ways = [longer, elsewhere, *_speed_ways(asked, results)]
-    return either([*_placement(asked, results), *(ways if any(ways) else [met])])
+        ways.append(Fix(("verify.min_speedup=null",), "this file is for another runtime: measure it there"))
+    ways += _speed_ways(asked, results)
+    reached = math.floor(100 * int8.ratio) / 100
+    met = Fix((f"verify.min_speedup={reached}",), "the speed-up of this file on this machine")
+    return [*_placement(asked, results), *(ways or [met])]
 
 
 def _for_another(results: Results) -> bool:
     return results.audit is not None and not results.audit.for_onnxruntime
 
 
-def _speed_ways(asked: RequestedSettings, results: Results) -> list[str]:
+def _speed_ways(asked: RequestedSettings, results: Results) -> list[Fix]:
     """Returns the settings and changes, except placement=measured, that may make the file faster."""
     ways, ours = [], not _for_another(results)
     if ours and "session.qdqisint8allowed" in results.session_options and _is_x86(results):
-        ways.append("backend=fbgemm (signed activations are slow on x86; for ARM, measure there)")
+        ways.append(Fix(("backend=fbgemm",), "signed activations are slow on x86; for ARM, measure there"))
     elif ours and results.audit is not None and results.audit.problems and not asked.mode:
-        ways.append("faster operators in place of those that the audit reports in float")
+        ways.append(Fix(note="faster operators in place of those that the audit reports in float"))
     if asked.left_float():
         ways.append(asked.without_float())
     faster = {"float16": "static", "weight_only": "static", "dynamic": "static"}.get(asked.mode or "")
     if faster:
-        ways.append(f"{asked.mode_key}={faster}")
+        ways.append(Fix((f"{asked.mode_key}={faster}",)))
     if results.hardware is not None and not set(_FAST) & set(results.hardware.isa):
-        ways.append("a CPU with VNNI (this one has no instructions for 8-bit products)")
+        ways.append(Fix(note="a CPU with VNNI (this one has no instructions for 8-bit products)"))
     return ways
 
 
@@ -128,7 +128,7 @@ def _why_float(asked: RequestedSettings) -> str:
     )
 
 
-def _placement(asked: RequestedSettings, results: Results) -> list[str]:
+def _placement(asked: RequestedSettings, results: Results) -> list[Fix]:
     """Returns the advice to set placement=measured, or an empty list.
 
     It applies to files for ONNX Runtime's int8 kernels that are made from a module, with placement=fixed and
@@ -137,11 +137,8 @@ def _placement(asked: RequestedSettings, results: Results) -> list[str]:
     elsewhere = results.audit is not None and not results.audit.for_onnxruntime
     elsewhere = elsewhere or asked.simulated
     fixed = asked.has_module and asked.get("placement") == "fixed" and not asked.get("backend.every_operator")
-    return (
-        ["placement=measured (operators that are slower in int8 here stay float)"]
-        if fixed and not elsewhere
-        else []
-    )
+    measured = Fix(("placement=measured",), "operators that are slower in int8 here stay float")
+    return [measured] if fixed and not elsewhere else []
 
 
 def _is_x86(results: Results) -> bool:

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from qatkit.records.fixes import Fix
 from qatkit.records.results import Divergence, Parity, Results
 from qatkit.verify.checks.base import Check, Shortfall, Speeds, Subject
 from qatkit.verify.checks.exact import exact, is_rounded
@@ -76,7 +77,7 @@ class ParityCheck(Check):
             line += f"; rounding differences accumulate from '{found.begins.name}' on"
         elif found is not None and found.first is not None:
             line += f"; the first tensor that differs is '{found.first.name}'"
-        return [Shortfall(line, _fix(results.parity, results.divergence, RequestedSettings(results)))]
+        return [Shortfall(line, _fixes(results.parity, results.divergence, RequestedSettings(results)))]
 
     def lines(self, results: Results) -> list[str]:
         lines = [] if results.parity is None else parity_lines(results.parity, results.task)
@@ -197,17 +198,14 @@ def divergence_line(divergence: Divergence) -> str:
     )
 
 
-def _fix(parity: Parity, divergence: Divergence | None, asked: RequestedSettings) -> str:
+def _fixes(parity: Parity, divergence: Divergence | None, asked: RequestedSettings) -> list[Fix]:
     met = f"verify.min_agreement={math.floor(10_000 * parity.held) / 10_000}"
     if asked.mode is not None:
         return asked.other_modes()
     if divergence is None or not asked.has_module:
-        return ""
+        return []
     if divergence.begins is not None:
-        return f"{met} (rounding differences of single values accumulate; no operator is at fault)"
-    line = asked.override(divergence.operator) if divergence.first is not None else ""
-    if line:
-        return f"{line} (keeps '{divergence.operator}' in float)"
+        return [Fix((met,), "rounding differences of single values accumulate; no operator is at fault")]
     if divergence.first is not None:
-        return ""
-    return f"{met} (every tensor agrees; only the order of float sums differs)"
+        return asked.override(divergence.operator)
+    return [Fix((met,), "every tensor agrees; only the order of float sums differs")]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
-import shlex
 from typing import Any
 
+from qatkit.config.argv import override
 from qatkit.config.schema.model import DRAWN
 from qatkit.quant.spec import NARROW_BIASES, WHOLE, WIDE
+from qatkit.records.fixes import Fix
 from qatkit.records.results import Results
 from qatkit_verify.dotted import resolve
 from qatkit_verify.errors import ConfigError
 
-_REAL_DATA = "data=arrays, data=audio or data=pictures, data.root=DIR"
+_REAL_DATA = Fix(note="real data (data=arrays, data=audio or data=pictures, data.root=DIR)")
+_TRANSFORMER = "schedule=qat_adamw for a transformer"
 _FILES = "onnx/"  # the prefix of the names of models that are files
 _UNQUOTED = re.compile(r"[\w./-]+")  # keys that Hydra reads unquoted
 # For each mode of conversion without training, the modes that lose less accuracy.
@@ -95,52 +97,51 @@ class RequestedSettings:
         """The mode of a file without a module; None for a file with one."""
         return None if self.has_module else self.get(self.mode_key)
 
-    def other_modes(self) -> str:
-        """Returns the modes that may lose less accuracy, as they are typed; "" if there are none, or with a module."""
-        names = _MORE_ACCURATE.get(self.mode or "", ())
-        return " or ".join(f"{self.mode_key}={name}" for name in names)
+    def other_modes(self) -> list[Fix]:
+        """Returns the modes that may lose less accuracy; [] if there are none, or with a module."""
+        return [Fix((f"{self.mode_key}={name}",)) for name in _MORE_ACCURATE.get(self.mode or "", ())]
 
-    def closer(self) -> str:
+    def closer(self) -> list[Fix]:
         """Returns the settings that bring the file closer to float and were not used yet."""
         if not self.has_module:
             return self.other_modes()
         if self.weights_alone:
             return self._closer_weights()
         if self.simulated:
-            wider = "more bits in backend.weight_dtype or backend.activation_dtype"
-            return either([wider, self._longer()])
+            wider = Fix(note="more bits in backend.weight_dtype or backend.activation_dtype")
+            return [wider, self._longer()]
         ways = []
         if self.get("data.source") == DRAWN:
-            ways.append(f"real data ({_REAL_DATA})")
+            ways.append(_REAL_DATA)
         if self.get("calibration.random"):
-            ways.append("calibration.random=false (ranges of real images)")
+            ways.append(Fix(("calibration.random=false",), "ranges of real images"))
         elif self.get("calibration.search") == "none":
-            ways.append("calibration=auto")
+            ways.append(Fix(("calibration=auto",)))
         if (
             self.get("export.tensorrt_table") is None
         ):  # with a table, the ranges are those of the float weights
             if self.get("algorithm_choice") != "auto" and not self.get("calibration.random"):
-                ways.append("algorithm=auto (uses the algorithms that help)")
+                ways.append(Fix(("algorithm=auto",), "uses the algorithms that help"))
             if self._could_mix:
-                ways.append("precision=auto (keeps the operators that lose most in float)")
+                ways.append(Fix(("precision=auto",), "keeps the operators that lose most in float"))
             ways.append(self._longer())
-        return either(ways)
+        return ways
 
-    def _closer_weights(self) -> str:
+    def _closer_weights(self) -> list[Fix]:
         """Returns the settings that bring weights of few bits closer to float and were not used yet."""
         drawn, of_file = self.get("data.source") == DRAWN, self.get("weights.bits") is not None
-        ways = [f"real data ({_REAL_DATA})"] if drawn else []
+        ways = [_REAL_DATA] if drawn else []
         if not drawn and "gptq" not in (self.get("algorithm") or {}):
-            ways.append("algorithm=gptq")
+            ways.append(Fix(("algorithm=gptq",)))
         more = {"int2": "int3", "int3": "int4", "int4": "int8"}.get(
             self.get("backend.weight_dtype") or "int4"
         )
         if more is not None:
-            ways.append(f"weights.bits={more[3:]}" if of_file else f"backend.weight_dtype={more}")
+            ways.append(Fix((f"weights.bits={more[3:]}" if of_file else f"backend.weight_dtype={more}",)))
         if self.get("backend.weight_granularity") != {"block": 16}:
-            block = "weights.block=16" if of_file else "'backend.weight_granularity={block: 16}'"
-            ways.append(f"{block} (smaller blocks)")
-        return either([*ways, self._longer()])
+            block = "weights.block=16" if of_file else "backend.weight_granularity={block: 16}"
+            ways.append(Fix((block,), "smaller blocks"))
+        return [*ways, self._longer()]
 
     @property
     def _could_mix(self) -> bool:
@@ -151,45 +152,47 @@ class RequestedSettings:
         refused = refused or self.get("backend.bias_dtype") in NARROW_BIASES
         return not searched and not refused
 
-    def _longer(self) -> str:
+    def _longer(self) -> Fix:
         """Returns the settings, or the command after export.py, for more fine-tuning than there was."""
         if self.get("mode") is not None:  # export.py, which trains nothing
-            file = str(self.get("model.name")).removeprefix(_FILES)
-            backend = " backend=weight_only" if self.weights_alone else ""
-            return f"train.py recipe=onnx_qat onnx={shlex.quote(file)}{backend}, which fine-tunes"
+            file = override("onnx", str(self.get("model.name")).removeprefix(_FILES))
+            backend = ["backend=weight_only"] if self.weights_alone else []
+            return Fix(("recipe=onnx_qat", file, *backend), "fine-tunes", "train.py")
         epochs, steps = self.get("schedule.epochs"), self.get("schedule.max_steps")
         if not epochs and not self._labelled:
-            return "schedule=qat_sgd schedule.distill=1 (schedule=qat_adamw for a transformer), which learns from float"
+            learns = f"learns from the float model; {_TRANSFORMER}"
+            return Fix(("schedule=qat_sgd", "schedule.distill=1"), learns)
         if not epochs:
-            return "schedule=qat_sgd (schedule=qat_adamw for a transformer), which fine-tunes"
-        return f"schedule.max_steps={2 * steps}" if steps else f"schedule.epochs={2 * epochs}"
+            return Fix(("schedule=qat_sgd",), f"fine-tunes; {_TRANSFORMER}")
+        return Fix((f"schedule.max_steps={2 * steps}" if steps else f"schedule.epochs={2 * epochs}",))
 
-    def override(self, operator: str | None) -> str:
-        """Returns the shell-quoted override that keeps a node of the file in float, or "" if there is none.
+    def override(self, operator: str | None, note: str = "") -> list[Fix]:
+        """Returns the override that keeps a node of the file in float; [] if Hydra cannot parse its name.
 
         A node is named after its site ("layer1.0.conv1/Conv"); the site of an imported file's node is its name.
         """
+        note = note or f"keeps '{operator}' in float"
         if str(self.get("model.name")).startswith(_FILES):
-            return override(operator or "")
-        return override((operator or "").rpartition("/")[0].removesuffix("_quant"))
+            return left_float(operator or "", note)
+        return left_float((operator or "").rpartition("/")[0].removesuffix("_quant"), note)
 
-    def gentler(self, lost: float) -> str:
+    def gentler(self, lost: float) -> list[Fix]:
         """Returns settings for less fine-tuning if fine-tuning cost the float model itself `lost` points.
 
         Quantization settings cannot fix such a loss.
         """
         slower = f"schedule.lr={self.get('schedule.lr') / 10:g}"
         why = f"the float control also lost {lost:.2f} points by this fine-tuning"
-        return either([f"{slower} ({why})", "schedule=calibrate_only, which trains nothing"])
+        return [Fix((slower,), why), Fix(("schedule=calibrate_only",), "trains nothing")]
 
     def left_float(self) -> list[str]:
         """Returns the selectors that leave operators in float."""
         return [one for listed in self._floats().values() for one in listed]
 
-    def without_float(self) -> str:
+    def without_float(self) -> Fix:
         """Proposes in words to remove selectors of `left_float`, since it is unknown how the user typed them."""
         keys = " or ".join(key for key, listed in self._floats().items() if listed)
-        return f"fewer operators in float than {keys} asks for ({', '.join(self.left_float())})"
+        return Fix(note=f"fewer operators in float than {keys} asks for ({', '.join(self.left_float())})")
 
     def _floats(self) -> dict[str, list[str]]:
         """Returns the selectors that leave operators in float, by their configuration key."""
@@ -201,11 +204,7 @@ class RequestedSettings:
         }
 
 
-def override(site: str) -> str:
-    """Returns the shell-quoted override that keeps a site in float; "" for a name that Hydra cannot parse."""
-    return f"'+backend.overrides={{{site}:{{float:true}}}}'" if _UNQUOTED.fullmatch(site) else ""
-
-
-def either(ways: list[str]) -> str:
-    """Joins several alternatives into one line; "" for none."""
-    return ", or ".join(way for way in ways if way)
+def left_float(site: str, note: str) -> list[Fix]:
+    """Returns the override that keeps a site in float; [] for a name that Hydra cannot parse."""
+    typed = f"+backend.overrides={{{site}:{{float:true}}}}"
+    return [Fix((typed,), note)] if _UNQUOTED.fullmatch(site) else []

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from qatkit.records.fixes import Fix
 from qatkit.records.results import ALONE, Divergence, InRuntime, Results
 from qatkit.verify.checks.base import Check, Shortfall, Subject
 from qatkit.verify.checks.parity import but_for_ties
-from qatkit.verify.checks.requested import RequestedSettings, either
+from qatkit.verify.checks.requested import RequestedSettings
 from qatkit_verify.errors import as_typed
 from qatkit_verify.foreign import described
 from qatkit_verify.records import Comparison, Latency, Scores, TaskNames
@@ -238,7 +239,7 @@ def _shortfall(name: str, one: InRuntime, bounds: VerifyConfig, results: Results
     if one.failed:
         return Shortfall(
             f"verify.runtimes={name}: {name} cannot run the {results.label} file ({one.failed})",
-            _without(name),
+            [_without(name)],
         )
     near, least = one.with_onnxruntime, bounds.min_agreement
     if near is None or least is None or near.held >= least:
@@ -249,23 +250,24 @@ def _shortfall(name: str, one: InRuntime, bounds: VerifyConfig, results: Results
     )
     if one.divergence is not None and one.divergence.first is not None:
         line += f"; the first tensor that differs is '{one.divergence.first.name}'"
-    return Shortfall(line, _fix(name, one.divergence, near, RequestedSettings(results)))
+    return Shortfall(line, _fixes(name, one.divergence, near, RequestedSettings(results)))
 
 
-def _fix(name: str, divergence: Divergence | None, near: Comparison, asked: RequestedSettings) -> str:
+def _fixes(name: str, divergence: Divergence | None, near: Comparison, asked: RequestedSettings) -> list[Fix]:
     """Proposes to leave the runtime out or to keep in float the operator that it computes wrongly.
 
     If no single operator is wrong, no override helps, and a smaller bound is proposed instead.
     """
-    way = f"verify.min_agreement={math.floor(10_000 * near.held) / 10_000} (the agreement of {name})"
     if divergence is not None and divergence.reference == ALONE:
-        line = asked.override(divergence.operator) if asked.has_module else ""
-        way = f"{line} (keeps '{divergence.operator}' in float)" if line else ""
-    return either([way, _without(name)])
+        ways = asked.override(divergence.operator) if asked.has_module else []
+    else:
+        reached = math.floor(10_000 * near.held) / 10_000
+        ways = [Fix((f"verify.min_agreement={reached}",), f"the agreement of {name}")]
+    return [*ways, _without(name)]
 
 
-def _without(name: str) -> str:
-    return f"verify.runtimes without {name} (the file is then only for the others)"
+def _without(name: str) -> Fix:
+    return Fix(note=f"verify.runtimes without {name} (the file is then only for the others)")
 
 
 def _percent(comparison: Comparison | None) -> str:

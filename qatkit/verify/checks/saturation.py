@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
+from qatkit.records.fixes import Fix
 from qatkit.records.results import Results
 from qatkit.records.scores import with_key
 from qatkit.verify.checks.base import Check, Shortfall, Subject, capped
@@ -60,22 +61,22 @@ class SaturationCheck(Check):
                 f"verify.target_isa={as_typed(bounds.target_isa)}: {counted(len(found['others']), 'operator')}"
                 f" that can saturate cannot be emulated (first: '{found['others'][0]}')"
             )
-            short.append(Shortfall(line, _fix(results)))
+            short.append(Shortfall(line, [_fix(results)]))
         if found["emulated"] is not None and found["emulated"]["agreement"] < bounds.min_agreement:
             line = (
                 f"verify.min_agreement={bounds.min_agreement}: without VNNI the file gives the same answer on"
                 f" {100 * found['emulated']['agreement']:.2f} % of {found['images']} {results.task.samples}"
             )
-            short.append(Shortfall(line, _fix(results)))
+            short.append(Shortfall(line, [_fix(results)]))
         return short
 
-    def explains(self, shortfall: Shortfall, results: Results) -> str | None:
+    def explains(self, shortfall: Shortfall, results: Results) -> list[Fix] | None:
         found = results.measured.get(self.name)
         emulated = None if found is None else found.get("emulated")
         if found is None or emulated is None or not found["here"]:
             return None
         key = shortfall.line.partition("=")[0].removeprefix("verify.")
-        return _fix(results) if _causes(key, found, results) else None
+        return [_fix(results)] if _causes(key, found, results) else None
 
     def lines(self, results: Results) -> list[str]:
         found = results.measured.get(self.name)
@@ -231,17 +232,15 @@ def _layer(name: str, one: Mapping[str, Any]) -> str:
     )
 
 
-def _fix(results: Results) -> str:
+def _fix(results: Results) -> Fix:
     """Returns the setting that prevents saturation and that this run does not use yet."""
     asked, guarded = RequestedSettings(results), not results.measured.get(GUARDS, {}).get("asymmetric")
     if asked.get("export.weights_for_amx"):
-        return "export.weights_for_amx=false (weights that are stored for AMX saturate without VNNI)"
+        return Fix(("export.weights_for_amx=false",), "weights that are stored for AMX saturate without VNNI")
     if guarded and asked.get("backend.reduce_range", "auto") != "auto":
-        return "backend.reduce_range=auto (8-bit weights whose products cannot saturate)"
+        return Fix(("backend.reduce_range=auto",), "8-bit weights whose products cannot saturate")
     overrides = asked.get("backend.overrides") or {}
     patterns = [pattern for pattern, one in overrides.items() if one.get("reduce_range") is False]
-    return (
-        f"backend.overrides without reduce_range=false ({', '.join(patterns)})"
-        if patterns
-        else "backend.reduce_range=true (7-bit weights)"
-    )
+    if patterns:
+        return Fix(note=f"backend.overrides without reduce_range=false ({', '.join(patterns)})")
+    return Fix(("backend.reduce_range=true",), "7-bit weights")

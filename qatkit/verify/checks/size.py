@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from qatkit.records.fixes import Fix
 from qatkit.records.results import MIXED_SCALES, Results
 from qatkit.verify.checks.base import Check, Shortfall, Subject
 from qatkit.verify.checks.requested import RequestedSettings
@@ -33,22 +34,22 @@ class SizeCheck(Check):
         if ratio <= bounds.max_size_ratio:
             return []
         file = f"the {results.label} file has {ratio:.3f} times the size of the float file"
-        return [Shortfall(f"verify.max_size_ratio={bounds.max_size_ratio}: {file}", _fix(ratio, results))]
+        return [Shortfall(f"verify.max_size_ratio={bounds.max_size_ratio}: {file}", _fixes(ratio, results))]
 
 
-def _fix(ratio: float, results: Results) -> str:
+def _fixes(ratio: float, results: Results) -> list[Fix]:
     asked = RequestedSettings(results)
     if not results.config:
-        return ""
+        return []
     if asked.left_float():
-        return asked.without_float()
+        return [asked.without_float()]
     if asked.mode == "float16":
-        return f"{asked.mode_key}=weight_only (one byte per weight instead of two)"
+        return [Fix((f"{asked.mode_key}=weight_only",), "one byte per weight instead of two")]
     mixed = sum(reason.startswith(MIXED_SCALES) for _, reason in results.skipped)
     if mixed:
-        return (
-            f"calibration.mixed_scales=report (quantizes {counted(mixed, 'operator')} that calibration left in float),"
-            " or a longer float training, if the float model is not good yet"
-        )
+        quantizes = f"quantizes {counted(mixed, 'operator')} that calibration left in float"
+        longer = "a longer float training, if the float model is not good yet"
+        return [Fix(("calibration.mixed_scales=report",), quantizes), Fix(note=longer)]
     met = math.ceil(1000 * ratio) / 1000
-    return f"verify.max_size_ratio={met} (the ratio of this file; no override keeps operators in float)"
+    reached = "the ratio of this file; no override keeps operators in float"
+    return [Fix((f"verify.max_size_ratio={met}",), reached)]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from qatkit.records.fixes import Fix
 from qatkit.records.results import Results
 from qatkit.verify.checks.base import Check, Shortfall, Subject
 from qatkit.verify.checks.exact import exact
@@ -42,7 +43,7 @@ class SizesCheck(Check):
             Shortfall(
                 f"verify.min_agreement={least}: at {size} ONNX Runtime agrees with the converted module on"
                 f" {100 * one['agreement']:.2f} % of {one['images']} samples",
-                "export.dynamic_axes=none (the file then takes only the size of the example)",
+                [Fix(("export.dynamic_axes=none",), "the file then takes only the size of the example")],
             )
             for size, one in found.items()
             if least is not None and one["agreement"] < least

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from qatkit.records.fixes import Fix
 from qatkit.records.results import Results
 from qatkit.verify.checks.base import Check, Shortfall, Subject
 from qatkit_verify.stream import LEAST_DB, stream_file
@@ -52,7 +53,7 @@ class StreamCheck(Check):
             f"export.stream: the SQNR of {found['file']} after the last chunk against the file for whole recordings is"
             f" {found['sqnr_db']:.1f} dB, less than {LEAST_DB:g} dB"
         )
-        return [Shortfall(line, "export.stream=false (only the whole file)")]
+        return [Shortfall(line, [Fix(("export.stream=false",), "only the whole file")])]
 
     def lines(self, results: Results) -> list[str]:
         found: dict[str, Any] | None = results.measured.get(self.name)
