@@ -108,7 +108,7 @@ class _NonLocal(nn.Module):
 
 @odd(image(3, 32, 32))
 def non_local() -> nn.Module:
-    """A non-local block: attention between all pixels."""
+    """A non-local block: attention from all pixels to pooled ones."""
     return Plain(_NonLocal())
 
 

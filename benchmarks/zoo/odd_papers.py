@@ -106,7 +106,7 @@ class Hourglasses(nn.Module):
 
 @odd((vector(5), tokens(20, 4)))
 class Dlrm(nn.Module):
-    """DLRM: embeddings, a bottom MLP, products of all pairs by triangle indices, and the sums of DeepFM."""
+    """DLRM: embeddings, an MLP, the dot products of all pairs by triangle indices, and the factorization of DeepFM."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -257,7 +257,7 @@ class WaveletUnet(nn.Module):
 
 
 class _QuaternionConv(nn.Module):
-    """A convolution whose kernel is concatenated from four by Hamilton's rule."""
+    """A convolution whose kernel is concatenated from four, as in the Hamilton product."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -283,7 +283,7 @@ def quaternions() -> nn.Module:
 
 @odd((image(3, 32, 32), image(3, 32, 32), image(3, 32, 32)))
 class Triplet(nn.Module):
-    """Three images, as star arguments, through one tower; distances and a similarity."""
+    """Three images (`forward(*images)`) through one shared tower; two distances and a similarity."""
 
     def __init__(self) -> None:
         super().__init__()

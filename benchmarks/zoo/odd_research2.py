@@ -244,7 +244,7 @@ class DgCnn(nn.Module):
 
 @odd(vector(24, 3))
 class FarthestPoints(nn.Module):
-    """PointNet++: farthest points by a loop of argmax, groups by distance, and replaced indices of points too far."""
+    """PointNet++: farthest points by a loop of argmax, groups by distance; indices of points too far are replaced."""
 
     def __init__(self, points: int = 6, near: int = 4) -> None:
         super().__init__()
