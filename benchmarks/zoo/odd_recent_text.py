@@ -225,7 +225,7 @@ class BiasRouter(nn.Module):
 
 @odd((tokens(50, 1), vector(2, 8, 8), vector(2, 8, 8)))
 class CacheStep(nn.Module):
-    """One decoding step: caches of keys and values are inputs; the outputs drop the oldest step and end with the new."""
+    """One decoding step: caches of keys and values as inputs, and as outputs with a new step for the oldest."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
