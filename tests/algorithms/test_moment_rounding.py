@@ -100,7 +100,7 @@ def test_no_single_other_choice_is_better_and_few_of_all_are() -> None:
 
 
 def test_a_row_longer_than_a_block_is_solved_as_a_whole() -> None:
-    """No single flip lowers the error: the gradient is updated correctly from block to block."""
+    """No single flip may lower the error, so the gradient must be updated correctly from block to block."""
     form, steps = _form(150, seed=3) + torch.eye(150), 30 * noise(1, 4, 150)
     up = best_rounding(steps, form[None], (-127, 127), 60)
     e = (steps.floor() + up - steps)[0].double()

@@ -1,4 +1,4 @@
-"""Tests of sampling images for the estimate: always the most clipped, others at random, unbiased weights."""
+"""Tests of images sampled for the sensitivity estimate: all that are clipped most, others by weighted chance."""
 
 from __future__ import annotations
 

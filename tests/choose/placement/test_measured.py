@@ -70,7 +70,7 @@ def gated(folder: Path, **changes: Any) -> Config:
 
 
 def without_amx(threads: int, batch: int) -> record.Machine:
-    """Returns this machine without AMX, for which more files would compete."""
+    """Returns this machine without AMX, since with AMX more files would compete."""
     here = this_machine(threads, batch)
     return replace(here, isa=tuple(one for one in here.isa if not one.startswith("amx")))
 
