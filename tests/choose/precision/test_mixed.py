@@ -1,4 +1,4 @@
-"""Tests of precision=auto in whole runs: the bad layer stays float first, and the checkpoint has the choice.
+"""Tests of precision=auto in whole runs: the worst layer becomes float first; the checkpoint stores the choice.
 
 Times are made up (1 ms, and 0.3 ms more per float operator), because a network of this size is too fast for
 the clock.
