@@ -6,7 +6,7 @@
     bit      7 bits for every weight (backend.reduce_range=true)
     pairs    per channel, the smallest scale at which no sum of two products overflows 16 bits
              (backend.reduce_range=auto)
-    fitted   8-bit scales; pairs of weights whose sum can overflow are changed to the nearest pairs that cannot
+    fitted   8-bit scales; pairs of weights that can overflow 16 bits are changed to the nearest that cannot
 
 With a recipe, ranges are set by MSE, and each remedy is tried on `--images` test images with weights rounded
 to nearest and, except for `fitted`, also with moment rounding. It prints the SQNR of the logits against float

@@ -9,7 +9,7 @@ writes it into the `pads` of the Conv. Three files with the same integers and bi
     islands    each such padding as a float operator between pairs: DequantizeLinear → Pad → QuantizeLinear
     in front   each as a Pad between the DequantizeLinear and the Conv; ONNX Runtime folds it into the Conv on loading
 
-It prints the time of each file over that of `int8`: by the fastest rounds, and as the median of all rounds. It also
+It prints the time of each file over that of `int8`: of the fastest rounds, and the median over all rounds. It also
 checks that the float file has no Pad, with any batch and with a batch of one.
 """
 

@@ -9,7 +9,7 @@ A step is the forward pass, the loss, the backward pass and SGD. The models take
     observing   qatkit's prepared model, BatchNorm folded, ranges still being observed (the first half of
                 fine-tuning by default)
     frozen      the same with fixed ranges (the second half)
-    lsq         scales of weights and activations are learned (quantizer=lsq), and matched before each step
+    lsq         scales of weights and activations are learned (quantizer=lsq), and aligned before each step
     pt2e        with --pt2e: torchao's prepare_qat_pt2e with its X86InductorQuantizer, ranges still being observed
 
 With --compile all variants are compiled by torch.compile, as with trainer.compile=true, and ratios are relative to the

@@ -95,7 +95,7 @@ def postgresql() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a file with a tokenizer of 320 tokens."""
+    """Returns the path of a tokenizer file with 320 tokens."""
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     tokenizer().save(str(path))
     return path

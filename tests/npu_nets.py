@@ -138,7 +138,7 @@ class Pairs:
         return found
 
     def reads(self) -> list[int]:
-        """Returns the difference between the positions of each sum's inputs."""
+        """Returns, for each Add, the difference between the positions of its inputs."""
         found = []
         for node in self.of("Add"):
             pairs = [self.before(node, at) for at in range(2)]

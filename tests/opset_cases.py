@@ -17,7 +17,7 @@ IMAGE: tuple[int, ...] = (2, 3, 5, 7)
 
 
 class Case(NamedTuple):
-    """A graph from "x" to "y", its constants, and the operators that the lowered graph must (not) contain."""
+    """A graph from "x" to "y", its constants, and the operators that the lowered graph must contain or lack."""
 
     nodes: list[NodeProto]
     constants: Arrays = MappingProxyType({})

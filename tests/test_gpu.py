@@ -1,4 +1,4 @@
-"""Tests that training on a CUDA device agrees with the CPU up to rounding, and that steps never wait."""
+"""Tests that training on CUDA agrees with the CPU up to rounding, and that a step never waits for the device."""
 
 from __future__ import annotations
 

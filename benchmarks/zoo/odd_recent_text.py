@@ -41,7 +41,7 @@ class SwiGlu(nn.Module):
 
 
 def rotate(x: Tensor, start: int = 0) -> Tensor:
-    """Returns `x` [batch, heads, time, width] with rotary position embeddings (its halves are the pairs)."""
+    """Returns `x` [batch, heads, time, width] with rotary position embeddings; channel i is paired with i + width/2."""
     half = x.shape[-1] // 2
     rate = 10000.0 ** (-torch.arange(half, dtype=torch.float32, device=x.device) / half)
     angle = torch.outer(torch.arange(start, start + x.shape[-2], device=x.device).float(), rate)
@@ -225,7 +225,7 @@ class BiasRouter(nn.Module):
 
 @odd((tokens(50, 1), vector(2, 8, 8), vector(2, 8, 8)))
 class CacheStep(nn.Module):
-    """One decoding step: caches of keys and values as inputs, and as outputs with a new step for the oldest."""
+    """One decoding step: caches of keys and values are inputs, and outputs without the oldest step."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Tests of images sampled for the sensitivity estimate: all that are clipped most, others by weighted chance."""
+"""Tests of the images drawn for the sensitivity estimate: those clipped most, and random others with larger weights."""
 
 from __future__ import annotations
 
