@@ -38,7 +38,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def any_algorithm() -> Iterator[None]:
-    """Allows every operator again after a test; Lightning's `deterministic` forbids some for the process."""
+    """Allows nondeterministic operators again after a test, in case Lightning's `deterministic` forbade them."""
     yield
     torch.use_deterministic_algorithms(False)
 

@@ -72,7 +72,7 @@ def inputs() -> np.ndarray[Any, np.dtype[np.float32]]:
 
 
 def answers(path: Path, options: Mapping[str, str], level: str = "ORT_ENABLE_ALL") -> Any:
-    """Returns ONNX Runtime's outputs for each row of `inputs`, with only these config entries."""
+    """Returns ONNX Runtime's outputs for each row of `inputs`, with `options` as the only config entries."""
     settings = ort.SessionOptions()
     settings.graph_optimization_level = getattr(ort.GraphOptimizationLevel, level)
     for key, value in options.items():

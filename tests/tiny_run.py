@@ -95,7 +95,7 @@ def tiny(folder: Path, **changes: Any) -> Config:
 
 
 def calibrate_only(folder: Path) -> Config:
-    """Returns the configuration of the same run without training, so that the weights stay random."""
+    """Returns the configuration of `tiny` without training, so that the weights stay random."""
     config = tiny(folder, schedule=ScheduleConfig(epochs=0))
     config.verify.max_drop = None
     return config

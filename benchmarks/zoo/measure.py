@@ -69,7 +69,7 @@ def measure(entry: Entry) -> Row:
 
 
 def _failure(error: Exception) -> Row:
-    """Returns the status for an error, its message and its place in the code."""
+    """Returns the status, message and place in the code of an error."""
     frames = traceback.extract_tb(error.__traceback__)
     last = next((f for f in reversed(frames) if f.filename.startswith(QATKIT)), frames[-1])
     raised_here = frames[-1].filename.startswith(QATKIT)
@@ -156,7 +156,7 @@ def _doubled(value: Any) -> Any:
 def _training(entry: Entry, model: nn.Module) -> list[str]:
     """Returns what is wrong with a model captured in training mode.
 
-    Its graph must agree with the model in evaluation, and must be random in training like the model.
+    Its graph must agree with the model in evaluation, and be random in training if the model is.
     """
     model.train()
     module = _prepared(entry, model)
@@ -307,7 +307,7 @@ def floats(audit: Audit) -> dict[str, int]:
 
 
 def _compare_twin(entry: Entry, twin: nn.Module, row: Row) -> None:
-    """Adds the SNR and int8 share of the twin, which is taken through the same chain."""
+    """Takes the twin through the same chain, and adds its SNR and int8 share to the row."""
     row["stage"] = "twin"
     of_twin: Row = {"wrong": []}
     _through(entry, twin, of_twin)

@@ -83,7 +83,7 @@ class _MemoryEfficient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        """Returns the derivative times `grad`."""
+        """Returns `grad` times the derivative of x · sigmoid(x)."""
         (x,) = ctx.saved_tensors
         gate = torch.sigmoid(x)
         return grad * gate * (1 + x * (1 - gate))

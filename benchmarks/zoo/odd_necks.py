@@ -216,7 +216,7 @@ class FpnDict(nn.Module):
 
 @odd(image(3, 64, 64))
 class BiFpn(nn.Module):
-    """Weighted fusion with weights after a ReLU, divided by their sum (EfficientDet)."""
+    """BiFPN (EfficientDet): fast normalized fusion, with weights after a ReLU, divided by their sum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ class BiFpn(nn.Module):
 
 @odd(image(3, 64, 64))
 class Aspp(nn.Module):
-    """The pooling pyramid of DeepLab: dilated branches, and a pooled branch that is upsampled again."""
+    """ASPP (DeepLab): dilated branches, and a pooled branch that is upsampled again."""
 
     def __init__(self) -> None:
         super().__init__()

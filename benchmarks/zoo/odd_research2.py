@@ -189,7 +189,7 @@ class StateSpaceConv(nn.Module):
 
 @odd((vector(10, 6), vector(10, 10)))
 class GraphAttention(nn.Module):
-    """GAT with a dense adjacency: -9e15 where there is no edge, ELU, and normalization by degrees to the power -0.5."""
+    """GAT with dense adjacency (scores of -9e15 where there is no edge), then a GCN normalized by node degrees."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -30,7 +30,7 @@ Rows = dict[str, Any]
 
 @dataclass
 class Running:
-    """The running process of a model."""
+    """A running process that measures a model."""
 
     entry: Entry
     process: BaseProcess

@@ -142,7 +142,7 @@ def test_nothing_of_mixed_scale_is_left(tmp_path: Path) -> None:
 
 
 def report_and_float(model: nn.Module, sound: Tensor, axis: int, folder: Path) -> tuple[Any, Any, Any]:
-    """Returns the mean SNR in dB with mixed scales reported, and left float, and the module of the latter."""
+    """Returns the mean SNR (dB) if mixed scales are only reported, that if they are left float, and its module."""
     exact = model(sound).detach().numpy()
     before, after = folder / "before.onnx", folder / "after.onnx"
     shipped(model, sound, before, "report")

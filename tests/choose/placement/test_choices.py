@@ -71,9 +71,9 @@ def drawn() -> list[Sites]:
 
 
 def moves(node: ir.Node) -> bool:
-    """Returns whether a node is in the Q/DQ pair that ONNX Runtime before 1.30 adds after some Transposes.
+    """Returns whether a node is in a Q/DQ pair after a Transpose of a dequantized tensor.
 
-    These are Transposes of a dequantized tensor.
+    ONNX Runtime before 1.30 adds such pairs.
     """
     source = node.inputs[0].producer() if node.inputs[0] is not None else None
     if node.op_type == DEQUANTIZE:
