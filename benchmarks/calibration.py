@@ -1,13 +1,13 @@
 """Measures the cost of calibration: each observer against plain float forward passes of the same images.
 
     uv run benchmarks/calibration.py [--models resnet50 vit_b_16] [--images 64] [--rounds 5] [--threads 2]
-    uv run benchmarks/calibration.py --static       also onnxruntime.quantization.quantize_static (gigabytes)
+    uv run benchmarks/calibration.py --static       also quantize_static of ONNX Runtime (needs gigabytes of memory)
     uv run benchmarks/calibration.py --memory       peak memory with 32 and with 512 images instead
 
 Weights and images are random, scaled as in latency.py. The time of a calibration includes the float passes, the
-observers, the ranges and their alignment. All calibrations are timed in turns in one process, and the ratio to the
-float passes is taken within a round: 1.2 means 20 % more. Each run of quantize_static and each measurement of --memory
-has its own process, which makes the images batch by batch and reads its peak resident memory at the end.
+observers, and computing and aligning the scales. All calibrations are timed in turns in one process, and the ratio to
+the float passes is taken within a round: 1.2 means 20 % more. Each run of quantize_static and each measurement of
+--memory has its own process, which makes the images batch by batch and reads its peak resident memory at the end.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ KINDS: dict[str, Callable[[], observers.Observer]] = {
     "mse": observers.MSEObserver,
     "distribution": observers.DistributionObserver,
 }
-# The time of a tournament includes its exports, which take equally long for any number of images.
+# calibration=auto. Its time includes exports, which take equally long for any number of images.
 TOURNAMENT = "tournament"
 METHODS = ("MinMax", "Percentile", "Entropy")
 
 
 @dataclass(frozen=True)
 class Job:
-    """A model and the images that calibrate it."""
+    """A model, the size, batch size and number of its calibration images, and the number of threads."""
 
     model: str
     size: int

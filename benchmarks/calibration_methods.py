@@ -1,9 +1,9 @@
-"""Measures the accuracy of each calibration method, from one pass over the same images, in simulation.
+"""Measures the accuracy of calibration methods in simulation; all use the same images.
 
     uv run benchmarks/calibration_methods.py recipe=vit_cifar10_ptq data.root=DIR model.checkpoint=FILE
         [--images 1000] [--calibration 512] [--methods min-max MSE]
 
-Arguments before the options are those of train.py. No algorithm runs, and weights keep their full ranges. For
+Arguments before the options are those of train.py. No algorithm runs, and ranges of weights are not clipped. For
 each method it prints top-1 on the test images, the share of images with the float model's class, and the SQNR
 of the outputs against float in dB. In addition to the methods of `calibration`, "own MAE" and "own MSE"
 choose, for each tensor, the one of the percentiles 99.99, 99.999 and 99.99999 with the least mean absolute or

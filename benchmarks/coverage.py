@@ -12,8 +12,8 @@ checks do not depend on the size. Two models with more than 600 M parameters hav
 from `placement.py --record` on an idle machine. The result of each model is stored in docs/coverage.json at
 once, so a stopped run continues with the missing models (`--again` measures all of them).
 
-`--all` uses another list: about 600 models of timm, Hugging Face, segmentation_models_pytorch and our own (`zoo/`),
-each in its own process, written to docs/models.md and docs/models/.
+`--all` uses another list: about 600 models of timm, Hugging Face, segmentation_models_pytorch and our own (`zoo/`).
+Each is measured in its own process. The results are written to docs/models.md and docs/models/.
 """
 
 from __future__ import annotations
@@ -149,8 +149,8 @@ def gradients(module: QATModule, images: Tensor) -> list[str]:
 def unused(model: nn.Module, images: Tensor) -> set[str]:
     """Returns the parameters on which the float model's loss does not depend.
 
-    The head of MViT, for example, reads only the class token, and the patch positions of the last block do not
-    affect it.
+    For example, the head of MViT reads only the class token, which does not depend on the positions of the
+    patches in the last block.
     """
     (model(images) ** 2).mean().backward()
     found = {name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()}
@@ -260,7 +260,7 @@ def _table(rows: dict[str, Any]) -> list[str]:
 
 
 def _speeds(rows: dict[str, Any]) -> list[str]:
-    """Returns the section about speed, from the results of `placement.py --record`."""
+    """Returns the lines of the section about speed, from `placement.py --record`; [] if it timed no model."""
     timed = {name: row["speed"] for name, row in sorted(rows.items()) if "speed" in row}
     if not timed:
         return []
@@ -298,7 +298,7 @@ def _speed(found: dict[str, Any] | None) -> tuple[str, ...]:
 
 
 def _reasons(rows: dict[str, Any]) -> list[str]:
-    """Returns a table of the reasons for float operators over all models of a task."""
+    """Returns a table that counts the float operators of a task's models by reason; [] if there are none."""
     total: Counter[str] = Counter()
     where: dict[str, list[str]] = {}
     for name, row in rows.items():
@@ -315,7 +315,7 @@ def _reasons(rows: dict[str, Any]) -> list[str]:
 
 
 def the_list(args: argparse.Namespace) -> int:
-    """Measures the models of `zoo/`; returns 1 if one raises a traceback, is killed or computes wrong values."""
+    """Measures the models of `zoo/`; returns 1 if one fails unexpectedly, is killed or computes wrong values."""
     from zoo.page import pages as model_pages
     from zoo.run import chosen, run
 

@@ -1,12 +1,13 @@
-"""Compares the speed and accuracy of a run's decoder with other decoders of the same model, in one table.
+"""Compares a run's decoder with other decoders of the same model: speed and accuracy, in one table.
 
     uv run --group benchmark benchmarks/decoding.py RUN --text test.txt [--windows 4] [--rounds 10] [--work DIR]
 
-RUN is the folder of a finished run with export.decoder=true. Its decoder is compared with the same model in float,
-the dynamic int8 quantization of that file by ONNX Runtime, and ONNX Runtime's 4-bit quantizer in blocks of 32 with zero
-points. 4-bit files are timed at accuracy level 0 (float activations) and 4 (8-bit activations). In each round every
-file in turn decodes 8 tokens after a prompt of 256, and ratios are taken within rounds. Perplexity and the share of
-positions with the same next token as float are measured on whole windows of 512 tokens.
+RUN is the folder of a finished run with export.decoder=true. Its decoder is compared with a float
+file of the same model, and with that file quantized by ONNX Runtime: dynamically to int8, and to 4 bits in
+blocks of 32 with zero points. 4-bit files are timed at accuracy level 0 (float activations) and 4 (8-bit
+activations). In each round every file in turn decodes 8 tokens after a prompt of 256, and ratios are taken within
+rounds. Perplexity and the share of positions with the same next token as float are measured on whole windows of
+512 tokens.
 """
 
 from __future__ import annotations

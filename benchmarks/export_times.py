@@ -3,7 +3,7 @@
     uv run benchmarks/export_times.py [--models resnet18 swin_t] [--against DIR] [--record FILE]
 
 Each model is built as in `coverage.py` (random weights, small inputs), captured and prepared for QAT, calibrated and
-exported on one thread, in its own process. With `--against` the same is done right after it with the qatkit of another
+exported on one thread, in its own process. With `--against` it is then measured again with the qatkit of another
 checkout. Models that are already in FILE are not measured again.
 """
 

@@ -1,11 +1,12 @@
-"""Measures the accuracy that three remedies against saturation on x86 without VNNI cost, relative to plain 8 bits.
+"""Measures how much accuracy three remedies against saturation on x86 without VNNI cost, relative to plain 8 bits.
 
     uv run benchmarks/guarded_weights.py                                        # 20 torchvision models, random weights
     uv run benchmarks/guarded_weights.py recipe=resnet18_cifar10_ptq data.root=DIR model.checkpoint=FILE [--images 2000]
 
     bit      7 bits for every weight (backend.reduce_range=true)
-    pairs    per channel, the smallest scale at which no pair of products overflows (backend.reduce_range=auto)
-    fitted   8-bit scales; pairs of weights that overflow are changed to the nearest pairs that do not
+    pairs    per channel, the smallest scale at which no sum of two products overflows 16 bits
+             (backend.reduce_range=auto)
+    fitted   8-bit scales; pairs of weights that can overflow 16 bits are changed to the nearest that cannot
 
 With a recipe, ranges are set by MSE, and each remedy is tried on `--images` test images with weights rounded
 to nearest and, except for `fitted`, also with moment rounding. It prints the SQNR of the logits against float
@@ -69,7 +70,7 @@ def decibel(exact: Tensor, found: Tensor) -> float:
 def logits(
     graph: fx.GraphModule, batches: Iterable[Tensor], *, quantize: bool, weights_alone: bool = False
 ) -> Tensor:
-    """Returns the logits [images, classes] of a prepared graph."""
+    """Returns the logits [images, classes] of a prepared graph; `weights_alone` keeps activations float."""
     with inference(graph):
         set_phase(graph, observe=False, quantize=quantize)
         for module in graph.modules() if weights_alone else ():

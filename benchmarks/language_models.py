@@ -122,7 +122,7 @@ def methods(seen: Tensor) -> dict[str, Callable[[fx.GraphModule], Any]]:
 
 @torch.no_grad()
 def rounded(graph: fx.GraphModule, model: nn.Module) -> dict[str, np.ndarray]:
-    """Returns the parameters, by name, that differ between a prepared graph and the model; weights are rounded."""
+    """Returns, by name, the graph's parameters that differ from the model's, with quantized weights dequantized."""
     before, found = dict(model.named_parameters()), dict(graph.named_parameters())
     for node, one, quantizer in quantized_operators(graph):
         found[f"{site(node)}.weight"] = nn.Parameter(quantizer(one.weight)[0])
@@ -145,7 +145,7 @@ def installed(model: nn.Module, values: dict[str, np.ndarray]) -> Iterator[None]
 
 
 def against(lost: Tensor) -> tuple[float, float]:
-    """Returns the mean of paired differences and two standard errors of it."""
+    """Returns the mean of paired differences and two standard errors of that mean."""
     return float(lost.mean()), 2 * float(lost.std() / math.sqrt(len(lost)))
 
 

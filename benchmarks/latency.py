@@ -123,7 +123,7 @@ def random_batches(shape: tuple[int, ...]) -> list[Tensor]:
 
 
 def static_quantize(source: Path, target: Path, batches: list[Tensor], *, prepare: bool = True) -> None:
-    """Runs `quantize_static` with its default operators, with or without its recommended pre-processing."""
+    """Runs `quantize_static` on its default operator types; `prepare` adds the recommended pre-processing."""
     prepared = target.with_suffix(".prepared.onnx") if prepare else source
     if prepare:
         quant_pre_process(str(source), str(prepared))
@@ -140,7 +140,7 @@ def static_quantize(source: Path, target: Path, batches: list[Tensor], *, prepar
 
 
 def write_files(name: str, size: int, folder: Path) -> tuple[dict[str, Path], list[str]]:
-    """Writes the four files of one model and returns them, INT8 first, with the sites that qatkit left float."""
+    """Writes the four files of one model and returns them, INT8 first, with the operators that qatkit left float."""
     batches = random_batches((3, size, size))
     torch.manual_seed(0)
     model, example = sane(models.build(ModelConfig(name=name)), batches), batches[0][:2]

@@ -3,8 +3,8 @@
     uv run benchmarks/memory.py recipe=causal_lm_w4 model.name=hf/FOLDER data.root=TEXTS [key=value ...]
 
 The arguments are those of train.py, and the run is a normal one. The kernel records the peaks (VmHWM, which is reset
-at the start of each stage), so none is missed. The memory of the process just before the model was loaded (Python,
-torch, the data) is subtracted. The script works only on Linux.
+at the start and end of each stage), so none is missed. The memory of the process just before the model was loaded
+(Python, torch, the data) is subtracted. The script works only on Linux.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MB = 1e6
 
 
 class Peaks:
-    """The peaks of resident memory by stage; nested stages are counted separately.
+    """The peaks of resident memory by stage; the time within a nested stage counts only for that one.
 
     Attributes:
         before: bytes of the process just before the model was built.
@@ -52,7 +52,7 @@ class Peaks:
             self._stages.pop()
 
     def build(self, build: Callable[..., nn.Module], *args: Any) -> nn.Module:
-        """Builds the float model; only the first one built is the model to which all peaks are compared."""
+        """Builds a float model; the first one built is the reference of all peaks."""
         if self.model:
             return build(*args)
         self._note()
@@ -90,7 +90,7 @@ def status(name: str) -> int:
 
 
 class _Stage:
-    """A wrapper that measures a stage of the pipeline."""
+    """A stage of the pipeline whose memory is measured."""
 
     def __init__(self, stage: Any, peaks: Peaks) -> None:
         self._stage, self._peaks = stage, peaks

@@ -4,12 +4,14 @@
         [--every 3] [--images 1000]
 
 The other arguments are those of train.py; ranges are those of calibration=mse, without algorithms, so that there is an
-error to reduce. For every third k, a file with the k most sensitive operators in float is compared with the best set
-of the predicted front that takes no more predicted time. Files are timed in turns and judged by the SQNR of their
-logits against float, in ONNX Runtime on test images. It prints predicted and measured milliseconds of every file, then:
+error to reduce. For every third k, a file with the k most sensitive operators in float is compared with the best
+mixture of the predicted front whose predicted time is no longer. Files are timed in turns and judged by the SQNR of
+their logits against float, in ONNX Runtime on test images. It prints predicted and measured milliseconds of every
+file, then:
 
-    beaten     pairs in which the k most sensitive are better by more than 0.1 dB and at most 2 % slower as measured
-    gain       dB by which the set of the front is better, minimum and mean
+    beaten     pairs in which the file with the k most sensitive is better by more than 0.1 dB and, as measured,
+               at most 2 % slower
+    gain       dB by which the file of the front is better, minimum and mean
     off        relative error of predicted milliseconds, maximum and median, over files that the search had not timed
 """
 
@@ -41,7 +43,7 @@ _EQUAL, _SAME_TIME = 0.1, 1.02  # largest difference in dB and largest ratio of 
 
 @dataclass(frozen=True)
 class Row:
-    """The figures of one file; `known` if the search had already timed it, as it has all int8 and float."""
+    """The figures of one file; `known`: whether the search had timed it, as it always does all-int8 and all-float."""
 
     kind: str
     operators: int
@@ -70,7 +72,7 @@ def searched(overrides: Sequence[str], images: int, folder: Path) -> Search:
 
 
 def measured(search: Search, every: int) -> list[Row]:
-    """Times all files in turns and returns their rows: all int8, all float, then the pairs."""
+    """Times all files in turns; returns the rows of all int8, all float, then a pair (top k, front) for each k."""
     costs, before = search.costs()
     known = {trial.layout.floats for trial in search.rounds(costs, before)}
     operators, price, ranked = search.layouts.operators, search.price(costs), search.ranking

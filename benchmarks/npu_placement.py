@@ -1,17 +1,17 @@
 """Compares files for NPUs (`backend=npu_cnn`) with AMD Quark's XINT8: same float file, calibration and test images.
 
     uv run benchmarks/npu_placement.py recipe=mobilenet_v2_cifar10_ptq data.root=DIR model.checkpoint=FILE
-        [--kinds none moment_rounding] [--peer PYTHON] [--preset A8W8] [--cle] [--images 2000] [--calibration 256]
+        [--kinds none moment_rounding] [--peer PYTHON] [--preset PRESET] [--cle] [--images 2000] [--calibration 256]
         [--files FILE ...]
 
 Arguments before the options are those of train.py, in addition to `backend=npu_cnn calibration=mse`. PYTHON is an
-interpreter with Quark 0.13, which runs `quark_xint8.py`; as in our files, biases are int8 with their own scales. Kinds
-are lists of algorithms, joined by +. Other files, such as `model.int8.onnx` of a trained run, are measured in the same
-way. All files run in ONNX Runtime, which computes in float between the QDQ pairs.
+interpreter with Quark 0.13, which runs `quark_xint8.py`. Files of both tools have int8 biases with their own scales.
+Kinds are lists of algorithms, joined by +. Each FILE, such as `model.int8.onnx` of a trained run, is measured in the
+same way. All files run in ONNX Runtime, which computes in float between the QDQ pairs.
 
-Presets other than XINT8 need the options of docs/quark-presets.md; they are the presets of Quark's older interface.
+A PRESET other than XINT8 is that of Quark's older interface, and needs the options of docs/quark-presets.md.
 
-    top-1       on the test images, its difference from float, and the standard error of that difference
+    top-1       on the test images, the difference from float, and the standard error of that difference
     same        share of images with the float model's class
     dB          SQNR of the logits against float
 """

@@ -1,10 +1,10 @@
-"""Measures the accuracy of number formats, in simulation and with their ONNX files.
+"""Measures the accuracy of number formats in simulation, and compares their ONNX files with it.
 
     uv run benchmarks/number_formats.py recipe=vit_cifar10_ptq data.root=DIR model.checkpoint=FILE
         [--images 1000] [--file 100] [--formats bfp16 mxfp4] [--algorithm gptq] [--quark PYTHON]
 
-Arguments before the options are those of train.py. Weights and activations of each format are calibrated on 256
-images (only formats with a scale per tensor use them), without an algorithm unless one is named. It prints one line
+Arguments before the options are those of train.py. Each format, for weights and activations, is calibrated on 256
+images, which matter only to formats with a scale per tensor. No algorithm runs unless one is named. It prints one line
 per format:
 
     bits        bits per value, including its share of the block's scale
@@ -15,7 +15,7 @@ per format:
                 of an output, and the size of the file in MB
 
 PYTHON is an interpreter with AMD Quark 0.13 (ONNX), which quantizes the same float file with
-`number_formats_quark.py`. Its formats need no calibration, so it gets only ten images.
+`number_formats_quark.py`. These formats need no calibration in Quark, so it gets only ten images.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     uv run benchmarks/onnx_files.py FILES [--pictures DIR] [--speech FILE.wav] [--data DIR] [--names a b] [--record]
 
-The samples of a file are the first of these that applies: the arrays in DIR/STEM (`data=arrays`); pictures, for inputs
-with three channels; excerpts of speech, for audio inputs; otherwise drawn values: floats from a standard normal
+The samples of a file come from the first of these that applies: the arrays in DIR/STEM (`data=arrays`); pictures, for
+inputs with three channels; excerpts of speech, for audio inputs; otherwise random values: floats from a standard normal
 distribution, integers from 0 to 9, booleans all true. Dynamic axes get the sizes of `_OPEN`. Inputs called `sr` are
 fixed to 16000.
 
@@ -243,7 +243,7 @@ def arguments(about: str) -> argparse.ArgumentParser:
 
 
 def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Returns the arguments, with the paths of the pictures as `found` and the speech as `sound`."""
+    """Returns the arguments, with the paths of pictures as `found` ([] without) and speech as `sound` (or None)."""
     args = parser.parse_args()
     args.found = sorted(args.pictures.iterdir())[:_SAMPLES] if args.pictures else []
     args.sound = None

@@ -7,9 +7,9 @@ writes it into the `pads` of the Conv. Three files with the same integers and bi
 
     int8       qatkit's file, without Pad
     islands    each such padding as a float operator between pairs: DequantizeLinear → Pad → QuantizeLinear
-    in front   each as a Pad between the DequantizeLinear and the Conv, which ONNX Runtime folds when it loads the file
+    in front   each as a Pad between the DequantizeLinear and the Conv; ONNX Runtime folds it into the Conv on loading
 
-It prints the time of each file over that of `int8`, by the fastest round and by the median within a round. It also
+It prints the time of each file over that of `int8`: of the fastest rounds, and the median over all rounds. It also
 checks that the float file has no Pad, with any batch and with a batch of one.
 """
 
@@ -58,7 +58,10 @@ def write_files(folder: Path) -> dict[str, Path]:
 
 
 def with_pads(source: Path, target: Path, *, islands: bool) -> int:
-    """Writes `source` with Pads for asymmetric `pads`, quantized if `islands`; returns the number of Pads."""
+    """Writes `source` to `target` with a Pad in place of each asymmetric `pads`; returns the number of Pads.
+
+    With `islands`, the output of each Pad is quantized.
+    """
     model = onnx.load(source)
     graph, nodes = model.graph, []
     made = {output: node for node in graph.node for output in node.output}

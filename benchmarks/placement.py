@@ -2,10 +2,11 @@
 
     uv run benchmarks/placement.py --models efficientnet_b0 mobilenet_v3_large [--threads 2] [--again] [--record]
 
-For each model the tournament of `placement=measured` runs as in train.py. The chosen file is then timed in three
+A placement says which operators run in float and which in int8; by default it comes from a table of the backend. For
+each model, the comparison of `placement=measured` runs as in train.py. The chosen file is then timed in three
 sessions against the float file (the faster of fused and original), the file of the backend's table, and the files of
-`quantize_static` with and without its pre-processing (random weights and images). "off" is the relative error of the
-chosen file's predicted time. With --again the tournament runs a second time, and "twice" is the time of the second
+`quantize_static` with and without its pre-processing. Weights and images are random. "off" is the relative error of the
+chosen file's predicted time. With --again the comparison runs a second time, and "twice" is the time of the second
 choice over that of the first. Run it on an idle machine, otherwise the figures mean nothing; --record writes them into
 docs/coverage.md.
 """
@@ -46,7 +47,17 @@ _SESSIONS, _RUNS = 3, 40
 
 @dataclass(frozen=True)
 class Row:
-    """The results of a model: milliseconds by file, whether the machine was quiet, and the tournament's choice."""
+    """The results of a model.
+
+    Attributes:
+        model: its name.
+        ms: milliseconds by file.
+        quiet: whether the machine was quiet.
+        placed: the placement that was measured and chosen.
+        off: the relative error of the predicted time of the chosen file; None if no time was predicted.
+        twice: the time of a second choice over that of the first; None without --again.
+        seconds: how long the choice took.
+    """
 
     model: str
     ms: dict[str, float]
@@ -102,7 +113,7 @@ def _share(value: float | None) -> str:
 
 
 def run(name: str, args: argparse.Namespace) -> Row:
-    """Runs the tournament of one model, times its files and returns its row."""
+    """Chooses the placement of one model, times its files and returns its row."""
     torch.manual_seed(0)
     model = models.build(ModelConfig(name=name, num_classes=1000)).eval()
     size = max(args.size, SIZES.get(name, 0))  # Inception v3 gets at least the size it was made for

@@ -6,7 +6,7 @@
 A step is the forward pass, the loss, the backward pass and SGD. The models take turns, step by step, in one process:
 
     float       the torchvision model in train mode with BatchNorm, as in ordinary fine-tuning
-    observing   qatkit's prepared model, BatchNorm folded, ranges still being observed (the first half of a
+    observing   qatkit's prepared model, BatchNorm folded, ranges still being observed (the first half of
                 fine-tuning by default)
     frozen      the same with fixed ranges (the second half)
     lsq         scales of weights and activations are learned (quantizer=lsq), and aligned before each step

@@ -4,8 +4,9 @@
 
     PYTHON benchmarks/quark_xint8.py FILE SAMPLES TARGET [--config XINT8] [--older] [--cle]
 
-SAMPLES is a .npy file with values of the only input, [N, ...]. Some presets of the older interface have the same name
-but other defaults: its A8W8 and A16W8 use min-max calibration instead of a percentile.
+SAMPLES is a .npy file with values of the only input, [N, ...]. --older selects the preset of Quark's older interface.
+Presets of the same name can differ: A8W8 and A16W8 of the older interface use min-max calibration, those of the newer
+one a percentile.
 """
 
 from __future__ import annotations

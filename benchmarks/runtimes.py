@@ -3,10 +3,11 @@
     uv run --extra openvino benchmarks/runtimes.py FOLDER --write [--models resnet18 vit_b_16]
     uv run --extra openvino benchmarks/runtimes.py FOLDER [--runtimes onnxruntime openvino] [--runs 50] [--threads 2]
 
-The first command writes the files (minutes), the second times them on an idle machine. The processes take turns: one
-runs while the others are stopped (`qatkit_verify.runtimes.timing`). Weights are random; the last Linear distinguishes
-the images (`coverage.tell_apart`), so that top-1 is meaningful. Agreement compares the INT8 file in each runtime with
-the same file in ONNX Runtime, over 32 images; "steps" is the mean difference of the logits in units of their range/255.
+The first command writes the files, which takes minutes. The second times them and needs an idle machine. The
+processes take turns: one runs while the others are stopped (`qatkit_verify.runtimes.timing`). Weights are random; the
+last Linear distinguishes the images (`coverage.tell_apart`), so that top-1 is meaningful. Agreement compares the INT8
+file in each runtime with the same file in ONNX Runtime, over 32 images; "steps" is the mean difference of the logits
+in units of their range/255.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def row(cells: tuple[str, ...]) -> str:
 
 
 def main() -> int:
-    """Writes or times the files; returns 2 for a missing runtime."""
+    """Writes or times the files; returns 2 for a missing runtime or an unknown model."""
     parser = argparse.ArgumentParser(description="Compares INT8 with float files in several runtimes.")
     parser.add_argument("folder", type=Path, help="folder for the files")
     parser.add_argument("--write", action="store_true", help="only write the files, without timing them")

@@ -5,7 +5,8 @@
 
 The other arguments are those of train.py. Ranges are those of the recipe with calibration=moving_average. It prints
 
-    evaluation   CPU seconds of one run over all images with one site quantized, or all but one; mean over a few sites
+    evaluation   CPU seconds of one run over all images with one site quantized, or all but one; mean over a few sites.
+                 A site is a weight or activation with its quantizer.
     ratio        seconds of the exact analysis / (rows x evaluation); a row is one site in one direction
     estimate     seconds of the estimate / evaluation, and the rank correlation (Spearman) between its ranking and the
                  exact rankings by loss and by SQNR
@@ -70,7 +71,7 @@ def by_hand(
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float:
-    """Returns the rank correlation of two series; ties are ignored, since measured figures have hardly any."""
+    """Returns the rank correlation of two series; ties, which measured figures hardly have, get different ranks."""
     ranks = [np.argsort(np.argsort(values)) for values in (first, second)]
     return float(np.asarray(np.corrcoef(np.stack(ranks)))[0, 1])
 

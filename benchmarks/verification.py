@@ -7,10 +7,11 @@ The other arguments are those of train.py; the module is calibrated but not trai
 in turns, in CPU time, which other work on the machine does not affect:
 
     passes      the float and the INT8 file in ONNX Runtime, each of which reads the images itself
-    CHECK       a check of verify.checks, as in a run (parity and fidelity on verify.parity_images)
+    CHECK       a check of verify.checks, as in a run
 
-A second measurement with few images separates the work that does not depend on the images, such as opening files. It
-prints milliseconds per image, and the cost of verifying `--for` images as a multiple of the passes.
+A second measurement with few images separates the work that does not depend on their number, such as opening files. It
+prints milliseconds per image, and the cost of verifying `--for` images as a multiple of the passes. In that cost,
+parity and fidelity count at most verify.parity_images.
 """
 
 from __future__ import annotations

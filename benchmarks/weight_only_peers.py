@@ -1,8 +1,9 @@
 """Quantizes weights to few bits with other tools; each peer returns the dequantized weights of a model's Linears.
 
 `ort_*` are the asymmetric algorithms of ONNX Runtime's matmul_nbits_quantizer. `RTN`, `KQuant` and `HQQ` use only the
-weights; `GPTQ` (`onnxruntime.quantization.neural_compressor.weight_only.gptq`) also uses the second moments of the
-float model's inputs, as `gptq_quantize` does. `olive_gptq` is Olive's layer-by-layer GPTQ pass; it needs Olive.
+weights; `GPTQ` (`onnxruntime.quantization.neural_compressor.weight_only.gptq`) also uses the second moments of each
+Linear's inputs in the float model, as `gptq_quantize` does. `olive_gptq` is Olive's layer-by-layer GPTQ pass; it
+needs Olive.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Re-parameterized blocks as published: several branches in training, one convolution in deployment.
 
-They differ in how evaluation gets the merged convolution, which their name in `BLOCKS` says.
+The blocks differ in how they get the merged convolution in evaluation, if at all; their names in `BLOCKS` say how.
 """
 
 from __future__ import annotations

@@ -22,7 +22,10 @@ from qatkit.graph.trace import copy_of, trace
 
 
 class Of(nn.Module):
-    """A model that calls a function between two Linears of 6 features; keywords become attributes."""
+    """A model that calls a function between two Linears of 6 features; keywords become attributes.
+
+    The second Linear is skipped if the function does not return a float tensor of 6 features.
+    """
 
     def __init__(self, function: Callable[..., Any], **state: Any) -> None:
         super().__init__()
@@ -68,7 +71,8 @@ def same(
 ) -> fx.GraphModule:
     """Returns the graph of `model` after checking that both agree.
 
-    They are compared on the example and on other values at other batch sizes.
+    They are compared in evaluation mode, on the example and, if it has a batch axis, on other values at other
+    batch sizes.
     """
     training = model.training
     graph = trace(model, example)

@@ -1,7 +1,7 @@
 """The steps from a float model to an ONNX file that many tests share, and small models to run through them.
 
 The steps prepare, calibrate, convert and export a model whose BatchNorm statistics are realistic. The
-expected quantization of the small models is known by hand.
+expected quantization of the small models was derived by hand.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
 
 
 def settle(model: nn.Module, *shape: int, seed: int = 0) -> nn.Module:
-    """Gives every BatchNorm random affine parameters and realistic statistics, then calls `eval()`."""
+    """Gives every BatchNorm random affine parameters and realistic statistics; returns the model in eval mode."""
     torch.manual_seed(seed)
     norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     momenta = [norm.momentum for norm in norms]
@@ -341,7 +341,7 @@ class Gated(nn.Module):
 
 
 class Twice(nn.Module):
-    """One conv called twice, with inputs of different range."""
+    """One conv called twice, with inputs of different ranges."""
 
     def __init__(self) -> None:
         super().__init__()

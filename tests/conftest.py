@@ -38,7 +38,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def any_algorithm() -> Iterator[None]:
-    """Allows every operator again after a test; Lightning's `deterministic` forbids some for the process."""
+    """Allows nondeterministic operators again after a test, in case Lightning's `deterministic` forbade them."""
     yield
     torch.use_deterministic_algorithms(False)
 
@@ -95,7 +95,7 @@ def postgresql() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a file with a tokenizer of 320 tokens."""
+    """Returns the path of a tokenizer file with 320 tokens."""
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     tokenizer().save(str(path))
     return path

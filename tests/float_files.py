@@ -1,4 +1,4 @@
-"""Float ONNX files, as teams without the PyTorch code have them: a trained one, and small ones by hand."""
+"""Float ONNX files, as teams without the PyTorch code have them: a trained one, and small ones built node by node."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from qatkit.export.torch_to_onnx import export_onnx
 
 
 class Digits(nn.Module):
-    """A Conv, a depthwise Conv, a pointwise Conv of uneven ranges, and two Linears: 170,000 weights."""
+    """A Conv, a depthwise and a pointwise Conv with a residual connection, and two Linears: 170,000 weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def by_hand(path: Path, opset: int = 13, **changes: Any) -> Path:
         path: file to write.
         opset: opset of the file.
         changes: `shape` of the input, `kind` of its elements, number of `classes`, additional `inputs` and
-            `outputs`, and `nodes`, `weights` that replace its own.
+            `outputs`, `nodes` and `weights` in place of its own, and arguments of onnx.save as `save`.
     """
     draw = np.random.default_rng(0)
     shape, classes = changes.get("shape", ["N", 3, 8, 8]), changes.get("classes", 10)

@@ -1,4 +1,4 @@
-"""A full disk simulated without the right to mount anything."""
+"""A full disk, simulated by a limit on the size of files, which needs no right to mount anything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Networks for `backend=npu_cnn`, and a reader of the scales in a file, which only uses onnx."""
+"""Networks for `backend=npu_cnn`, and a reader of the scales in a file, which uses only onnx."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ class EveryKind(nn.Module):
 class OutOfBounds(nn.Module):
     """A network that needs shifts beyond those of the hardware.
 
-    One weight is far finer than its output and one far coarser; the inputs of a sum differ widely in scale.
+    One weight needs a far smaller scale than its output and one a far larger scale; the inputs of a sum differ widely
+    in scale.
     """
 
     def __init__(self) -> None:
@@ -96,7 +97,7 @@ class Pairs:
         return -round(math.log2(scale.item()))
 
     def before(self, node: NodeProto, at: int = 0) -> NodeProto | None:
-        """Returns the DequantizeLinear of an input; a Pad right before a convolution counts as part of it."""
+        """Returns the DequantizeLinear of an input, or None; a convolution may have a Pad between the two."""
         found = self.made.get(node.input[at])
         if found is not None and found.op_type == "Pad" and node.op_type.startswith("Conv"):
             return self.before(found)
@@ -119,7 +120,7 @@ class Pairs:
         return found
 
     def cuts(self) -> dict[str, int]:
-        """Returns by name the shift from sum of products to output of each Conv, ConvTranspose and Gemm."""
+        """Returns, for each Conv, ConvTranspose and Gemm by name, the shift from the sum of products to the output."""
         found = {}
         for node in self.of("Conv", "ConvTranspose", "Gemm"):
             source, weight, after = self.before(node), self.before(node, 1), self.after(node)
@@ -137,7 +138,7 @@ class Pairs:
         return found
 
     def reads(self) -> list[int]:
-        """Returns the difference between the positions of each sum's inputs."""
+        """Returns, for each Add, the difference between the positions of its inputs."""
         found = []
         for node in self.of("Add"):
             pairs = [self.before(node, at) for at in range(2)]

@@ -17,7 +17,7 @@ IMAGE: tuple[int, ...] = (2, 3, 5, 7)
 
 
 class Case(NamedTuple):
-    """A graph from "x" to "y", its constants, and the operators that the lowered graph must (not) contain."""
+    """A graph from "x" to "y", its constants, and the operators that the lowered graph must contain or lack."""
 
     nodes: list[NodeProto]
     constants: Arrays = MappingProxyType({})
@@ -114,7 +114,7 @@ def on_integers(kind: int, *nodes: NodeProto) -> Case:
 
 
 def recurrent(kind: str, gates: int, outputs: str = "y0,y1", **attributes: Any) -> Case:
-    """Returns a bidirectional layer with hidden size 4 on [5, 2, 7]."""
+    """Returns a case with a bidirectional recurrent layer of hidden size 4; [5, 2, 7] is [steps, batch, features]."""
     shapes = {"w": (2, gates * 4, 7), "r": (2, gates * 4, 4), "b": (2, gates * 8), "h": (2, 2, 4)}
     constants = {name: 0.5 * floats(*shape) for name, shape in shapes.items()}
     node = op(kind, "x,w,r,b,,h", outputs, hidden_size=4, direction="bidirectional", layout=0, **attributes)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class Mixed(nn.Module):
-    """Convolutions with kernels and groups, and Linears of widths that no block divides; some have a bias."""
+    """A 3x3 and a depthwise convolution, and Linears of widths that no block size divides; two layers have a bias."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ _PACKAGES = Path(__file__).with_name("handover") / "package.json"
 
 @contextmanager
 def javascript_packages(folder: Path) -> Iterator[Path]:
-    """Installs the packages of package.json in `folder`, yields it and then removes it; skips on failure."""
+    """Installs the packages of package.json in `folder`, yields and then removes the folder; skips on failure."""
     if shutil.which("npm") is None:
         pytest.skip("no npm on the PATH")
     shutil.copy(_PACKAGES, folder)

@@ -31,7 +31,7 @@ class Command:
 
     @property
     def steps(self) -> list[list[str]]:
-        """Returns the arguments of each program that it runs, without `uv run` and without installers."""
+        """Returns the arguments of each program that the command runs, without `uv run` and without installers."""
         parts = [part.strip() for part in self.text.split(" && ")]
         return [
             shlex.split(part.removeprefix("uv run ")) for part in parts if not part.startswith(_INSTALLERS)

@@ -1,4 +1,4 @@
-"""Bundles of y = x · W: int4 weights with float activations, or int8 weights with uint8 or uint16."""
+"""Bundles of y = x · W: int4 weights with float activations, or int8 weights with uint8 or uint16 activations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ROWS, _COLUMNS, _BLOCK = 256, 64, 32
 
 
 def int4_in_blocks(path: Path) -> Path:
-    """Writes a file with float activations and one scale per 32 int4 weights, which becomes MatMulNBits."""
+    """Writes a MatMul with float activations and one scale per 32 int4 weights; ONNX Runtime runs MatMulNBits."""
     draw = np.random.default_rng(0)
     scales = draw.uniform(0.005, 0.02, (_ROWS // _BLOCK, _COLUMNS)).astype(np.float32)
     weights = draw.integers(-7, 8, (_ROWS, _COLUMNS))
@@ -72,7 +72,7 @@ def inputs() -> np.ndarray[Any, np.dtype[np.float32]]:
 
 
 def answers(path: Path, options: Mapping[str, str], level: str = "ORT_ENABLE_ALL") -> Any:
-    """Returns ONNX Runtime's outputs for each row of `inputs`, with only these config entries."""
+    """Returns ONNX Runtime's outputs for each row of `inputs`, with `options` as the only config entries."""
     settings = ort.SessionOptions()
     settings.graph_optimization_level = getattr(ort.GraphOptimizationLevel, level)
     for key, value in options.items():

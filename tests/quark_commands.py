@@ -1,4 +1,4 @@
-"""Commands of docs/quark.md, run in this process, and a check that a test uses every key of its rows."""
+"""Commands of docs/quark.md, run in this process, and a check that each test uses every key of the rows it covers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Quark:
         return self.quantized(source, "mode=static", *typed)
 
     def quantized(self, source: Path, *typed: str) -> onnx.ModelProto:
-        """Returns the file that a calibrating mode writes."""
+        """Returns the file that a mode with calibration writes; `_QUICK` gives the settings that are not typed."""
         keys = {one.partition("=")[0] for one in typed}
         return self._written(source, (*(one for one in _QUICK if one.partition("=")[0] not in keys), *typed))
 

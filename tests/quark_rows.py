@@ -97,7 +97,7 @@ def nodes(model: onnx.ModelProto, kind: str) -> list[onnx.NodeProto]:
     return [node for node in model.graph.node if node.op_type == kind]
 
 
-# Convolutions, each followed by another kind of activation, sums, products, a concatenation and pools.
+# Convolutions followed by different activations; sums, products, a concatenation and pools.
 _MIXED = """<ir_version: 8, opset_import: ["" : 17]> net (float[batch, 3, 12, 12] x) => (float[batch, 5] y) {
   c1 = Conv <pads: ints = [1, 1, 1, 1]> (x, w1, b1)  n1 = BatchNormalization (c1, ns, nb, nm, nv)  r1 = Relu (n1)
   c2 = Conv (r1, w2, b2)  r2 = LeakyRelu <alpha: float = 0.1> (c2)

@@ -255,7 +255,7 @@ class Streams(nn.Module):
 
 
 class Cached(nn.Module):
-    """Attention with a KV cache: new steps attend to cached and new keys and values, which are returned."""
+    """Attention with a KV cache: new steps attend to cached and new keys and values; returns the extended cache."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -308,7 +308,7 @@ class TimeMajor(nn.Module):
 
 
 class Folded(nn.Module):
-    """Logits of patches folded to an image of the input's size, which needs opset 18 if it is dynamic."""
+    """Folds patches to an image of the input's size and classifies it; a dynamic size needs opset 18."""
 
     def __init__(self, num_classes: int = 10) -> None:
         super().__init__()

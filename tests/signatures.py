@@ -81,7 +81,7 @@ class Maps:
 
 
 class Pyramid(nn.Module):
-    """A list of feature maps in a mapping in a dataclass, and the predicted class as an integer."""
+    """A model whose output is a dataclass: it contains a mapping with a list, the class as an integer, and None."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ class _FlatTwo(_Flat):
 
 
 def graph_of(model: nn.Module, example: Example) -> fx.GraphModule:
-    """Returns the graph traced in a call, with the names of inputs and outputs and the batch axes."""
+    """Returns the graph of a model, with the names of inputs and outputs and the batch axes in `meta`."""
     tensors = flatten(example)
     graph = trace((_FlatOne if len(tensors) == 1 else _FlatTwo)(model, example), tensors)
     graph.meta["inputs"] = input_names(model, example)

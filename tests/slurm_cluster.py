@@ -1,7 +1,7 @@
 """A one-node Slurm cluster on loopback that runs in its own folder and ends with the test.
 
-It needs neither systemd nor files of root: munge's socket and key, and the state and logs of slurmctld and
-slurmd are all in that folder.
+It needs neither systemd nor files owned by root: munge's socket and key, and the state and logs of slurmctld
+and slurmd are all in that folder.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""WAV files, written chunk by chunk."""
+"""WAV files, composed of their RIFF chunks, so that tests can damage single fields."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ INPUTS, HIDDEN = 6, 8
 
 
 def gru_weights(seed: int = 3) -> dict[str, Array]:
-    """Returns weights by name: W and U of the two gates and of the candidate, and the head V."""
+    """Returns weights by name: for inputs (W) and state (U) of both gates and the candidate, and the head V."""
     draw = np.random.default_rng(seed)
     shapes = {f"W{gate}": (INPUTS, HIDDEN) for gate in "zrc"} | {
         f"U{gate}": (HIDDEN, HIDDEN) for gate in "zrc"

@@ -1,4 +1,4 @@
-"""Tests of detectors against torchvision's post-processing and losses, YOLOX's assignment, and errors."""
+"""Tests of detectors: boxes and losses equal to torchvision's, YOLOX against its paper and file, and errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ def made(name: str, **kwargs: Any) -> Any:
 
 
 def targets() -> Tensor:
-    """Returns the labelled boxes of two images, [2, 3, 6]; one box of the second image is ignored."""
+    """Returns the labelled boxes of two images, [2, 3, 6]: class, x1, y1, x2, y2 and whether to ignore the box.
+
+    Unused rows contain -1. One box of the second image is ignored.
+    """
     found = torch.full((2, 3, 6), -1.0)
     found[0, 0] = torch.tensor([1, 20, 30, 90, 100, 0])
     found[0, 1] = torch.tensor([2, 60, 20, 150, 120, 0])

@@ -47,7 +47,7 @@ COMMANDS = list(all_commands())
 
 
 def test_a_command_with_data_of_the_reader_says_so() -> None:
-    """The form is always the same, at the end of the comment: `# needs ImageNet`."""
+    """The comment of a command that needs something of the reader's ends like `# needs ImageNet`."""
     assert len(COMMANDS) > 60
     silent = [one.text for one in COMMANDS if one.needs is None and BROUGHT.search(one.text)]
     assert not silent

@@ -78,7 +78,7 @@ def _words() -> dict[str, Any]:
 
 
 def _detector() -> dict[str, Any]:
-    """Returns a detector with the names that the page uses."""
+    """Returns a detector and images for it, under the names that the page uses."""
     detector = fasterrcnn_mobilenet_v3_large_320_fpn(weights=None, weights_backbone=None, num_classes=3)
     images = [torch.rand(3, 96, 96) for _ in range(2)]
     return {"detector": detector.eval(), "image": images[0], "batches": [[one] for one in images]}

@@ -229,7 +229,7 @@ def test_a_defect_of_ours_keeps_its_traceback(
 
 @pytest.mark.slow
 def test_a_real_command_line_says_one_line(written: Path, tmp_path: Path) -> None:
-    """Runs the script in a separate process with a worker that raises."""
+    """Runs the script in a separate process, with a data loader worker that raises."""
     source = "from helper import *\n" + LATE["a worker"][0]
     (written / "own.py").write_text(source)
     line = 1 + next(i for i, text in enumerate(source.splitlines()) if text.endswith("# here"))

@@ -1,4 +1,4 @@
-"""Tests that training on a CUDA device agrees with the CPU up to rounding, and never waits for the device."""
+"""Tests that training on CUDA agrees with the CPU up to rounding, and that a step never waits for the device."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_training_step_does_not_wait_for_the_device(quantizers: Quantizers) ->
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_a_resumed_optimizer_steps_there(optimizer: str) -> None:
-    """A loaded optimizer state is on the CPU, and torch leaves some of it there."""
+    """A stored optimizer state is on the CPU, and torch leaves some of it there; a step must work nevertheless."""
     images, labels = noise(16, 3, 12, 12).cuda(), torch.arange(16).cuda() % 4
     module = QATModule(
         settle(Chain(), 3, 12, 12), images[:2].cpu(), ScheduleConfig(optimizer=optimizer), quantizers=LSQ

@@ -1,4 +1,4 @@
-"""Tests of which libraries each module loads, and that imports never point to a higher layer of qatkit."""
+"""Tests of which libraries each module loads, and that imports point to no higher layer, with listed exceptions."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def test_no_imports_go_round() -> None:
 
 @pytest.mark.parametrize("first", ["qatkit", "qatkit_verify.errors"])
 def test_onnx_runtime_reports_nothing_to_its_maker(first: str, tmp_path: Path) -> None:
-    """By default, ONNX Runtime writes a device identifier to the home folder and sends events with it."""
+    """ONNX Runtime's telemetry writes a device identifier to the home folder, unless qatkit is imported first."""
     opened = (
         "import onnxruntime as ort; from onnx import TensorProto, helper; "
         "value = [helper.make_tensor_value_info(one, TensorProto.FLOAT, [1]) for one in 'xy']; "

@@ -147,7 +147,7 @@ def test_bad_configuration(config: ModelConfig, message: str) -> None:
 def test_a_checkpoint_replaces_the_weights_a_model_started_from(
     name: str, kwargs: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The weights are not downloaded, but the input normalization that some of them imply is kept."""
+    """The pretrained weights are not downloaded, but the input normalization that they may imply is kept."""
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "nothing"))
     trained = torchvision.models.get_model(name, num_classes=7, **kwargs).eval()
     torch.save(trained.state_dict(), tmp_path / "mine.pt")

@@ -42,7 +42,7 @@ MENTIONED = sorted(
 
 
 def _group(name: str) -> type | None:
-    """Returns the dataclass of a group of settings."""
+    """Returns the dataclass of a group of settings, or None if there is no such group."""
     made = getattr(Config(), name, None)
     return type(made) if dataclasses.is_dataclass(made) else None
 

@@ -117,7 +117,7 @@ def test_corrections_run_on_batches_of_any_form() -> None:
     module.eval()
 
     def mean_error() -> float:
-        """Returns the mean error of 14 images' logits; correcting the last operator reduces it to zero."""
+        """Returns the largest error of a logit's mean over 14 images, which bias correction reduces to zero."""
         with torch.no_grad():
             errors = [module(batch)[0] - float_outputs(model, batch)[0] for batch in batches]
         return float(torch.cat(errors)[:14].mean(0).abs().max())

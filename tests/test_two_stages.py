@@ -37,7 +37,7 @@ def settled(spread: float) -> Any:
 
 
 def targets(proposals: Tensor) -> Tensor:
-    """Returns labelled boxes of two images near their proposals [2, K, 4]; one box is ignored."""
+    """Returns labelled boxes of two images, [2, 3, 6], near their proposals [2, K, 4]; one box is to be ignored."""
     found = torch.full((2, 3, 6), -1.0)
     found[0, 0, 1:5], found[0, 1, 1:5] = proposals[0, 0] + 1, proposals[0, 5] + 1
     found[1, 0, 1:5], found[1, 1, 1:5] = proposals[1, 0] + 1, proposals[1, 5] + 1

@@ -1,4 +1,4 @@
-"""Tests of others' files: harmless ones are read; those that expand, nest too deeply or block are refused."""
+"""Tests of untrusted files: harmless ones are read; those that expand or nest too far, or would block, are refused."""
 
 from __future__ import annotations
 

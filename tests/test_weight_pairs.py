@@ -46,7 +46,7 @@ def by_hand(weight: NDArray[np.float64], *, across: bool) -> list[float]:
 
 
 def saturates(integers: Tensor) -> bool:
-    """Returns whether some activations make a pair overflow 16 bits; it suffices to try the extremes."""
+    """Returns whether the sum of two products can overflow 16 bits; it suffices to try activations of 0 and 255."""
     for row in integers.reshape(len(integers), integers.shape[1], -1).double().numpy():
         for across in (False, True):
             flat = row.T.reshape(1, -1) if across else row.T
@@ -102,7 +102,7 @@ def test_no_rounding_of_a_guarded_weight_saturates(shape: tuple[int, ...], granu
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_fitted_pairs_are_the_nearest(shape: tuple[int, ...]) -> None:
-    """Compares with every pair at the limit; weights whose pairs fit are unchanged."""
+    """A changed pair is compared with all pairs at the limit; a pair that fits must stay unchanged."""
     steps = 90 * drawn(shape).clamp(-1.4, 1.4)
     whole = torch.round(steps).clamp(-127, 127)
     found = fitted(whole, steps)

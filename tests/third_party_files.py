@@ -17,7 +17,7 @@ _BYTES = np.array([255, 254, 250, 128, 130, 0, 7], np.uint8)
 
 
 class File(NamedTuple):
-    """A model, several batches of its inputs, and the operators that are not emulated, by name and reason."""
+    """A model, several batches of its inputs, and the operators whose saturation is not emulated: "name (reason)"."""
 
     model: onnx.ModelProto
     batches: list[dict[str, Array]]

@@ -1,4 +1,4 @@
-"""A detector with one level that trains in seconds, and the configuration of its run."""
+"""A detector with one feature map that trains in seconds, and the configuration of its run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from qatkit.models.detectors.yolox_loss import YoloxLoss
 
 
 class TinyDetector(Detector):
-    """Predicts one box per cell of 8 pixels, like one level of YOLOX."""
+    """Predicts one box per cell of 8 x 8 pixels, like YOLOX on its finest feature map."""
 
     def __init__(self, num_classes: int = 2) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The configuration of a run that takes seconds, and readers of its files that do without qatkit."""
+"""The configuration of a run that takes seconds, and readers of its files that do not use qatkit."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Uneven(nn.Module):
 
 
 def tiny(folder: Path, **changes: Any) -> Config:
-    """Returns the configuration of a run of seconds: 8 x 8 digits, four float epochs, one QAT epoch."""
+    """Returns the configuration of a run that takes seconds: 8 x 8 digits, four float epochs, one QAT epoch."""
     config = Config(
         name="tiny",
         seed=SEED,
@@ -95,7 +95,7 @@ def tiny(folder: Path, **changes: Any) -> Config:
 
 
 def calibrate_only(folder: Path) -> Config:
-    """Returns the configuration of the same run without training, so that the weights stay random."""
+    """Returns the configuration of `tiny` without training, so that the weights stay random."""
     config = tiny(folder, schedule=ScheduleConfig(epochs=0))
     config.verify.max_drop = None
     return config

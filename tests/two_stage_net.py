@@ -1,4 +1,4 @@
-"""A small Faster R-CNN made of torchvision's classes, with three levels and weights that find boxes."""
+"""A small Faster R-CNN made of torchvision's classes, with three feature maps and random weights that find boxes."""
 
 from __future__ import annotations
 

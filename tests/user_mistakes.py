@@ -1,7 +1,7 @@
 """Users' modules with one mistake each: (code, settings that name it, text that the error line contains).
 
-`{}` stands for the module's name. The message has to name the line that ends with `# here`. The names that
-they import from `helper` are in tests/test_foreign.py.
+`{}` stands for the module's name. The message has to name the line that ends with `# here`, if there is one. The
+names that they import from `helper` are in tests/test_foreign.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The models that `benchmarks/coverage.py --all` takes through the chain, in addition to torchvision's classifiers.
+"""The models that `benchmarks/coverage.py --all` takes through the chain, instead of torchvision's classifiers.
 
 Each is an `Entry`: a name, a builder with random weights, and its inputs. They are small (a few blocks, inputs of
 32 to 96 pixels where the architecture allows it), since the question is whether qatkit handles the way in which a

@@ -38,7 +38,7 @@ def arrays(value: Any) -> list[Array]:
 
 
 def difference(expected: Sequence[Array], found: Sequence[Array], tolerance: float = TOLERANCE) -> str:
-    """Describes a difference beyond rounding in one line; "" if there is none."""
+    """Describes the first output that differs by more than `tolerance`, in one line; "" if none does."""
     if len(expected) != len(found):
         return f"{len(found)} outputs instead of {len(expected)}"
     for index, (one, other) in enumerate(zip(expected, found, strict=True)):
@@ -53,7 +53,7 @@ def difference(expected: Sequence[Array], found: Sequence[Array], tolerance: flo
 
 
 def relative(expected: Array, found: Array) -> float:
-    """Returns the largest difference divided by the largest finite expected value.
+    """Returns the largest difference divided by the largest absolute value of the finite expected ones.
 
     It is infinite if a value is finite in only one of the arrays.
     """
@@ -68,8 +68,9 @@ def relative(expected: Array, found: Array) -> float:
 def snr(expected: Sequence[Array], found: Sequence[Array]) -> float | None:
     """Returns the signal-to-noise ratio of the worst float output, in dB.
 
-    It is None if no output is float or the number of outputs differs, and 200 if all values are equal. The
-    mean over the samples (a bias) does not count as signal, unless all samples have the same output.
+    It is None if no output is float or the number of outputs differs, and 200 if all float values are equal.
+    Values that are not finite are ignored. The mean over the samples (a bias) does not count as signal, unless all
+    samples have the same output.
     """
     worst: float | None = None
     if len(expected) != len(found):
@@ -91,7 +92,7 @@ def same_choice(expected: Sequence[Array], found: Sequence[Array]) -> float:
     """Returns the lowest share, over the outputs, of equal integers or, for a float output, of equal argmax.
 
     The argmax is over the last axis; float outputs without several classes there are ignored. The share is 0
-    if the number of outputs differs.
+    if the number of outputs differs, and 1 if nothing can be compared.
     """
     shares = []
     if len(expected) != len(found):

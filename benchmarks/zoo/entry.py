@@ -26,8 +26,10 @@ class Entry:
         name: "group/name".
         build: returns the model, with random weights.
         feeds: its inputs.
-        twin: returns, for a model, the same function with the same weights, its functional parts written as modules.
-        refused: why no INT8 file of it can be correct; the run must then end with a one-line error.
+        twin: returns a model that computes the same function as the given one with the same weights, but calls modules
+            in place of functions; None if there is none.
+        refused: why no INT8 file of the model can be correct, or "". With a reason, the run must end with a one-line
+            error.
         opset: the lowest opset that can express the model.
         about: a description.
     """

@@ -1,7 +1,7 @@
 """Small Hugging Face models with random weights: vision, text, speech, multimodal.
 
-Vision models have an image classification head where there is one, as with `model.name=hf/NAME`; text models, speech
-models and towers are nn.Modules as a user of the Python API passes them.
+Vision models have an image classification head where there is one, as with `model.name=hf/NAME`; the others are
+nn.Modules as a user of the Python API passes them.
 """
 
 from __future__ import annotations

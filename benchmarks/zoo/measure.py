@@ -1,4 +1,4 @@
-"""Takes one model of the list through capture, a training step, export, audit and its twin; returns a row of figures.
+"""Takes one model of the list, and its twin, through capture, training step, export and audit; returns its figures.
 
 status  through    an INT8 file was written, and nothing below applies
         refused    a one-line ConfigError, or a one-line ValueError that qatkit raised itself
@@ -69,7 +69,7 @@ def measure(entry: Entry) -> Row:
 
 
 def _failure(error: Exception) -> Row:
-    """Returns the status for an error, its message and its place in the code."""
+    """Returns the status, message and place in the code of an error."""
     frames = traceback.extract_tb(error.__traceback__)
     last = next((f for f in reversed(frames) if f.filename.startswith(QATKIT)), frames[-1])
     raised_here = frames[-1].filename.startswith(QATKIT)
@@ -110,7 +110,7 @@ def _prepared(entry: Entry, model: nn.Module | Captured) -> QATModule:
 
 
 def _capture(entry: Entry, model: nn.Module, module: QATModule) -> list[str]:
-    """Returns where the prepared graph, without quantization, differs from the model, for three batches."""
+    """Returns one line for each of three batches on which the prepared graph, unquantized, differs from the model."""
     module.eval()
     set_phase(module.graph, observe=False, quantize=False)
     found = []
@@ -156,7 +156,7 @@ def _doubled(value: Any) -> Any:
 def _training(entry: Entry, model: nn.Module) -> list[str]:
     """Returns what is wrong with a model captured in training mode.
 
-    Its graph must agree with the model in evaluation, and must be random in training like the model.
+    Its graph must agree with the model in evaluation, and be random in training if the model is.
     """
     model.train()
     module = _prepared(entry, model)
@@ -181,7 +181,11 @@ class _Flat(nn.Module):
 
 
 def _without_gradient(entry: Entry, model: nn.Module, module: QATModule) -> list[str]:
-    """Returns the parameters with a gradient in a float step, but none or no finite one with fake quantization."""
+    """Returns the parameters that lose their gradient with fake quantization.
+
+    In a float step their gradient is not zero; with fake quantization it is missing, zero or not finite. The result is
+    [] if the float model has no backward pass.
+    """
     batch = entry.batch(4, 3)
     with torch.enable_grad():
         try:
@@ -270,7 +274,7 @@ def _files(entry: Entry, captured: Captured, converted: fx.GraphModule, folder: 
 def _export(converted: nn.Module, example: Any, path: Path, lowest: int) -> tuple[int, str]:
     """Writes the INT8 file at opset 13, or at the entry's lowest opset if the error for 13 names that one.
 
-    Returns the opset, and why the file has the example's size on free axes ("" if it does not).
+    Returns the opset, and why axes that may have any size got the example's size in the file ("" if they did not).
     """
     try:
         return 13, export_onnx(converted, example, path)
@@ -303,7 +307,7 @@ def floats(audit: Audit) -> dict[str, int]:
 
 
 def _compare_twin(entry: Entry, twin: nn.Module, row: Row) -> None:
-    """Adds the SNR and int8 share of the twin, which is taken through the same chain."""
+    """Takes the twin through the same chain, and adds its SNR and int8 share to the row."""
     row["stage"] = "twin"
     of_twin: Row = {"wrong": []}
     _through(entry, twin, of_twin)

@@ -60,7 +60,7 @@ class _Causal(Block):
 
 @odd(vector(9, 16))
 def causal_mask() -> nn.Module:
-    """Attention of GPT: a causal mask made from the length."""
+    """GPT's attention: a causal mask made from the length."""
     return Stack(_Causal(), _Causal())
 
 
@@ -103,7 +103,7 @@ class _Rotary(Block):
 
     @staticmethod
     def half_turned(x: Tensor) -> Tensor:
-        """Returns (-b, a) for the two halves (a, b)."""
+        """Returns (-b, a) for channels with the halves (a, b)."""
         first, second = x.chunk(2, dim=-1)
         return torch.cat((-second, first), dim=-1)
 

@@ -108,7 +108,7 @@ class _NonLocal(nn.Module):
 
 @odd(image(3, 32, 32))
 def non_local() -> nn.Module:
-    """A non-local block: attention between all pixels."""
+    """A non-local block: attention from all pixels to pooled ones."""
     return Plain(_NonLocal())
 
 
@@ -236,7 +236,7 @@ class _Res2(nn.Module):
 
 @odd(image(3, 32, 32))
 def res2() -> nn.Module:
-    """The cascade of Res2Net over a split."""
+    """Res2Net: a cascade of convolutions over the parts of a split."""
     return Plain(_Res2())
 
 

@@ -15,7 +15,7 @@ ENTRIES = odd.entries
 
 @odd(image(3, 32, 32))
 class SliceAssign(nn.Module):
-    """A shift of channels by writing into slices of zeros (TSM)."""
+    """Channels shifted by one pixel, by writing into slices of zeros (as TSM does along time)."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -29,7 +29,7 @@ class _Lambda(nn.Module):
 
 
 def between(*layers: nn.Module) -> nn.Module:
-    """Returns a model with each layer after a convolution."""
+    """Returns a model with a convolution before each layer."""
     mixed = [part for layer in layers for part in (nn.Conv2d(16, 16, 3, padding=1), layer)]
     return Plain(nn.Sequential(*mixed))
 
@@ -44,7 +44,7 @@ def activations_modules() -> nn.Module:
 
 @odd(image(3, 32, 32))
 def activations_functions() -> nn.Module:
-    """Activations as functions and by hand: mish, hard swish, hard sigmoid, softplus, tanh GELU, sigmoid GELU."""
+    """Activations as functions and by hand: mish, hard swish and sigmoid, two GELUs, clamp, erf, squared ReLU."""
 
     def gelu(x: Tensor) -> Tensor:
         return 0.5 * x * (1 + torch.tanh(0.7978845608 * (x + 0.044715 * torch.pow(x, 3))))
@@ -73,7 +73,7 @@ def learned_activations() -> nn.Module:
 
 
 class _MemoryEfficient(torch.autograd.Function):
-    """Swish with its own backward."""
+    """Swish with its own backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ class _MemoryEfficient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        """Returns the derivative times `grad`."""
+        """Returns `grad` times the derivative of x · sigmoid(x)."""
         (x,) = ctx.saved_tensors
         gate = torch.sigmoid(x)
         return grad * gate * (1 + x * (1 - gate))
@@ -144,7 +144,7 @@ def norms() -> nn.Module:
 
 @odd(image(3, 32, 32))
 def functional_norms() -> nn.Module:
-    """`F.layer_norm` over a feature map, `F.group_norm`, `F.instance_norm`, `F.normalize`, all without weights."""
+    """Functions without weights: layer norm (over C, H, W), group, instance and local response norm, `F.normalize`."""
     return between(
         _Lambda(lambda x: F.layer_norm(x, x.shape[1:])), _Lambda(lambda x: F.group_norm(x, 2)),
         _Lambda(F.instance_norm), _Lambda(lambda x: F.normalize(x, dim=1) * 4),
@@ -180,7 +180,7 @@ def frozen_norms() -> nn.Module:
 
 @odd(image(3, 33, 33))
 def pads() -> nn.Module:
-    """`padding="same"`, reflect, replicate, circular and constant padding, by Conv2d, by nn and by F."""
+    """Padding of Conv2d ("same", reflect, circular), by modules (replicate, constant) and by `F.pad`."""
     return Plain(nn.Sequential(
         nn.Conv2d(16, 16, 4, padding="same"), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1, padding_mode="reflect"),
         nn.ReplicationPad2d(1), nn.Conv2d(16, 16, 3), nn.Conv2d(16, 16, 3, padding=1, padding_mode="circular"),
@@ -191,7 +191,7 @@ def pads() -> nn.Module:
 
 @odd(image(3, 45, 37))
 def pools() -> nn.Module:
-    """Pools with ceil_mode, with count_include_pad=False, Lp, and adaptive to sizes that do and do not divide."""
+    """Pooling: ceil_mode, count_include_pad=False, Lp, and adaptive to sizes that need not divide the input's."""
     return Plain(nn.Sequential(
         nn.Conv2d(16, 16, 1), nn.MaxPool2d(3, 2, ceil_mode=True), nn.Conv2d(16, 16, 1),
         nn.AvgPool2d(3, 2, 1, ceil_mode=True, count_include_pad=False), nn.Conv2d(16, 16, 1), nn.AdaptiveMaxPool2d(2),
@@ -200,7 +200,7 @@ def pools() -> nn.Module:
 
 
 class _Hooked(nn.Module):
-    """A forward hook that scales, a pre-hook that shifts, and a hook that keeps features."""
+    """A hook that scales an output, a pre-hook that shifts an input, and a hook that stores an output for later use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -220,7 +220,7 @@ class _Hooked(nn.Module):
 
 @odd(image(3, 32, 32))
 def hooks() -> nn.Module:
-    """Hooks that change the inputs and outputs of modules."""
+    """Hooks that change or store the inputs and outputs of modules."""
     return Plain(_Hooked())
 
 
@@ -246,7 +246,7 @@ def recursion() -> nn.Module:
 
 @odd(vector(12))
 class FloatFraction(nn.Module):
-    """A float64 computation in the middle of a float32 model (calibration layers, geometry)."""
+    """A float64 computation in the middle of a float32 model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -280,7 +280,7 @@ class Tabular(nn.Module):
 
 @odd(vector(2))
 class Nerf(nn.Module):
-    """The MLP of NeRF: sines and cosines of the input times powers of two, and a skip in the middle."""
+    """The MLP of NeRF: sines and cosines of the input times powers of two, and a skip connection."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -73,7 +73,7 @@ class Diagonals(nn.Module):
 
 
 class _Modulated(nn.Module):
-    """Modulated convolution (StyleGAN2): one kernel per image, scaled by its style; the batch as groups."""
+    """Modulated convolution (StyleGAN2): a kernel per image, scaled by its style; one grouped convolution for all."""
 
     def __init__(self, inputs: int, outputs: int, kernel: int = 3, *, demodulate: bool = True) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class _Modulated(nn.Module):
 
 @odd(vector(12))
 class StyleGenerator(nn.Module):
-    """The synthesis of StyleGAN2: a repeated learned constant, modulated convolutions, noise as a buffer, RGB."""
+    """The synthesis of StyleGAN2: a repeated learned constant, modulated convolutions, a noise buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class StyleGenerator(nn.Module):
 
 @odd((image(3, 32, 32), image(3, 16, 16)))
 class SiameseTracker(nn.Module):
-    """SiamFC and SiamRPN++: cross-correlation with the features of the template as kernel, full and depthwise."""
+    """SiamFC and SiamRPN++: cross-correlation with the features of the template as the kernel, full and depthwise."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -35,7 +35,7 @@ class _Bottleneck(nn.Module):
 
 
 class _C2f(nn.Module):
-    """A split kept as a list, to which each block appends its output; concatenated at the end."""
+    """C2f: a list of the halves of a split, to which each block appends its output; the list is concatenated."""
 
     def __init__(self, inputs: int, outputs: int, count: int = 1) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class _Dfl(nn.Module):
 
 
 def _anchors(features: list[Tensor], strides: list[int]) -> tuple[Tensor, Tensor]:
-    """Returns the centre of every cell, and its stride."""
+    """Returns the centres of all cells, [2, cells], and their strides, [1, cells]."""
     points, steps = [], []
     for feature, stride in zip(features, strides, strict=True):
         _, _, h, w = feature.shape
@@ -216,7 +216,7 @@ class FpnDict(nn.Module):
 
 @odd(image(3, 64, 64))
 class BiFpn(nn.Module):
-    """Weighted fusion with weights after a ReLU, divided by their sum (EfficientDet)."""
+    """BiFPN (EfficientDet): fast normalized fusion, with weights after a ReLU, divided by their sum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ class BiFpn(nn.Module):
 
 @odd(image(3, 64, 64))
 class Aspp(nn.Module):
-    """The pooling pyramid of DeepLab: dilated branches, and a pooled branch that is upsampled again."""
+    """ASPP (DeepLab): dilated branches, and a pooled branch that is upsampled again."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -106,7 +106,7 @@ class Hourglasses(nn.Module):
 
 @odd((vector(5), tokens(20, 4)))
 class Dlrm(nn.Module):
-    """DLRM: embeddings, a bottom MLP, products of all pairs by triangle indices, and the sums of DeepFM."""
+    """DLRM: embeddings, an MLP, dot products of pairs by triangle indices, and DeepFM's factorization machine."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ class SentenceEncoder(nn.Module):
 
 @odd(vector(1, 320))
 class SpeechRecognizer(nn.Module):
-    """wav2vec with an LSTM and a CTC head: strided convolutions, a positional convolution with weight norm."""
+    """wav2vec 2.0 with an LSTM and a CTC head: strided and positional convolutions, the latter with weight norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -257,7 +257,7 @@ class WaveletUnet(nn.Module):
 
 
 class _QuaternionConv(nn.Module):
-    """A convolution whose kernel is concatenated from four by Hamilton's rule."""
+    """A convolution whose kernel is assembled from four real ones by the Hamilton product."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -283,7 +283,7 @@ def quaternions() -> nn.Module:
 
 @odd((image(3, 32, 32), image(3, 32, 32), image(3, 32, 32)))
 class Triplet(nn.Module):
-    """Three images, as star arguments, through one tower; distances and a similarity."""
+    """Three images (`forward(*images)`) through one shared tower; two distances and a similarity."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -175,7 +175,7 @@ class OneToOneHead(nn.Module):
 
 @odd(image(3, 64, 64))
 class HybridEncoder(nn.Module):
-    """RT-DETR: a transformer layer with 2-D sines on the coarsest level, a feature pyramid, queries by topk."""
+    """RT-DETR: a transformer layer with 2-D positions on the coarsest map, a feature pyramid, queries by topk."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()

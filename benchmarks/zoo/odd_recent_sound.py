@@ -1,4 +1,4 @@
-"""Audio and streaming models of 2023 to 2026: enhancement, keywords, codecs, encoders with caches, video buffers."""
+"""Audio and streaming models of 2023 to 2026: enhancement, keyword spotting, codecs, caches, video."""
 
 from __future__ import annotations
 

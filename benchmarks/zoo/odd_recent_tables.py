@@ -83,7 +83,7 @@ class TimeMixer(nn.Module):
         self.heads = nn.ModuleList(nn.Linear(size, horizon) for size in sizes)
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns season and trend, by a moving average with repeated ends."""
+        """Returns the season and the trend, a moving average for which both ends are repeated."""
         trend = self.average(torch.cat([x[..., :1].repeat(1, 1, 2), x, x[..., -1:].repeat(1, 1, 2)], -1))
         return x - trend, trend
 
@@ -202,7 +202,10 @@ class InContextTable(nn.Module):
 
 @odd(vector(8))
 class TabularEnsemble(nn.Module):
-    """Ensemble in one MLP (TabM). Each member scales inputs and outputs of the shared Linear, and has its own head."""
+    """TabM: an ensemble in one MLP, whose members share the Linears.
+
+    Each member scales the inputs and outputs of the first one by its own vectors, and has its own head.
+    """
 
     def __init__(self, members: int = 4, width: int = 24) -> None:
         super().__init__()

@@ -41,7 +41,7 @@ class SwiGlu(nn.Module):
 
 
 def rotate(x: Tensor, start: int = 0) -> Tensor:
-    """Returns [batch, heads, time, width] with rotary position embeddings in halves."""
+    """Returns `x` [batch, heads, time, width] with rotary position embeddings; channel i is paired with i + width/2."""
     half = x.shape[-1] // 2
     rate = 10000.0 ** (-torch.arange(half, dtype=torch.float32, device=x.device) / half)
     angle = torch.outer(torch.arange(start, start + x.shape[-2], device=x.device).float(), rate)
@@ -160,7 +160,7 @@ class Differential(nn.Module):
 
 @odd(vector(16, 32))
 class SparseBlocks(nn.Module):
-    """Native sparse attention: means of blocks, the best two blocks of each query, and a window, mixed by gates."""
+    """Native sparse attention to means of blocks, to each query's two best blocks and to a window, mixed by gates."""
 
     def __init__(self, width: int = 32, count: int = 2, block: int = 4) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ class SparseBlocks(nn.Module):
 
 @odd(vector(6, 16))
 class BiasRouter(nn.Module):
-    """Experts chosen within groups by sigmoid scores with a balancing bias, all computed, plus a shared expert."""
+    """Experts chosen in the best group by sigmoid scores with a balancing bias (all are computed); a shared expert."""
 
     def __init__(self, width: int = 16, experts: int = 8, chosen: int = 2) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ class BiasRouter(nn.Module):
 
 @odd((tokens(50, 1), vector(2, 8, 8), vector(2, 8, 8)))
 class CacheStep(nn.Module):
-    """One decoding step: caches of keys and values are inputs, and outputs with the oldest step replaced."""
+    """One decoding step: caches of keys and values are inputs, and outputs without the oldest step."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -320,7 +320,7 @@ class Canon(nn.Module):
     """Canon layers: causal depthwise convolutions over 4 steps with a residual, before and inside attention."""
 
     class Layer(nn.Conv1d):
-        """The convolution, over [batch, time, channels]."""
+        """The convolution with its residual, over [batch, time, channels]."""
 
         def __init__(self, width: int) -> None:
             super().__init__(width, width, 4, padding=3, groups=width, bias=False)

@@ -1,4 +1,4 @@
-"""Vision models of 2024 to 2026: small backbones, super-resolution, raw images, flow, diffusion, points, splats."""
+"""Vision models of 2024 to 2026: small backbones, super-resolution, raw images, optical flow, diffusion, points."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 
 @odd((image(4, 8, 8), tokens(1000), tokens(10)))
 class DiffusionTransformer(nn.Module):
-    """DiT: patches, sines of the time step, and six modulations per block from SiLU and a Linear."""
+    """DiT: patches, a sinusoidal time embedding, and six modulation vectors per block from SiLU and a Linear."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
@@ -281,7 +281,7 @@ class FlowMatching(nn.Module):
         self.one, self.two, self.out = nn.Linear(2, width), nn.Linear(width, width), nn.Linear(width, 2)
 
     def velocity(self, x: Tensor, t: Tensor, seen: Tensor) -> Tensor:
-        """Returns the field at `x` and time `t`."""
+        """Returns the field at `x` and time `t`, given the observation `seen`."""
         angles = t[:, None] * torch.pi * 2.0 ** torch.arange(4)
         condition = torch.cat([seen, F.silu(self.time(torch.cat([angles.sin(), angles.cos()], -1)))], -1)
         gamma, beta = self.film(condition).chunk(2, -1)
@@ -298,7 +298,7 @@ class FlowMatching(nn.Module):
 
 @odd(image(3, 32, 32))
 class Matryoshka(nn.Module):
-    """Matryoshka heads: classifiers on nested prefixes of one embedding that share a weight; normalized prefixes."""
+    """Matryoshka heads: logits from nested prefixes of one embedding, with one shared weight; normalized prefixes."""
 
     def __init__(self, sizes: tuple[int, ...] = (4, 8, 16)) -> None:
         super().__init__()

@@ -262,7 +262,7 @@ class VqVae(nn.Module):
 
 @odd((image(3, 16, 16), tokens(100)))
 class DiffusionUnet(nn.Module):
-    """The U-Net of a diffusion model: sinusoidal time steps, GroupNorm, attention over pixels, a list of skips."""
+    """The U-Net of a diffusion model: sinusoidal time embeddings, GroupNorm, attention over pixels, a list of skips."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()

@@ -189,7 +189,7 @@ class StateSpaceConv(nn.Module):
 
 @odd((vector(10, 6), vector(10, 10)))
 class GraphAttention(nn.Module):
-    """GAT with a dense adjacency: -9e15 where there is no edge, ELU, and normalization by degrees to the power -0.5."""
+    """GAT with dense adjacency (scores of -9e15 where there is no edge), then a GCN normalized by node degrees."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ class DgCnn(nn.Module):
 
 @odd(vector(24, 3))
 class FarthestPoints(nn.Module):
-    """PointNet++: farthest points by a loop of argmax, groups by distance, and replaced indices of points too far."""
+    """PointNet++: farthest points by a loop of argmax, groups by distance; indices of points too far are replaced."""
 
     def __init__(self, points: int = 6, near: int = 4) -> None:
         super().__init__()

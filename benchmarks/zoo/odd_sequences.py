@@ -307,7 +307,7 @@ class SkeletonGcn(nn.Module):
 
 @odd(vector(24, 4))
 class DLinear(nn.Module):
-    """DLinear: a trend by a moving average with repeated ends, and one Linear over time for trend and season each."""
+    """DLinear: the trend is a moving average with repeated ends; trend and season have one Linear over time each."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -191,7 +191,7 @@ class SegNet(nn.Module):
 
 @odd(image(6, 32, 32))
 class Siamese(nn.Module):
-    """One tower over both halves of the channels, and the distance of their embeddings."""
+    """One tower applied to both halves of the channels, and the distance between their embeddings."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -330,7 +330,7 @@ def _(model: Any) -> nn.Module:
 
 @odd(vector(6, 16))
 class EinsumWeight(nn.Module):
-    """`einsum` with parameters whose heads are an axis (DenseGeneral in Flax)."""
+    """`einsum` with parameters that have an axis for the heads (DenseGeneral in Flax)."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -239,7 +239,7 @@ class CosineHead(nn.Module):
 
 
 class _DynamicConv(nn.Module):
-    """A convolution whose weight depends on the sample, which mixes four kernels (CondConv)."""
+    """A convolution that mixes four kernels in a way that depends on the sample (CondConv)."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Takes the list through the chain, each model in its own process, and stores the results.
+"""Takes the models of the list through the chain, each in its own process, and stores the results.
 
 The parent process imports everything once and forks, so that a model that crashes or hangs affects only its own row,
 and no model spends time on importing torch. Each row is stored at once, so that a stopped run can continue.
@@ -30,7 +30,7 @@ Rows = dict[str, Any]
 
 @dataclass
 class Running:
-    """The running process of a model."""
+    """A running process that measures a model."""
 
     entry: Entry
     process: BaseProcess
@@ -102,7 +102,7 @@ def _warm() -> None:
 
 
 def _measured(left: Sequence[Entry], folder: Path, jobs: int, limit: float) -> Iterator[tuple[Entry, Rows]]:
-    """Yields the entry and row of each model when its process ends."""
+    """Yields the entry and row of each model when its process ends or exceeds the time limit."""
     waiting, running = list(left), list[Running]()
     while waiting or running:
         while waiting and len(running) < jobs:

@@ -19,7 +19,7 @@ from zoo.entry import Entry, call
 
 
 def settled(entry: Entry) -> nn.Module:
-    """Returns the entry's model in evaluation mode, with BatchNorm statistics from two batches."""
+    """Returns the entry's model, with weights that matter and BatchNorm statistics from two batches, in eval mode."""
     torch.manual_seed(0)
     model = entry.build()
     _spread_weights(model)

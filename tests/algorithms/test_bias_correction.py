@@ -246,7 +246,7 @@ def test_the_bias_ships_in_int32_steps() -> None:
 
 @pytest.mark.parametrize("algorithms", [[BiasCorrection()], [BiasCorrection(), MomentRounding()]])
 def test_without_quantization_the_graph_is_the_float_model_still(algorithms: list[Algorithm]) -> None:
-    """This must also hold for a module restored from its checkpoint."""
+    """Corrections apply only to quantized runs, also in a module restored from its checkpoint."""
     model, images = _skewed("chain")
     with torch.no_grad():
         wanted = model(images)

@@ -111,7 +111,10 @@ class _Keep(fx.Interpreter):
 
 
 def test_a_learned_scale_has_the_gradient_of_lsq() -> None:
-    """Equation 3, v = x / s: round(v) - v within the range, else the bound; times s, as s = s0 exp(p)."""
+    """By LSQ's equation 3, dy/ds is round(x/s) - x/s within the range and the bound outside.
+
+    The parameter is p with s = s0 exp(p), so that the gradient is s times as large.
+    """
     quantizer = FakeQuantize(QuantSpec(), MinMaxObserver())
     quantizer.observe(torch.tensor([-1.0, 3.0]))
     x = torch.linspace(-2, 5, 57)

@@ -27,7 +27,7 @@ PER_TENSOR = {"op/conv": OverrideConfig(weight_granularity="per_tensor")}
 
 
 class Separable(nn.Module):
-    """Full, depthwise, grouped and 1x1 convs and Linears; all between them is positively homogeneous."""
+    """Full, depthwise, grouped and 1x1 convs and Linears; everything between is positively homogeneous."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -187,7 +187,7 @@ def _weights(graph: fx.GraphModule) -> list[tuple[str, QATOperator, WeightFakeQu
 
 
 def test_a_bias_takes_the_mean_error() -> None:
-    """Over the calibration images, each output must have the mean of the float operator."""
+    """Over the calibration samples, each output must have the same mean as in float."""
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(48, 24)), correlated(256, 48)
     graph = prepared(model, x)
@@ -278,7 +278,7 @@ def test_sizes_that_are_alive_between_layers_are_kept() -> None:
 
 
 def test_blocks_need_the_whole_row_of_moments() -> None:
-    """Moment rounding needs one scale per row, and recommends GPTQ for per-block scales."""
+    """Moment rounding needs one scale per row; its note on weights with scales per block recommends GPTQ."""
     from qatkit.algorithms import MomentRounding
 
     graph = prepared(Chain(), correlated(8, 48))

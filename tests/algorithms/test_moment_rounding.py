@@ -100,7 +100,7 @@ def test_no_single_other_choice_is_better_and_few_of_all_are() -> None:
 
 
 def test_a_row_longer_than_a_block_is_solved_as_a_whole() -> None:
-    """No single flip lowers the error: the gradient is updated correctly from block to block."""
+    """No single flip may lower the error, so the gradient must be updated correctly from block to block."""
     form, steps = _form(150, seed=3) + torch.eye(150), 30 * noise(1, 4, 150)
     up = best_rounding(steps, form[None], (-127, 127), 60)
     e = (steps.floor() + up - steps)[0].double()
@@ -162,7 +162,7 @@ def test_what_was_chosen_ships(tmp_path: Path) -> None:
 
 
 def test_the_bias_takes_the_mean_error_of_the_integers_that_ship() -> None:
-    """This must also hold where two neighbours, both rounded up, could saturate, so that one is lowered."""
+    """Where two neighbours, both rounded up, could saturate, one is lowered; the bias makes up for that, too."""
     torch.manual_seed(0)
     model = Mlp().eval()
     images = noise(60, 1, seed=1) + 0.3 * noise(60, 12) + 1  # correlated, so that errors can cancel

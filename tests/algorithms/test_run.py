@@ -1,4 +1,4 @@
-"""Tests of runs with several algorithms: report, and equal files by export, resume and cached ranges."""
+"""Tests of runs with several algorithms: the report, and equal files from export, resume and cached ranges."""
 
 from __future__ import annotations
 

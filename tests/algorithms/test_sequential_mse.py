@@ -34,7 +34,7 @@ class _Pair(nn.Module):
 
 @pytest.mark.parametrize("granularity", ["per_tensor", "per_channel"])
 def test_the_ranges_are_those_of_a_grid_search(granularity: str) -> None:
-    """Searches layer by layer: the second layer reads the first one's output with its ranges chosen."""
+    """Searches layer by layer: the second search reads what the first layer outputs with its chosen ranges."""
     model, images = _Pair().eval(), noise(40, 4, 12)
     override = OverrideConfig(weight_dtype="int4", weight_granularity=granularity)
     graph = calibrated(model, images, overrides={"fc*": override})

@@ -91,7 +91,7 @@ def test_what_cannot_take_a_shift_back_holds_it() -> None:
 
 
 def test_a_conv_takes_back_the_means_of_a_group_norm() -> None:
-    """The Conv has two groups and 3x3 kernels."""
+    """The float outputs stay the same, although the Conv has two groups and 3x3 kernels."""
     torch.manual_seed(0)
     last = nn.Conv2d(8, 4, 3, groups=2)
     model, images = nn.Sequential(nn.Conv2d(3, 8, 1), nn.GroupNorm(2, 8), last).eval(), noise(8, 3, 6, 6)

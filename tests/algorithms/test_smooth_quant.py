@@ -202,7 +202,7 @@ def _error(model: nn.Module, images: Tensor, algorithm: SmoothQuant | None) -> f
 
 @pytest.mark.parametrize("outlier", [1.0, 5.0, 200.0])
 def test_the_search_finds_the_strength_of_least_error(outlier: float) -> None:
-    """Compares with a calibrated model per strength; from the single batch, ranges are minima and maxima."""
+    """Compares with one calibrated model per strength; with a single batch, ranges are minima and maxima."""
     torch.manual_seed(0)
     norm, linear, images = nn.LayerNorm(12), nn.Linear(12, 7), noise(16, 12)
     model = nn.Sequential(norm, linear).eval()

@@ -30,7 +30,7 @@ Array = NDArray[np.float64]
 
 
 def _h(v: Array) -> Array:
-    """Computes equation 23, with ζ = 1.1 and γ = -0.1."""
+    """Computes the paper's equation 23, with ζ = 1.1 and γ = -0.1."""
     return np.clip(1 / (1 + np.exp(-v)) * 1.2 - 0.1, 0, 1)
 
 
@@ -96,7 +96,7 @@ def fake_quantized(fake: WeightFakeQuantize, weight: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("clip", [1.0, 0.5])
 def test_fixed_rounding_is_equal_in_simulation_and_as_integers(clip: float) -> None:
-    """This must also hold for weights at or beyond the bounds of the range."""
+    """Covers weights at and beyond the bounds of the range."""
     weight = noise(8, 40)
     fake = WeightFakeQuantize(QuantSpec("int8", symmetric=True, granularity=PerChannel(0)), (8, 40))
     fake.enabled = True

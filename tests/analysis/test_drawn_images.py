@@ -1,4 +1,4 @@
-"""Tests of sampling images for the estimate: always the most clipped, others at random, unbiased weights."""
+"""Tests of the images drawn for the sensitivity estimate: those clipped most, and random others with larger weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of sensitivity and isolation: NumPy metrics of runs with quantizers switched on and off by hand."""
+"""Tests of sensitivity and isolation against NumPy metrics of runs with quantizers switched on and off by hand."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_a_killed_measurement_goes_on_and_ends_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["residual", "vit", "concat"])
 def test_the_estimate_is_near_the_exact_loss(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The median ratio of losses and the ranks must be close; the estimate uses a random vector per image."""
+    """The median ratio of both losses must be near 1, and their ranks alike, with one random vector per image."""
     # All 256 images are used; a sixth is too few for these bounds (test_drawn_images.py tests the drawing).
     monkeypatch.setattr(drawn_images, "SHARE", 1)
     graph, _ = subject(name)

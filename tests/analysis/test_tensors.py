@@ -151,7 +151,7 @@ def test_weights_with_zero_points_fill_their_type() -> None:
 
 
 def widened(switch: Switch, by: float) -> None:
-    """Plants a fault: multiplies the scale by `by`."""
+    """Plants a fault: multiplies the scale of a weight or activation by `by`."""
     (quantizer,) = switch.quantizers
     if isinstance(quantizer, FakeQuantize):
         quantizer.scale.mul_(by)

@@ -28,7 +28,7 @@ _TRACEBACK = 70  # exit status of a child that raised an exception
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of one command line; `status` is -9 for a killed one.
+    """The outcome of one command line; `status` is -9 if it was killed.
 
     `cpu_seconds` is CPU time, since wall-clock time says little on a busy machine; `left` lists the new files
     and folders.

@@ -1,4 +1,4 @@
-"""Tests of mixed scales: only tensors whose small values one scale would lose are found and left float."""
+"""Tests of mixed scales: a tensor is left float only if one scale would lose its small values."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class FrontEnd(nn.Module):
 
 
 class Spectrum(nn.Module):
-    """Sums energies in bands, which differ by almost 10⁴, and applies a logarithm and a Linear."""
+    """Sums energies in bands, whose sums differ by a factor of almost 10⁴, then a logarithm and a Linear."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ def test_nothing_of_mixed_scale_is_left(tmp_path: Path) -> None:
 
 
 def report_and_float(model: nn.Module, sound: Tensor, axis: int, folder: Path) -> tuple[Any, Any, Any]:
-    """Returns mean dB with mixed scales reported, mean dB with them left float, and the latter's module."""
+    """Returns the mean SNR (dB) if mixed scales are only reported, that if they are left float, and its module."""
     exact = model(sound).detach().numpy()
     before, after = folder / "before.onnx", folder / "after.onnx"
     shipped(model, sound, before, "report")

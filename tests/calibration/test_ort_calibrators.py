@@ -1,4 +1,4 @@
-"""Tests of ranges, of a module and of the same net as a file, against ONNX Runtime's calibrators."""
+"""Tests that ranges match those of ONNX Runtime's calibrators, for a module and for the same net as a file."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_min_max_is_that_of_ort(given: Path | nn.Module, source: Path, tmp_path:
 def test_percentiles_clip_as_many_values_as_ort(
     percentile: float, given: Path | nn.Module, source: Path, tmp_path: Path
 ) -> None:
-    """Counts agree at each bound up to a histogram bin; after a ReLU, ONNX Runtime clips half as many."""
+    """The counts of clipped values agree up to a histogram bin; after a ReLU, ONNX Runtime clips half as many."""
     found = ours(given, lambda: PercentileObserver(percentile))
     wanted = theirs(
         source, CalibrationMethod.Percentile, tmp_path, num_bins=8192, percentile=percentile, symmetric=False

@@ -1,4 +1,4 @@
-"""Tests of rescue.climb: which rung of the ladder the next one builds on, and which meets the target."""
+"""Tests of rescue.climb, a ladder of remedies: which rung the next one builds on, and which meets the target."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of Contest, which compares alternatives, with verdicts by hand, and of a chooser built on it."""
+"""Tests of Contest, which compares alternatives, with made-up verdicts, and of a chooser built on it."""
 
 from __future__ import annotations
 

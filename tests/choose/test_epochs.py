@@ -1,4 +1,4 @@
-"""Tests of choosing epochs by their files: which one is kept, by which images, and resuming after a stop."""
+"""Tests of choosing the epoch whose exported file is best: which is kept, by which images, and resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs commands in forks of a process that has imported `qatkit.cli.command_line` alone, as a new start does.
+"""Runs commands in forks of a process that, like a script at its start, has imported only the command line.
 
     stdin, a line each:   {"script": "/.../train.py", "typed": ["--help"], "folder": "/..."}
     stdout, a line each:  {"status": 0, "said": "the text of stderr", "imported": ["hydra", ...]}

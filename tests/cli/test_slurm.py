@@ -27,7 +27,7 @@ MINUTES = 25 * 60  # a requeued job waits two minutes before Slurm starts it
 
 @pytest.fixture
 def environment() -> dict[str, str]:
-    """Returns variables that make the tests' model importable and set one thread, as sums depend on it."""
+    """Returns variables that make the tests' model importable and set one thread, since sums depend on the number."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
     return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 

@@ -151,7 +151,7 @@ def test_what_the_command_line_says_needs_no_torch(
 def test_what_is_wrong_with_a_file_is_said_without_torch(
     write: Callable[[Path], object], says: str, unwanted: set[str], started: Started, tmp_path: Path
 ) -> None:
-    """Runs mode=static, which also imports the file, except for the file that only mode=dynamic refuses."""
+    """Uses mode=static, which also imports the file; the file with branches, which it accepts, needs mode=dynamic."""
     write(tmp_path / "file.onnx")
     mode = "dynamic" if write is with_branches else "static"
     status, said, imported = started(

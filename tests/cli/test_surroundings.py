@@ -98,7 +98,7 @@ open({str(tmp_path / "end")!r}, "w").close()"""
 
 
 def test_a_terminal_that_is_closed_ends_nothing(tmp_path: Path) -> None:
-    """The terminal closes when its user logs out."""
+    """A terminal closes when its user logs out; the command must go on."""
     code = f"""
 import time
 print("begins", flush=True)

@@ -1,4 +1,4 @@
-"""Tests of search spaces, metrics and constraints, and of proposed values, which are composed like overrides."""
+"""Tests of search spaces, metrics and constraints, and that proposed values give the config of typed overrides."""
 
 from __future__ import annotations
 

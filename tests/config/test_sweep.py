@@ -56,7 +56,10 @@ def test_a_defect_in_one_run_keeps_the_table(launch: Launch, capsys: pytest.Capt
 def test_sweeps_begun_in_one_second_have_a_folder_each(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An empty folder may belong to another sweep. The nodes of a cluster get the same name."""
+    """A folder that exists, even an empty one, may belong to another sweep.
+
+    The configuration that the nodes of a cluster receive must contain the name of the new folder.
+    """
     clock = SimpleNamespace(now=lambda: SimpleNamespace(strftime=lambda pattern: "now"))
     monkeypatch.setattr("hydra.core.utils.datetime", clock)  # used by Hydra's resolver `now`
     Path("multirun/now_2").mkdir(parents=True)

@@ -41,7 +41,7 @@ def in_memory(count: int = 40, classes: int = 4, test: int = 8) -> Callable[[str
 
 
 def which(images: Tensor) -> list[int]:
-    """Returns the index of each image of `in_memory`."""
+    """Returns the index that each image of `in_memory` has in its split, read from its first pixel."""
     return [int(v) for v in images[:, 0, 0, 0].mul(255).round()]
 
 

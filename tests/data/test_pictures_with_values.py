@@ -1,4 +1,4 @@
-"""Tests of pictures with a table of numbers: layouts and mistakes."""
+"""Tests of pictures whose targets are numbers in a table: layouts and mistakes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of `qatkit_verify.preprocess`: same bits as training; compared with torch's and Pillow's resizing."""
+"""Tests of `qatkit_verify.preprocess`: the same bits as in training, and resizing like torch and Pillow."""
 
 from __future__ import annotations
 

@@ -213,7 +213,7 @@ def test_a_batch_is_the_same_whatever_is_stacked(monkeypatch: pytest.MonkeyPatch
 
 
 def _windows(image: torch.Tensor, down: int, across: int) -> set[bytes]:
-    """Returns every crop of the reflection-padded image and its mirror image, as the bytes of float32."""
+    """Returns every crop of the reflection-padded image, and every crop mirrored, as the bytes of float32."""
     (height, width), padded = image.shape, np.pad(image.numpy(), [(down,) * 2, (across,) * 2], mode="reflect")
     cut = [
         padded[top : top + height, left : left + width].astype(np.float32)

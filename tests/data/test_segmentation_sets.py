@@ -1,4 +1,4 @@
-"""Tests of reading Pascal VOC and Cityscapes: the maps have the class numbers drawn into a few files."""
+"""Tests of reading Pascal VOC and Cityscapes: the maps must have the class numbers that were written to files."""
 
 from __future__ import annotations
 

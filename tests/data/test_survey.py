@@ -1,4 +1,4 @@
-"""Tests of the survey of image folders at the start: bad files, duplicates, skipped names, and its cache."""
+"""Tests of the survey of image folders before a run: bad files, duplicates, skipped names, and its cache."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def encoded(kind: str, seed: int = 0, size: int = 24) -> bytes:
 
 
 def png_of(width: int, height: int, mode: int = 0) -> bytes:
-    """Returns a valid PNG with this size in its header and 1,000 bytes of zeros as its data."""
+    """Returns a well-formed PNG with this size in its header but only 1,000 bytes of zeros as its data."""
 
     def chunk(name: bytes, content: bytes) -> bytes:
         return (
@@ -108,7 +108,7 @@ def test_what_is_no_image_is_known_without_reading_it_whole(kind: str, tmp_path:
 
 @pytest.mark.parametrize("kind", ["jpeg", "png", "gif", "webp", "bmp", "tiff", "ppm"])
 def test_whole_files_are_images_whatever_stands_behind_their_end(kind: str, tmp_path: Path) -> None:
-    """Checks that bytes after the end of an image, as cameras append to a JPEG, make no file a bad one."""
+    """Checks that bytes after the end of an image, as cameras append to a JPEG, do not make the file bad."""
     for name, behind in (("plain", b""), ("zeros", bytes(100)), ("movie", b"ftypmp42" * 2000)):
         (tmp_path / name).write_bytes(encoded(kind) + behind)
     paths = [str(tmp_path / name) for name in ("plain", "zeros", "movie")]

@@ -1,4 +1,4 @@
-"""A small net of operators that placement decides on: SiLUs, a depthwise Conv, a gate, a sum and a pool."""
+"""A small net whose operators may run in float or int8: SiLUs, a depthwise Conv, a gate, a sum and a pool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of placements: layouts predict where ONNX Runtime (de)quantizes, and the fastest one is chosen."""
+"""Tests of placements: layouts predict where ONNX Runtime (de)quantizes, and the fastest placement wins."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ def drawn() -> list[Sites]:
 
 
 def moves(node: ir.Node) -> bool:
-    """Returns whether a node is in the Q/DQ pair that ONNX Runtime before 1.30 adds after some Transposes.
+    """Returns whether a node is in a Q/DQ pair after a Transpose of a dequantized tensor.
 
-    These are Transposes of a dequantized tensor.
+    ONNX Runtime before 1.30 adds such pairs.
     """
     source = node.inputs[0].producer() if node.inputs[0] is not None else None
     if node.op_type == DEQUANTIZE:
@@ -91,7 +91,7 @@ def moves(node: ir.Node) -> bool:
 def test_the_borders_of_a_layout_are_those_of_the_file(
     sites: Sites, layouts: Layouts, tmp_path: Path
 ) -> None:
-    """Compares number and sizes of (de)quantize kernels in the optimized graph with those of the layout."""
+    """Compares the numbers and sizes of (de)quantize kernels in the optimized graph with those of the layout."""
     path = tmp_path / "model.onnx"
     export_onnx(of(sites).convert().graph, EXAMPLE, path)
     optimized = run_optimized(path, input_shape=(1, 3, 12, 12), runs=2)
@@ -158,7 +158,7 @@ def made_up(layouts: Layouts, choices: Choices, slow: dict[str, tuple[float, flo
 
 
 def test_operators_slow_in_int8_stay_float_with_their_neighbours(layouts: Layouts, choices: Choices) -> None:
-    """The depthwise Conv and the SiLUs are slow in int8, so that the inside of the block is float."""
+    """The depthwise Conv and the SiLUs are slow in int8; the operators around them must stay int8."""
     slow = {"depthwise": (90.0, 10.0), **dict.fromkeys(SILUS, (60.0, 10.0))}
     costs = made_up(layouts, choices, slow)
     found = choices(costs)

@@ -1,4 +1,4 @@
-"""Tests of which file is chosen, with made-up times."""
+"""Tests of which file placement=measured chooses, with made-up times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of folders of variants: their contents, rejected folders, and what the measuring program writes."""
+"""Tests of folders of variants (placement=variants): contents, rejected folders, and what measuring writes."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from qatkit_verify.placement.record import read_placement
 
 
 class Machine(tournament.Tournament):
-    """A tournament with the made-up times of the module's docstring."""
+    """A tournament of placements with the made-up times of the module's docstring."""
 
     quiet = True
 
@@ -70,7 +70,7 @@ def gated(folder: Path, **changes: Any) -> Config:
 
 
 def without_amx(threads: int, batch: int) -> record.Machine:
-    """Returns this machine without AMX, for which more files would compete."""
+    """Describes this machine as one without AMX, since with AMX more files would compete."""
     here = this_machine(threads, batch)
     return replace(here, isa=tuple(one for one in here.isa if not one.startswith("amx")))
 

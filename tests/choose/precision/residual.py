@@ -1,4 +1,4 @@
-"""A small net of convs, Linears, a sum and operators between them, and modules with some of it in float."""
+"""A small net of convs, Linears, a sum and operators between them, and modules that leave some operators float."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def subsets() -> list[Floats]:
 
 
 def summed(seed: int) -> Callable[[Floats], tuple[float, float]]:
-    """Returns a function to (loss, ms): each int8 operator adds its own loss, each float one its own time."""
+    """Returns a function that computes (loss, ms): int8 operators add a loss each, float ones a time each."""
     loss, ms = np.random.default_rng(seed).lognormal(size=(2, 9))
 
     def cost(floats: Floats) -> tuple[float, float]:

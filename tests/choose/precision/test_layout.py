@@ -41,7 +41,7 @@ def test_a_layout_has_what_the_prepared_module_has(layouts: Layouts, floats: tup
 
 
 def test_losses_add_up_over_what_is_left(int8: QATModule, layouts: Layouts) -> None:
-    """Each tensor's quantization loses another power of two, so that a sum shows which ones it includes."""
+    """Each tensor's quantization loses a different power of two, so that a sum shows which ones it includes."""
     sites = switches(int8.graph)
     rows = [
         SensitivityRow(s.site, s.kind, ONLY, None, float(2**i), None, exact=False)

@@ -1,4 +1,4 @@
-"""Tests of precision=auto in whole runs: the bad layer stays float first, and the checkpoint has the choice.
+"""Tests of precision=auto in whole runs: the worst layer becomes float first; the checkpoint stores the choice.
 
 Times are made up (1 ms, and 0.3 ms more per float operator), because a network of this size is too fast for
 the clock.
@@ -208,7 +208,7 @@ def test_target_is_top1_with_labels_and_agreement_without() -> None:
 
 
 def test_a_beaten_point_is_not_shown_but_both_ends_are() -> None:
-    """Float hides no point: the slowest one is shown, because its file is smaller than float's."""
+    """The slowest point is shown although the float file is faster and exact, because its own file is smaller."""
     points = [point(70.0, 0.9, ms) for ms in (1.0, 2.0, 3.0, 2.5)]
     int8, exact = replace(points[0], floats=(), ms=1.5), replace(points[0], floats=None, ms=2.8)
     shown = shown_points([int8, *points, exact], [9.0, 8.0, 5.0, 1.0, 6.0, 0.0])
