@@ -55,9 +55,9 @@ def quantization(path: Path) -> tuple[NDArray[np.float32], NDArray[np.integer[An
 
 @pytest.mark.parametrize("backend", [FBGEMM, QNNPACK], ids=["fbgemm", "qnnpack"])
 def test_every_pixel_becomes_the_same_integer(backend: Backend, tmp_path: Path) -> None:
-    """All 256 pixel values of each channel are compared with the quantized normalised floats.
+    """The float and the integer interface quantize all 256 pixel values of each channel alike.
 
-    Less than 1 % may differ, by one step.
+    Less than 1 % of the integers may differ, by one step.
     """
     shipped, _ = case("residual", backend)
     to_integer_io(shipped.path, tmp_path / "io.onnx", MEAN, STD, (-1.0, 1.0))
@@ -103,7 +103,7 @@ def test_verification_feeds_pixels_and_finds_integers(tmp_path: Path) -> None:
     found = audit(target)
     assert found.ok and found.int8_share == 1.0
     assert (found.quantize, found.dequantize) == (0, 0)  # no float tensor is left
-    # Between two pixel levels, module and file both take the nearest one.
+    # For values between two pixel values, parity feeds module and file the nearest pixel value.
     between = normalised(raw) + np.float32(0.3 / 255 / 0.229)
     result = parity(shipped.converted, target, [torch.from_numpy(between)], threads=1)
     assert result.step == pytest.approx(2 / 255) and result.step_source == "the output's quantization scale"

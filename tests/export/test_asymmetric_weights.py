@@ -44,7 +44,7 @@ ROWS = PerChannel(0)
 
 
 def weights(dtype: str, *, symmetric: bool = False, granularity: Granularity = ROWS) -> QuantSpec:
-    """Returns a spec, with 7 bits for int8 on CPUs that saturate sums of 8-bit products.
+    """Returns a spec; int8 has 7 bits on CPUs that saturate sums of 8-bit products.
 
     No guard against saturation supports zero points.
     """
@@ -56,7 +56,7 @@ def backend(dtype: str = "int8") -> Backend:
 
 
 def uneven(model: nn.Module) -> nn.Module:
-    """Moves each channel's weights away from zero, one up and the next one down."""
+    """Moves the weights of each channel away from zero: up in one channel, down in the next."""
     for module in model.modules():
         if isinstance(module, (nn.Conv2d, nn.Linear, nn.Embedding)):
             weight = module.weight.data
@@ -77,7 +77,7 @@ def quantized(graph: fx.GraphModule) -> dict[str, Quantized]:
     return {path: one for path, one in graph.named_modules() if isinstance(one, Quantized)}
 
 
-EACH_TYPE = ("chain", "mlp")  # Convolutions and linear layers; the other networks consist of the same ones.
+EACH_TYPE = ("chain", "mlp")  # Convolutions and linear layers; the other networks consist of these.
 # Libraries and CPUs round LayerNorm and Softmax differently, so values after them may be a step off.
 BETWEEN = {"block": 0.01, "vit": 1.0}  # share of the values
 
@@ -142,7 +142,7 @@ def test_onnx_reference_evaluator_agrees() -> None:
 
 
 def test_one_zero_point_serves_a_whole_weight() -> None:
-    """Every version of ONNX Runtime accepts this; symmetric uint8 has the zero point 128 everywhere."""
+    """All versions of ONNX Runtime accept one zero point per weight; symmetric uint8 weights have 128."""
     model, images = small("chain")
     for name, spec in {
         "tensor": weights("int8", granularity=PerTensor()),
@@ -236,7 +236,7 @@ def test_tables_and_recurrent_weights_have_zero_points(tmp_path: Path) -> None:
     ids=lambda one: type(one).__name__,
 )
 def test_what_algorithms_find_ships(tmp_path: Path, algorithm: Algorithm) -> None:
-    """Each algorithm has less output error than rounding to nearest, and the file gives its outputs."""
+    """Each algorithm has less output error than rounding to nearest; the file gives the module's outputs."""
     model, images = small("residual")
     shifted = backend("int4")
     plain = convert(calibrated(model, images, shifted)).graph

@@ -93,7 +93,7 @@ class Function(nn.Module):
 
 @pytest.fixture
 def traces(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Records the programs that torch's exporter decomposes."""
+    """Returns a list that records the programs that torch's exporter decomposes."""
     seen: list[Any] = []
     decompose = _fx_passes.decompose_with_registry
 
@@ -106,7 +106,7 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def check(function: Callable[[Tensor], Any], path: Path) -> None:
-    """Exports a model for any batch size and compares the file with it at another one than the example's."""
+    """Exports a model with a dynamic batch, and checks the file against it at another batch size."""
     model = Function(function).eval()
     x = noise(3, 4, 6, 6, seed=1)
     with torch.no_grad():

@@ -16,7 +16,7 @@ from qatkit.export.default_rules import _RuleOfOperators, _rules, apply_default_
 
 
 class Rewritten(nn.Module):
-    """A model for several rules: chains of casts, transposes and reshapes, a full slice, a padded Conv."""
+    """A model for several rules: chains of casts, transposes, reshapes and clamps, a full slice, a Pad."""
 
     def __init__(self) -> None:
         super().__init__()

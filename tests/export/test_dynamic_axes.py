@@ -184,7 +184,7 @@ def test_axes_without_a_form_have_the_size_of_the_example(opset: int, free: bool
 def test_at_one_size_what_follows_from_it_is_a_constant(
     make: Callable[[], nn.Module], shape: tuple[int, ...], tmp_path: Path
 ) -> None:
-    """No operator that computes sizes or that this opset lacks is left, and the batch stays dynamic."""
+    """No Ceil of a size and no Resize of a parameter may be left in the file; the batch stays dynamic."""
     torch.manual_seed(0)
     model, example, path = make().eval(), drawn(shape), tmp_path / "float.onnx"
     graph = Captured(model, example, "auto").graph()

@@ -1,7 +1,7 @@
-"""Tests of torch's operators, quantized between a Conv and a Linear, exported at opset 13 and compared.
+"""Tests of torch's operators at opset 13, quantized between two layers: the file is compared with the module.
 
-What cannot be exported is refused in one line, and the opset that it names works. Several operators share a
-model, each in a branch with its own Linear, so that a failure names the branch.
+Operators that cannot be exported give an error of one line; at the opset that this line names, they work.
+Several operators share a model, each in a branch with its own Linear, so that a failure names the branch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Call(nn.Module):
 
 
 class Branches(nn.Module):
-    """A first layer, then each operator with a Linear to 3 values after it; the results are concatenated."""
+    """A first layer and parallel operators, each with its own Linear to 3 values; the results are joined."""
 
     def __init__(self, operators: dict[str, nn.Module | Function], shape: tuple[int, ...]) -> None:
         super().__init__()

@@ -53,7 +53,7 @@ def log_mel() -> Case:
 
 
 def quiet_mel() -> Case:
-    """Returns the same spectrogram for samples so quiet that their power is zero in float16."""
+    """Returns the spectrogram of `log_mel` for samples so quiet that their power is zero in float16."""
     nodes, weights = log_mel()
     return nodes, weights | {"loud": number(1e-4), "eps": number(1e-14)}
 
@@ -91,7 +91,7 @@ def where_masked() -> Case:
 
 
 def normalized() -> Case:
-    """Returns a LayerNorm in parts, of large values; its epsilon matters for the image of zeros."""
+    """Returns a LayerNorm of large values in single operators; its epsilon matters for the image of zeros."""
     nodes = [FLAT, node("MatMul", "f a", "x"), node("ReduceMean", "x", "mean", axes=[1]), node("Sub", "x mean", "c"),
              node("Pow", "c two", "c2"), node("ReduceMean", "c2", "var", axes=[1]), node("Add", "var eps", "v"),
              node("Sqrt", "v", "d"), node("Div", "c d", "h"), HEAD]  # fmt: skip
@@ -179,7 +179,7 @@ def test_what_float16_holds_is_float16(case: str, tmp_path: Path) -> None:
 
 
 def test_operators_after_another_domain_are_cast(tmp_path: Path) -> None:
-    """No types are inferred after such an operator, and the converter casts only tensors with a type."""
+    """No types are inferred after an operator of another domain; the converter casts only typed tensors."""
     nodes = [FLAT, node("MatMul", "f a", "x"), node("Gelu", "x", "g", domain="com.microsoft"), node("Exp", "g", "e"),
              node("Log", "e", "h"), HEAD]  # fmt: skip
     weights: dict[str, NDArray[Any]] = {"a": matrix(192, 24) / 3, "fc": matrix(24, 10)}

@@ -33,12 +33,12 @@ def node(kind: str, inputs: str, output: str, **settings: Any) -> NodeProto:
 
 @dataclass(frozen=True)
 class Case:
-    """A network on [N, 3, 8, 8]: `body` computes "f" [N, K] from "input", and a Gemm 10 logits from "f".
+    """A network on [N, 3, 8, 8]: `body` computes "f" [N, K] from "input"; a Gemm turns "f" into 10 logits.
 
     Attributes:
         body: nodes up to "f".
         shapes: shapes of the weights.
-        uneven: the axis along which the channels of a weight differ in range.
+        uneven: weights whose channels differ in range, with the axis of these channels.
         head: nodes that replace the last Gemm.
     """
 

@@ -1,4 +1,4 @@
-"""Tests of int8 tables that ids index, against NumPy."""
+"""Tests of int8 embedding tables in ONNX files: their rows have the values that NumPy computes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IDS = np.random.default_rng(1).integers(0, ROWS, (3, 7))
 
 
 def write(path: Path, *, tied: bool = False) -> Path:
-    """Writes a table lookup whose rows are multiplied by a matrix, or by the transposed table if `tied`."""
+    """Writes a file that multiplies looked-up rows by a matrix, which is the transposed table if `tied`."""
     matrix = TABLE[:64].T.copy()
     nodes = [helper.make_node("Gather", ["table", "ids"], ["rows"], "lookup")]
     if tied:

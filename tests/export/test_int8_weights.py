@@ -37,7 +37,7 @@ def node(kind: str, inputs: str, output: str, **settings: Any) -> NodeProto:
 def write(
     path: Path, nodes: list[NodeProto], weights: dict[str, Any], shape: list[Any] | None = None
 ) -> Path:
-    """Writes a model from "input" [N, 3, 8, 8] to "output"; its shape is unknown unless given."""
+    """Writes a model from "input" [N, 3, 8, 8] to "output", which has the shape `shape` (None: unknown)."""
     graph = helper.make_graph(
         nodes,
         "net",
@@ -63,7 +63,7 @@ def integers(path: Path) -> dict[str, NDArray[Any]]:
 
 
 def up(groups: int, outputs: int) -> Callable[[Path], Path]:
-    """Returns the writer of a Conv and a ConvTranspose, whose output channels differ 1,000-fold in range."""
+    """Returns the writer of a Conv and a ConvTranspose whose output channels differ 1,000-fold in range."""
     weight = drawn(12, outputs // groups, 4, 4)
     ranges = uneven(outputs).reshape(groups, outputs // groups)
     weight *= np.repeat(ranges, 12 // groups, axis=0)[:, :, None, None]
@@ -149,7 +149,10 @@ SIZE = 48
 
 
 def recurrent(path: Path, kind: str, *, both: bool) -> Path:
-    """Writes a recurrent operator over image rows and a Gemm; the operator's weight rows differ in range."""
+    """Writes a file of a recurrent operator over image rows and a Gemm.
+
+    The rows of the recurrent weights differ in range.
+    """
     directions, rows = 1 + both, GATES[kind] * SIZE
     ranges = uneven(rows)[None, :, None] + np.float32(0.05)
     weights = {

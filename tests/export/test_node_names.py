@@ -67,7 +67,7 @@ def test_a_site_may_be_called_as_a_method_of_modules() -> None:
 
 
 def _model(*scopes: str) -> ir.Model:
-    """Returns a chain of Relus with these recorded scopes."""
+    """Returns a chain of Relus with `scopes` as their module scopes in the metadata."""
     value = x = ir.Value(name="input")
     nodes = []
     for scope in scopes:
@@ -116,7 +116,10 @@ def test_split_outputs_are_numbered() -> None:
 
 
 def places(path: Path) -> dict[str, str]:
-    """Returns the module path or site within the name of each node, tensor and constant, by that name."""
+    """Returns the part of each name that is the path of a module or of a function call, by the whole name.
+
+    The names are those of the file's nodes, tensors and constants.
+    """
     graph = read_model(path).graph
     found = {str(node.name): str(node.name).rpartition("/")[0] for node in graph}
     ends = {value.name for value in (*graph.inputs, *graph.outputs)}
@@ -131,7 +134,7 @@ def places(path: Path) -> dict[str, str]:
 
 
 def known_places(model: nn.Module, graph: fx.GraphModule) -> set[str]:
-    """Returns the paths of the model's modules and the sites of its functions."""
+    """Returns the paths of the model's modules and of its function calls."""
     modules = {path for path, _ in model.named_modules()}
     functions = {site(node) for node in graph.graph.nodes}
     outside = {path for path in functions if "." in path and path.partition(".")[0] not in modules}

@@ -26,7 +26,10 @@ SINCE = {"LayerNormalization": 17, "HardSwish": 14}
 
 
 class Many(nn.Module):
-    """A model of forms that differ between opsets: LayerNorm, Hardswish, split, means, pad, norm, scatter."""
+    """A model of operators that ONNX writes differently in different opsets.
+
+    LayerNorm, Hardswish, split, means, pad, norm and scatter.
+    """
 
     def __init__(self) -> None:
         super().__init__()

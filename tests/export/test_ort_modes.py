@@ -58,7 +58,7 @@ def constants(path: Path) -> dict[str, NDArray[np.generic]]:
 @pytest.mark.parametrize("optimize", [True, False])
 @pytest.mark.parametrize("mode", MODES)
 def test_accuracy_and_size_are_kept(mode: str, optimize: bool, made: dict[str, Path]) -> None:
-    """At most one of the 360 test images may be lost (0.28 points)."""
+    """Accuracy may drop by one of the 360 test images (0.28 points)."""
     source = float_files.trained()
     assert float_files.top1(source) > 95
     assert float_files.top1(made[mode], optimize=optimize) >= float_files.top1(source) - 0.3
@@ -101,7 +101,7 @@ def test_a_dynamic_conv_is_the_formula(tmp_path: Path) -> None:
 
 
 def test_weights_alone_are_int8(made: dict[str, Path], tmp_path: Path) -> None:
-    """Weights are within half a step of float, and with them the float file gives the same outputs."""
+    """Weights are within half a step of float; the float file with these weights gives the same outputs."""
     model, values = onnx.load(str(float_files.trained())), constants(made["weight_only"])
     stored = [
         node for node in onnx.load(str(made["weight_only"])).graph.node if node.op_type == "DequantizeLinear"

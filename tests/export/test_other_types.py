@@ -46,7 +46,10 @@ def part(kind: torch.dtype) -> nn.Module:
 
 
 def table(kind: torch.dtype) -> nn.Module:
-    """Returns a model with constants in every form: a buffer, an attribute and an array of doubles."""
+    """Returns a model with constants in every form.
+
+    A buffer, a tensor attribute, an array of doubles and a tensor that forward creates.
+    """
 
     def forward(self: Any, x: Tensor) -> Tensor:
         y = self.body(x) * self.scale + self.shift

@@ -1,6 +1,6 @@
 """Tests of packed weights in number formats, such as mxfp4.
 
-ONNX Runtime and onnx's evaluator unpack the simulation's bits, and the file holds no float weight.
+ONNX Runtime and onnx's evaluator unpack them to the simulation's bits, and the file holds no float weight.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ from qatkit.quant.formats.table import DEQUANTIZED, FORMATS
 
 
 class Products(nn.Module):
-    """Two Convs, a MatMul with a transposed weight and a Gemm, with full, shorter and single blocks."""
+    """Two Convs, a MatMul with a transposed weight and a Gemm.
+
+    A row of a weight is one block or several, of which the last may be shorter.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Tests of type promotion that runs only operators with a rule: files are the same as with torch's pass."""
+"""Tests of skipping operators without a promotion rule in torch's type promotion: files stay the same."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from qatkit.export.torch_to_onnx import export_onnx
 
 
 class Mixed(nn.Module):
-    """A model where numbers, booleans and integers meet floats, around operators without promotion."""
+    """A model where numbers, booleans and integers meet floats, around a chain that needs no promotion."""
 
     def __init__(self) -> None:
         super().__init__()

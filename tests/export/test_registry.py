@@ -22,7 +22,7 @@ from qatkit.export.torch_to_onnx import export_onnx
 
 
 class Gated(nn.Module):
-    """A model whose operators are defined in several source files of the table."""
+    """A model whose operators are translated by several source files of torch's table."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.softmax(nn.functional.layer_norm(x, (8,)), 1) * x.sigmoid().cumsum(1).clamp(min=0)

@@ -1,4 +1,7 @@
-"""Tests of cumulative products, maxima, minima and log-sum-exps in ONNX Runtime and onnx's evaluator."""
+"""Tests of cumulative products, maxima, minima and log-sum-exps in ONNX files, against torch.
+
+ONNX Runtime and onnx's evaluator run the files.
+"""
 
 from __future__ import annotations
 

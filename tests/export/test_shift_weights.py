@@ -1,4 +1,4 @@
-"""Tests of weights with the zero point -1: bit-identical outputs, still in ONNX Runtime's int8 kernels."""
+"""Tests of lowering int8 weights and zero points by 1: outputs are bit-identical, and kernels stay int8."""
 
 from __future__ import annotations
 

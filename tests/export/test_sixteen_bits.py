@@ -1,7 +1,6 @@
-"""Tests of 16-bit integers.
+"""Tests of 16-bit integers: they follow QuantizeLinear's formula in simulation, converted module and file.
 
-They follow QuantizeLinear's formula and agree in simulation, converted module and file; operators on them run
-in float.
+Operators on 16-bit tensors run in float.
 """
 
 from __future__ import annotations
@@ -169,7 +168,7 @@ def _classes(count: int) -> tuple[Tensor, Tensor]:
 
 
 def _with_outliers(factor: float) -> nn.Sequential:
-    """Returns a net with two hidden channels multiplied and their next weights divided by `factor`."""
+    """Returns a net with two hidden channels multiplied by `factor`, and the next weights divided by it."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10)).eval()
     images, labels = _classes(2000)

@@ -1,4 +1,4 @@
-"""Tests of an exported file: it has the right contents, runs, is reproducible, and is complete or absent."""
+"""Tests of exported files: contents, execution, equal bytes, and no partial file after a failed export."""
 
 from __future__ import annotations
 
@@ -324,7 +324,7 @@ def test_weights_are_stored_in_one_byte(name: str) -> None:
 
 
 def test_silu_is_one_node_with_a_body_of_standard_operators(tmp_path: Path) -> None:
-    """ONNX Runtime keeps the node and its kernel; inlined for other runtimes, it computes the same."""
+    """ONNX Runtime keeps the QuickGelu node; inlined for other runtimes, its function computes the same."""
     case = shipped("gated")
     model = onnx.load(str(case.path))
     assert [(f.domain, f.name) for f in model.functions] == [("com.microsoft", "QuickGelu")]

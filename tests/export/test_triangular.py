@@ -16,7 +16,10 @@ from qatkit.export.torch_to_onnx import export_onnx
 
 
 class Solved(nn.Module):
-    """A triangular system whose matrix is in the input [batch, size, size]; its other triangle must have no effect."""
+    """Solves a triangular system whose matrix and right-hand side come from one input [batch, size, size].
+
+    Values outside the matrix's triangle must have no effect, nor, if `unit`, those of its diagonal.
+    """
 
     def __init__(self, upper: bool, left: bool, unit: bool) -> None:
         super().__init__()

@@ -41,7 +41,7 @@ def held(model: ir.Model, name: str) -> NDArray[Any]:
 
 
 def after(path: Path, node: NodeProto, *more: NodeProto) -> Path:
-    """Writes two Convs with com.microsoft operators between them: `node` and `more` compute "g" from "c"."""
+    """Writes a file with two Convs and, between them, `node` and `more`, which compute "g" from "c"."""
     nodes = [
         helper.make_node("Conv", ["input", "w0", "b"], ["c"], "first", pads=[1, 1, 1, 1]),
         node,

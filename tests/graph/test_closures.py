@@ -88,7 +88,7 @@ def weak_reference(self: Any) -> Callable[[], list[Tensor]]:
 
 
 def extractor(self: Any) -> Callable[[], list[Tensor]]:
-    """Registers bound methods of an object that refers to the model."""
+    """Registers bound methods of an object that refers to the model, as hooks."""
 
     class Extractor:
         def __init__(self, model: nn.Module) -> None:

@@ -47,7 +47,7 @@ def test_an_exported_model_comes_back_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_names_of_operators_and_weights_are_taken() -> None:
-    """Encodings that are written by hand name activations by site and weights by path."""
+    """Encodings written by hand name an activation by its operator's path and a weight by its own path."""
     graph = prepared(settle(Chain(), 3, 16, 16), noise(2, 3, 16, 16)).eval()
     (place, *_), ((path, operator, fake), *_) = fake_quantizers(graph), quantized_weights(graph)
     scales = np.full(fake.clip.numel(), 0.25, np.float32)

@@ -70,7 +70,7 @@ class NormFirst(nn.Module):
 
 
 class TwoReaders(NormFirst):
-    """A convolution whose output is not only read by the BatchNorm."""
+    """A convolution whose output is read by the BatchNorm and by a sum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class TwoReaders(NormFirst):
 
 
 class SharedConv(nn.Module):
-    """A convolution that is called twice."""
+    """A convolution that is called twice, each time before another BatchNorm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class NoStatistics(NormFirst):
 
 
 class OtherAxis(nn.Module):
-    """A BatchNorm1d over the tokens of a Linear on [N, tokens, features]."""
+    """A BatchNorm1d after a Linear on [N, tokens, features]: its channels are the tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class SharedNorm(SharedConv):
 
 
 class ByKeyword(NoStatistics):
-    """Modules called with keyword arguments."""
+    """A convolution and a BatchNorm that are called with keyword arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ def test_an_input_given_by_name_is_one_like_any_other() -> None:
 
 @pytest.mark.parametrize("batch_norm", ["fold", "freeze", "train"])
 def test_a_batch_norm_that_others_read_lives_on(batch_norm: str) -> None:
-    """DBB has such a block: its padding is what the BatchNorm computes for zeros."""
+    """A Diverse Branch Block pads with the norm's output for zeros, and so reads the norm's parameters."""
 
     class Padded(nn.Module):
         def __init__(self) -> None:

@@ -110,7 +110,7 @@ def test_it_is_fused_into_the_convolution(name: str, batch_norm: Any) -> None:
 
 @pytest.mark.parametrize("name", [name for name in NORMS if name not in FROZEN])
 def test_it_trains_as_torchs_own(name: str) -> None:
-    """With batch_norm=train, it uses batch statistics and equals a BatchNorm2d bit for bit."""
+    """With batch_norm=train, all implementations use batch statistics and equal a BatchNorm2d bit for bit."""
     x, found = noise(16, 3, 9, 9), []
     for norm in (NORMS[name], nn.BatchNorm2d):
         model = net(norm)

@@ -28,7 +28,7 @@ LEAVES: dict[str, Callable[[], nn.Module]] = {
 
 
 class Steps(nn.Module):
-    """A Bilinear on [N, 3, 8], or a recurrent cell over its steps without an initial state."""
+    """A Bilinear or a recurrent cell on [N, 3, 8]; the cell runs over 3 steps without an initial state."""
 
     def __init__(self, make: Callable[[], nn.Module]) -> None:
         super().__init__()

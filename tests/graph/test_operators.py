@@ -84,7 +84,7 @@ def test_a_renamed_private_torchvision_name_breaks_nothing_else() -> None:
 
 
 class BlurPool(nn.Module):
-    """The larger of two neighbouring columns, in a module that the table does not know."""
+    """A module that the table does not know: the larger of two neighbouring columns."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.maximum(x[..., ::2], x[..., 1::2])
@@ -184,7 +184,7 @@ def test_the_onnx_half_needs_no_pytorch() -> None:
 
 
 def test_kernels_are_operators_that_onnx_runtime_knows() -> None:
-    """ONNX Runtime's list of schemas includes its contributed operators."""
+    """ONNX Runtime's list of schemas includes its contrib operators."""
     schemas = {s.name for s in ort.capi.onnxruntime_pybind11_state.get_all_operator_schema()}
     for record in operators.operators():
         names = {*record.onnx, *record.also, *record.kernels, *record.fused}

@@ -293,7 +293,11 @@ def test_images_are_padded_where_it_pays(conv: nn.Conv2d, want: tuple[int, int] 
 
 
 class Stems(nn.Module):
-    """Two convolutions of one zero-padded image, one of which gains nothing from an additional channel."""
+    """A convolution of a zero-padded image, and a smaller one that gains nothing from an added channel.
+
+    Args:
+        shared: whether the smaller one reads the padded image too, instead of a crop of the image.
+    """
 
     def __init__(self, shared: bool) -> None:
         super().__init__()

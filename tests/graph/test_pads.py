@@ -1,4 +1,4 @@
-"""Tests of padding: the file has zero padding in its convolutions; any other Pad runs in 8 bits."""
+"""Tests of padding: zero padding joins the file's convolutions; any other Pad runs in 8 bits."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class TwoConvs(nn.Module):
 
 
 class ReluReadTwice(TwoConvs):
-    """A ReLU with two readers, which is absorbed, since nothing reads its input."""
+    """A ReLU with two readers, which joins the convolution, since nothing else reads the latter's output."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.relu(self.conv(x))
@@ -35,7 +35,7 @@ class ReluReadTwice(TwoConvs):
 
 
 class ReadBeforeRelu(TwoConvs):
-    """A ReLU that must not be absorbed, since its input has another reader."""
+    """A ReLU that must not join the convolution, since the latter's output has another reader."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.conv(x)
@@ -58,14 +58,14 @@ class Square(TwoConvs):
 
 
 class Flipped(TwoConvs):
-    """A flip, which stays float, as the operator table lacks it; the transpose after it keeps its range."""
+    """A flip, which stays float since the operator table lacks it, and a transpose, which keeps its range."""
 
     def forward(self, x: Tensor) -> Tensor:
         return cast(Tensor, self.last(self.pool(self.conv(x)).flip(-1).transpose(2, 3)))
 
 
 class Cropped(TwoConvs):
-    """A crop, after which its input is quantized, so that dropped values do not widen the range."""
+    """A crop of a float GELU; only the crop is quantized, so that dropped values do not widen the range."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.gelu(self.conv(x))

@@ -1,4 +1,4 @@
-"""Checks that a settled graph, with weights rounded in advance, infers what the prepared graph does."""
+"""Checks that a settled graph, whose weights are rounded in advance, gives the prepared graph's outputs."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_of_other_inputs_and_operators_too() -> None:
 
 
 class Recurrent(nn.Module):
-    """An embedding and a recurrent layer with various options."""
+    """An embedding and a recurrent layer of the given kind."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()

@@ -49,7 +49,7 @@ def test_dtypes_and_per_channel_weights(backend: Backend, dtype: str, reduced: b
 
 
 def test_calibration_sees_the_float_activations() -> None:
-    """Compares the ranges of all quantizers with hooks on the float model."""
+    """The range of each quantizer must be that of the float model's activations."""
     model, x = settle(Residual(), 3, 12, 12), noise(8, 3, 12, 12, seed=4)
     seen: dict[str, Tensor] = {"input": x}
     after = {"stem": "stem", "bn1": "conv1", "bn2": "conv2", "avgpool": "avgpool"}
@@ -82,7 +82,7 @@ def test_calibration_sees_the_float_activations() -> None:
     [("chain", 1e-3), ("residual", 1e-3), ("mlp", 1e-3), ("gate", 1e-3), ("resnet18", 0.05)],
 )
 def test_quantized_output_is_near_the_float_one(name: str, limit: float) -> None:
-    """Limits are noise-to-signal ratios: 1e-4 per 8-bit tensor, which adds up over 20 layers of a ResNet."""
+    """Limits are noise-to-signal ratios. An 8-bit tensor adds about 1e-4; a ResNet has 20 layers of them."""
     torch.manual_seed(0)
     if name == "resnet18":
         model, x = build(name, 32), noise(16, 3, 32, 32)

@@ -147,7 +147,7 @@ def test_rounding_of_a_chaotic_model_is_no_fault() -> None:
 
 
 def chaotic(self: Any, x: Any) -> Any:
-    """Amplifies differences about 1e10 times, so that float64 is only as accurate as float32 elsewhere."""
+    """Amplifies differences about 1e10 times, so that float64 is only as accurate as float32 usually is."""
     x = self.norm(self.conv(x))
     for _ in range(30):
         x = torch.sin(3 * x)
@@ -166,7 +166,7 @@ def test_rounding_that_float64_enlarges_too_is_no_fault() -> None:
 
 
 def test_a_model_that_changes_between_calls_is_refused() -> None:
-    """It is captured with one constant, and compared with another."""
+    """The model is captured with one constant, and compared with another."""
     import itertools
 
     def forward(self: Any, x: Any) -> Any:
@@ -179,7 +179,7 @@ def test_a_model_that_changes_between_calls_is_refused() -> None:
 
 
 def test_the_model_is_as_it_was() -> None:
-    """This includes its buffers and attributes."""
+    """Capture undoes forward's changes to buffers and attributes, and keeps the training mode."""
 
     def forward(self: Any, x: Any) -> Any:
         self.calls += 1

@@ -69,7 +69,7 @@ def test_other_weights_are_loaded_beside_the_float_model() -> None:
 
 
 def test_a_converted_module_outlives_the_weights() -> None:
-    """This includes the shared weights of a Linear that stays float."""
+    """Later changes of the prepared module's weights do not affect the converted one, nor its float layer."""
     module = QATModule(Wide(), X[:2], overrides={"2": OverrideConfig(float=True)})
     module.calibrate([X])
     converted = module.convert().graph

@@ -53,7 +53,7 @@ CALLS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 
 def _of_the_original(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the state with the names of MultiheadAttention, which has two parameters instead of `qkv`."""
+    """Returns the state with the original names `in_proj_weight` and `in_proj_bias` for those of `qkv`."""
     return {name.replace(".qkv.", ".in_proj_"): value for name, value in state.items()}
 
 

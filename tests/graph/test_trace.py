@@ -1,4 +1,4 @@
-"""Tests of tracing: which modules stay, the names of nodes, and messages for untraceable models."""
+"""Tests of tracing: which modules stay as calls, the names of nodes, and errors for untraceable models."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_a_graph_is_taken_as_it_is_and_a_model_is_copied() -> None:
 
 
 class InPlace(nn.Module):
-    """A model with all in-place forms that have an out-of-place equivalent."""
+    """A model with in-place modules, functions, methods and operators (`+=`), whose results are used."""
 
     def __init__(self) -> None:
         super().__init__()

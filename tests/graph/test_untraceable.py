@@ -1,4 +1,4 @@
-"""Tests of modules that torch.fx cannot trace: replacements equal originals; float leaves get a reason."""
+"""Tests of modules that torch.fx cannot trace: replacements equal originals; float leaves are noted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of products with weights outside torch.nn modules: results, training and int8 files."""
+"""Tests of weighted functions, such as F.linear, outside torch.nn layers: results, training, int8 files."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_the_file_stores_the_weight_once_in_int8_and_agrees(name: str) -> None:
 
 
 def test_a_kernel_that_its_module_holds_alone() -> None:
-    """The result must stay the same although the operator replaces the module and its buffer is removed."""
+    """The result must stay the same although an operator replaces the module that holds the kernel."""
 
     class Blur(nn.Module):
         def __init__(self) -> None:

@@ -69,7 +69,7 @@ def test_every_branch_trains_and_is_merged(name: str, batch_norm: str) -> None:
 
 
 def test_gradients_are_those_of_the_model() -> None:
-    """Compares gradient norms with the model's training path, with BatchNorms in inference mode."""
+    """Gradient norms are those of the model's training path, with BatchNorms in inference mode."""
     model = branched("frozen parameters")
     graph = fuse(model, IMAGES[:2], "freeze").graph.train()
     for module in model.modules():
@@ -255,7 +255,7 @@ def test_other_sums_stay(name: str) -> None:
 
 
 def test_a_norm_behind_the_sum_allows_the_input_in_it() -> None:
-    """RepViT has such blocks."""
+    """RepViT has blocks where a BatchNorm follows a sum of convolutions and their input."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         x = self.first(x).relu()
@@ -319,7 +319,7 @@ def test_a_block_that_serves_twice_keeps_one_weight() -> None:
 
 
 class Bordered(nn.Module):
-    """A block that pads with its first bias, as in ECBSR, so that no rule here can merge it."""
+    """A block that pads with its first bias, as in ECBSR, so that it cannot be merged."""
 
     def __init__(self) -> None:
         super().__init__()

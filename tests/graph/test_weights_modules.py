@@ -1,4 +1,4 @@
-"""Tests of operators that replace function calls with weights: paths, sharing and later passes."""
+"""Tests of operators that replace functions such as F.linear: their paths, sharing and later passes."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ def test_a_weight_that_depends_on_no_parameter_is_not_trained() -> None:
 
 
 def test_parameters_have_one_order_in_every_build() -> None:
-    """A checkpoint stores the optimizer's state in that order."""
+    """A checkpoint stores the optimizer's state in the order of the parameters."""
 
     class Masked(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Tests of einsums with weights among several operands: they become Linears and a remaining product."""
+"""Tests of einsums of several operands, some of them weights: they become Linears and a product."""
 
 from __future__ import annotations
 

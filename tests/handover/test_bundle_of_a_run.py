@@ -1,4 +1,4 @@
-"""Tests of a run's bundle: verified without qatkit, never made without a report, reproducible to the byte."""
+"""Tests of a run's bundle: verified without torch and qatkit, never made without a report, reproducible."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def bundle_of(config: Config) -> Path:
 
 
 def again(config: Config, folder: Path, **asked: object) -> Config:
-    """Returns the configuration of export.py for the run's checkpoint."""
+    """Returns the configuration that exports the run's checkpoint to `folder`, with settings of `export`."""
     export = replace(config.export, **asked)  # type: ignore[arg-type]
     checkpoint = f"{config.output_dir}/last.ckpt"
     return replace(config, checkpoint=checkpoint, output_dir=str(folder), export=export)

@@ -68,7 +68,7 @@ def _save(pixels: NDArray[np.uint8], path: Path) -> None:
 
 
 def _listed_anew(folder: Path, name: str) -> None:
-    """Updates the file's entry in the manifest, as if it had never changed."""
+    """Updates the manifest's entry of a changed file, so that the file matches the manifest."""
     manifest = read_manifest(folder)
     kept = tuple(one for one in manifest.files if one.name != name)
     write_manifest(folder, replace(manifest, files=(*kept, entry(folder, name))))
@@ -219,7 +219,7 @@ def test_the_golden_pictures_give_their_answers_in_the_browser(browser: Any, add
 
 @pytest.fixture(scope="module", params=[True, False], ids=["turned", "as they lie"])
 def of_phones(request: pytest.FixtureRequest, npm: Path) -> tuple[Path, bool]:
-    """Returns a bundle of a run on pictures with an EXIF orientation, and whether its source applies it."""
+    """Returns the bundle of a run on pictures with an EXIF orientation, and whether the run applies it."""
     upright, draw = bool(request.param), np.random.default_rng(0)
     folder = npm / f"phones_{upright}"
     for number in range(80):

@@ -37,7 +37,7 @@ def info(name: str, kind: int = FLOAT, shape: Sequence[Any] | None = None) -> on
 def _between(
     path: Path, middle: Sequence[onnx.NodeProto], constants: Mapping[str, Array] | None = None, **more: Any
 ) -> Path:
-    """Writes a file: a convolution with output `a`, the nodes `middle`, which compute `m`, and a convolution of `m`."""
+    """Writes a file: a Conv with output `a`, the nodes `middle`, which compute `m`, and a Conv of `m`."""
     nodes = [
         node("Conv", ["x", "w0"], ["a"], pads=[1, 1, 1, 1]),
         *middle,
@@ -48,7 +48,7 @@ def _between(
 
 
 def loop(path: Path) -> Path:
-    """Writes a Loop with a computed trip count; its body reads a constant and a value of the outer graph."""
+    """Writes a file with a Loop: the trip count is computed, and the body reads a tensor from outside."""
     body = helper.make_graph(
         [
             node("Mul", ["state", "decay"], ["scaled"]),
@@ -70,7 +70,7 @@ def loop(path: Path) -> Path:
 
 
 def scan(path: Path) -> Path:
-    """Writes a Scan over the rows of an image."""
+    """Writes a file with a Scan over the rows of an image."""
     body = helper.make_graph(
         [node("Add", ["sum", "row"], ["next"]), node("Tanh", ["next"], ["out"])],
         "body",
@@ -88,7 +88,7 @@ def scan(path: Path) -> Path:
 
 
 def condition(path: Path) -> Path:
-    """Writes an If whose condition depends on values, with a convolution in each branch."""
+    """Writes a file with an If whose condition depends on values, with a convolution in each branch."""
 
     def branch(weight: str) -> onnx.GraphProto:
         made = node("Conv", ["a", weight], [f"in_{weight}"], pads=[1, 1, 1, 1])
@@ -105,7 +105,7 @@ def condition(path: Path) -> Path:
 
 
 def contrib(path: Path) -> Path:
-    """Writes a com.microsoft operator that has no PyTorch equivalent."""
+    """Writes a file with a com.microsoft operator that the importer cannot translate to PyTorch."""
     middle = [
         node("Add", ["a", "diagonal"], ["regular"]),
         helper.make_node("Inverse", ["regular"], ["m"], "/inverse", domain="com.microsoft"),
@@ -115,7 +115,7 @@ def contrib(path: Path) -> Path:
 
 
 def values_of_some_images(path: Path) -> Path:
-    """Writes a Compress that selects images by their values, before a convolution."""
+    """Writes a file with a Compress that selects images by their values, before a convolution."""
     middle = [
         node("ReduceMax", ["a"], ["most"], axes=[1, 2, 3], keepdims=0),
         node("Greater", ["most", "limit"], ["chosen"]),
@@ -126,7 +126,7 @@ def values_of_some_images(path: Path) -> Path:
 
 
 def largest(path: Path) -> Path:
-    """Writes a TopK whose k is computed from values and becomes the width of the image."""
+    """Writes a file with a TopK whose k is computed from values and becomes the width of the image."""
     middle = [
         node("Greater", ["a", "limit"], ["chosen"]),
         node("Cast", ["chosen"], ["whole"], to=INT64),
@@ -140,7 +140,7 @@ def largest(path: Path) -> Path:
 
 
 def sequences(path: Path) -> Path:
-    """Writes a tensor that is split into a sequence and concatenated in another order."""
+    """Writes a file that splits a tensor into a sequence and concatenates its parts in another order."""
     middle = [
         node("SplitToSequence", ["a", "one"], ["parts"], axis=1),
         node("SequenceAt", ["parts", "first"], ["head"]),
@@ -152,7 +152,7 @@ def sequences(path: Path) -> Path:
 
 
 def boxes(path: Path) -> Path:
-    """Writes a detection head: scores and boxes from convolutions, filtered by NonMaxSuppression."""
+    """Writes a file with a detection head: NonMaxSuppression filters scores and boxes from convolutions."""
     nodes = [
         node("Conv", ["x", "w0"], ["a"], pads=[1, 1, 1, 1]),
         node("Relu", ["a"], ["r"]),
@@ -182,7 +182,7 @@ def boxes(path: Path) -> Path:
 
 
 def words(path: Path) -> Path:
-    """Writes an embedding lookup by the codes of strings, which the input selects from a table."""
+    """Writes a file with an embedding lookup by codes of strings, which the input selects from a table."""
     table = numpy_helper.from_array(np.array(["ZERO", "One", "two"], object), "table")
     nodes = [
         node("Constant", [], ["table"], value=table),
@@ -201,7 +201,7 @@ def words(path: Path) -> Path:
 
 
 def hashes(path: Path) -> Path:
-    """Writes an embedding lookup by the hashes of integer ids."""
+    """Writes a file with an embedding lookup by the hashes of integer ids."""
     nodes = [
         helper.make_node("MurmurHash3", ["ids"], ["hash"], "/hash", domain="com.microsoft", positive=1),
         node("Cast", ["hash"], ["wide"], to=INT64),
@@ -215,7 +215,7 @@ def hashes(path: Path) -> Path:
 
 
 def lengths(path: Path) -> Path:
-    """Writes a GRU with sequence lengths as an input, between two MatMuls."""
+    """Writes a file with a GRU between two MatMuls; the lengths of the sequences are an input."""
     nodes = [
         node("MatMul", ["x", "w"], ["h"]),
         node(
@@ -237,7 +237,7 @@ def lengths(path: Path) -> Path:
 
 
 def turned_back(path: Path) -> Path:
-    """Writes a SequenceAt whose index, computed from the sequence's length, is part of the island too."""
+    """Writes a file with a SequenceAt whose index, that of the last part, is computed in the island too."""
     middle = [
         node("SplitToSequence", ["a", "one"], ["parts"], axis=1),
         node("SequenceLength", ["parts"], ["length"]),
@@ -249,7 +249,7 @@ def turned_back(path: Path) -> Path:
 
 
 def sizes_of_some_images(path: Path) -> Path:
-    """Writes a Reshape to sizes that depend on values."""
+    """Writes a file with a Reshape to sizes that depend on values."""
     middle = [
         node("ReduceMax", ["a"], ["most"], axes=[1, 2, 3], keepdims=0),
         node("Greater", ["most", "limit"], ["chosen"]),
@@ -264,7 +264,7 @@ def sizes_of_some_images(path: Path) -> Path:
 
 
 def in_a_branch(path: Path) -> Path:
-    """Writes an If whose condition depends on a size, with NonZero in the branch that is taken."""
+    """Writes a file with an If whose condition depends on a size, with NonZero in the branch taken."""
     taken = [
         node("NonZero", ["a"], ["places"]),
         node("Cast", ["places"], ["numbers"], to=FLOAT),
@@ -286,7 +286,7 @@ def in_a_branch(path: Path) -> Path:
 
 
 def a_number_in_words(path: Path) -> Path:
-    """Writes a constant string that is cast to a number."""
+    """Writes a file with a constant string that is cast to a number."""
     middle = [
         node("Constant", [], ["word"], value_string="1.5"),
         node("Cast", ["word"], ["number"], to=FLOAT),

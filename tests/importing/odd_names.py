@@ -1,7 +1,7 @@
 """Small ONNX files whose nodes and tensors have odd names.
 
 The names contain colons, slashes, brackets, spaces, JSON or qatkit's selector prefixes. Each file is
-quantized like `export.py` does. `Read` then finds the operators that stay float and the type, scale and
+quantized as by `export.py`. `Read` then finds the operators that stay float and the type, scale and
 zero_point of a tensor.
 """
 

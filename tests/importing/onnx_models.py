@@ -54,7 +54,7 @@ def save(
 
 
 def sqnr(wanted: Array, found: Array) -> float:
-    """Returns the signal-to-noise ratio in dB, without the values that are the same infinity in both."""
+    """Returns the SQNR in dB (infinite if equal), without values that are the same infinity in both."""
     assert wanted.shape == found.shape
     finite = ~((wanted == found) & np.isinf(wanted))
     a, b = wanted[finite].astype(np.float64), found[finite].astype(np.float64)
@@ -84,7 +84,14 @@ def imported(path: Path, feeds: Mapping[str, Array], fixed: Mapping[str, Any] | 
 def check(
     path: Path, feeds: Mapping[str, Array], *, least: float = 110.0, fixed: Mapping[str, Any] | None = None
 ) -> None:
-    """Checks the imported module against ONNX Runtime: floats by an SQNR of `least` dB, the rest exactly."""
+    """Checks the imported module against ONNX Runtime: floats by an SQNR of `least` dB, all else exactly.
+
+    Args:
+        path: the file.
+        feeds: values by input name.
+        least: the smallest SQNR allowed.
+        fixed: values of inputs that become constants, by name.
+    """
     wanted, found = in_onnxruntime(path, feeds, fixed), imported(path, feeds, fixed)
     assert len(wanted) == len(found)
     for a, b in zip(wanted, found, strict=True):

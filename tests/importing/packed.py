@@ -36,7 +36,7 @@ def dequantized(held: Array, scale: Array, zero: Array | None, bits: int, inputs
 
 
 class MatMulNBits(OpRun):
-    """The operator, computed in float64."""
+    """The operator MatMulNBits, computed in float64."""
 
     op_domain = "com.microsoft"
 

@@ -286,7 +286,7 @@ def test_an_encoding_before_a_relu_does_not_undo_it(tmp_path: Path) -> None:
 
 
 def test_fixed_scales_survive_a_state_dict(tmp_path: Path) -> None:
-    """A resumed run restores them this way."""
+    """A resumed run restores fixed scales from the state_dict."""
     source = network(tmp_path / "net.onnx")
     written, _ = again(source, {"input": one("uint8", 100, 0.03)})
     other = QATModule(written.model, FEEDS)

@@ -1,4 +1,4 @@
-"""Tests of the upper bound of an input's ids, inferred from the tables, depths or ranges that they index."""
+"""Tests of the upper bound of an input's ids, inferred from the Gathers, OneHots or Equals that read it."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def test_external_data_of_a_branch_that_is_missing(tmp_path: Path) -> None:
 
 
 def _beside(folder: Path, nodes: list[onnx.NodeProto], constants: dict[str, Array]) -> Path:
-    """Writes a file with its weights in w.bin."""
+    """Writes an ONNX file whose weights are in w.bin."""
     path = save(folder / "m.onnx", nodes, {"x": X}, ["y"], constants)
     onnx.save(onnx.load(str(path)), str(path), save_as_external_data=True, location="w.bin", size_threshold=0)
     return path
@@ -201,7 +201,7 @@ def test_an_input_without_a_type(tmp_path: Path) -> None:
 
 
 def test_nodes_of_one_name(tmp_path: Path) -> None:
-    """ONNX Runtime does not load such a file."""
+    """ONNX Runtime loads no file in which two nodes have the same name."""
     nodes = [helper.make_node("Neg", ["x"], ["a"], "same"), helper.make_node("Abs", ["a"], ["y"], "same")]
     path = save(tmp_path / "m.onnx", nodes, {"x": X}, ["y"])
     with pytest.raises(ConfigError, match="two nodes with same node name") as raised:

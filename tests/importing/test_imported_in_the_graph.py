@@ -30,7 +30,7 @@ def floats(*shape: int) -> Array:
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """A small network with a residual connection, inputs image and state, two outputs and any batch size."""
+    """Writes a small network with a residual connection, two inputs, two outputs and any batch size."""
     nodes = [
         helper.make_node("Conv", ["image", "w"], ["a"], "/stem/Conv", pads=[1, 1, 1, 1]),
         helper.make_node("BatchNormalization", ["a", "s", "b", "m", "v"], ["n"], "/stem/Norm"),

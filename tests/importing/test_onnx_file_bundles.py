@@ -1,6 +1,6 @@
 """Tests of bundles of models whose inputs are arrays instead of pictures.
 
-They have any inputs and outputs, are verified without torch, and damage to them is detected.
+The models may have any inputs and outputs. Bundles are verified without torch, and damage is detected.
 """
 
 from __future__ import annotations

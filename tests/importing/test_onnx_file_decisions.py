@@ -1,4 +1,4 @@
-"""Tests of verify.decision, by which train.py compares the float and the quantized file, for a detector."""
+"""Tests of verify.decision: train.py compares what the float and the quantized file of a detector decide."""
 
 from __future__ import annotations
 

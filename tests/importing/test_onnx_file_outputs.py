@@ -1,4 +1,4 @@
-"""Tests of train.py with ONNX files that accept one sample at a time, return integers or read float ids."""
+"""Tests of train.py with ONNX files that take one sample at a time, return integers or take ids as floats."""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ def test_a_new_file_where_the_given_one_has_no_form(tmp_path: Path) -> None:
 
 
 def _inverting(path: Path) -> Path:
-    """Writes a matrix inverse, which has no PyTorch equivalent, between two convolutions."""
+    """Writes a file with two convolutions around an operator that the importer cannot translate."""
     draw = np.random.default_rng(3)
     nodes = [
         helper.make_node("Conv", ["image", "w"], ["a"], "/first/Conv", pads=[1, 1, 1, 1]),

@@ -80,7 +80,7 @@ def test_real_file_gives_what_its_module_gives(name: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", _SIZES)
 def test_real_file_equals_an_export_at_three_sizes(name: str, tmp_path: Path) -> None:
-    """The reference is an export, since float operators round differently in PyTorch."""
+    """The reference is an export of the module, since PyTorch's float operators round differently."""
     torch.manual_seed(2)
     source = _source(name, tmp_path)
     written = write(source, _feeds(source, _SIZES[name]))

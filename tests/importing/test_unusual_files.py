@@ -1,4 +1,4 @@
-"""Tests of files that few exporters write: import, proved against ONNX Runtime, PTQ and writing back."""
+"""Tests of files that few exporters write: import (checked with ONNX Runtime), PTQ and writing back."""
 
 from __future__ import annotations
 

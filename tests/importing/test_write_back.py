@@ -189,7 +189,7 @@ def test_every_backend(backend: Backend, tmp_path: Path) -> None:
     ],
 )
 def test_activations_of_16_bits(case: str, opset: int, tmp_path: Path) -> None:
-    """ONNX Runtime computes such operators in float and rounds their activations to 16 bits.
+    """ONNX Runtime computes operators with 16-bit activations in float, and rounds these activations.
 
     It must not fuse a MatMul into a kernel that would round them to 8 bits.
     """

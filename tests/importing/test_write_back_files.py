@@ -317,7 +317,7 @@ def test_activation_in_the_node_of_its_convolution(tmp_path: Path) -> None:
 
 
 def test_new_names_of_long_names_are_short(tmp_path: Path) -> None:
-    """TensorFlow's converters join names into such long ones."""
+    """TensorFlow's converters join node names, so that a name may take hundreds of characters."""
     net = Net()
     long = ";".join(f"model/part_{i}/Conv2D" for i in range(40))
     y = net.add("Conv", "x", net.constant(floats(8, 3, 3, 3)), name=long)

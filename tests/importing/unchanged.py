@@ -50,7 +50,7 @@ class Graph:
 
 @dataclass
 class Changes:
-    """All changes except Q/DQ pairs and integer weights and biases within half a step of the float values.
+    """Changes of a file, without Q/DQ pairs and without integer constants within half a step of their floats.
 
     Attributes:
         gone, new: number of removed and of added nodes, by operator.

@@ -30,7 +30,7 @@ class Written:
 
     Attributes:
         path: the written file.
-        model: the imported module of `model.file`.
+        model: the imported module, whose source is `model.file`.
         converted: the converted graph that was written back.
         module: the calibrated module before its conversion.
     """

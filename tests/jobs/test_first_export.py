@@ -102,7 +102,7 @@ def test_size_is_held_of_every_kind_of_file(
 
 
 class Half(Net):
-    """A network with a second head, which is a bmm, for which no backend has a rule."""
+    """A network that adds a bmm of its logits to them; no backend has a rule for bmm."""
 
     def __init__(self, num_classes: int = 10) -> None:
         super().__init__(num_classes)

@@ -1,4 +1,4 @@
-"""Tests of a language model from its folder and texts to a decoder that generates text."""
+"""Tests of a language model, from a model folder and texts to a decoder that generates text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of legal files with infinite constants, names that quantization tools give, or unsorted nodes."""
+"""Tests of legal files with infinite constants, unsorted nodes, or names that quantizers use themselves."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def open_clip(path: Path) -> Path:
 
 
 def masked(path: Path) -> Path:
-    """Writes an attention mask: scores of -inf before a Softmax, and only finite values after it."""
+    """Writes a file with a mask: scores of -inf before a Softmax, and only finite values after it."""
     nodes = [CONV, helper.make_node("Add", ["y", "mask"], ["m"], "add"),
              helper.make_node("Softmax", ["m"], ["s"], "softmax"), helper.make_node("Relu", ["s"], ["r"], "relu"),
              *HEAD]  # fmt: skip
@@ -69,7 +69,7 @@ def masked(path: Path) -> Path:
 
 
 def infinite_bias(path: Path) -> Path:
-    """Writes a mask that ONNX Runtime turns into the bias of a Gemm."""
+    """Writes a file with a mask of -inf that ONNX Runtime turns into the bias of a Gemm."""
     nodes = [CONV, helper.make_node("Relu", ["y"], ["r"], "relu"), *HEAD[:2],
              helper.make_node("MatMul", ["f", "m"], ["g"], "product"),
              helper.make_node("Add", ["g", "mask"], ["a"], "add"),

@@ -28,7 +28,7 @@ FILE = "model.weight_only.onnx"
 
 
 def asked(path: Path, *typed: str) -> Config:
-    """Returns the configuration that the command line makes of these keys."""
+    """Returns the configuration that the command line makes of the keys `typed`, for a quick run."""
     quick = ("verify.latency_runs=3", "verify.threads=1", "trainer.progress=false")
     return compose_config(CONF, [f"onnx={path}", "mode=weight_only", *quick, *typed], adapt=export_run)
 

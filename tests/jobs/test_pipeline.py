@@ -40,7 +40,7 @@ from qatkit.jobs import export_checkpoint, pipeline
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the folder of a run with float training, QAT and a control, fine-tuned in float instead."""
+    """Returns the folder of a run with float training, QAT and a control that is fine-tuned in float."""
     folder = tmp_path_factory.mktemp("finished") / "run"
     config = tiny(folder)
     config.verify.control = True

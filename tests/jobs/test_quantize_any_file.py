@@ -66,7 +66,7 @@ def save(
 
 
 def several(path: Path) -> tuple[Path, Arrays]:
-    """Returns a file, from ids [n, t], a mask and a vector to features, a sum and an id, and its samples."""
+    """Returns a file and its samples: ids, a mask and a vector give features, a sum and the largest id."""
     nodes = [
         node("Gather", "table ids", "embedded"),
         node("Cast", "mask", "weights", to=FLOAT),
@@ -93,7 +93,7 @@ def several(path: Path) -> tuple[Path, Arrays]:
 
 
 def stateful(path: Path) -> tuple[Path, Arrays]:
-    """Returns one step of a recurrent network, from a frame and a state for a batch of 1, and its samples."""
+    """Returns a file that computes a step of a recurrent network for a batch of 1, and its samples."""
     nodes = [
         node("MatMul", "frame a", "x"),
         node("Concat", "x state", "both", axis=-1),
@@ -160,7 +160,10 @@ def contrib(path: Path) -> tuple[Path, Arrays]:
 
 
 def energies(path: Path) -> tuple[Path, Arrays]:
-    """Returns a recognizer's front end: squares above float16's maximum and a logarithm of small sums."""
+    """Returns a file like a speech recognizer's front end, and its samples.
+
+    Squares exceed float16's maximum, and sums of which a logarithm is taken are small.
+    """
     nodes = [
         node("Mul", "signal gain", "x"),
         node("Mul", "x x", "power"),

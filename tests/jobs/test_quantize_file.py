@@ -107,7 +107,7 @@ def test_the_audit_sees_what_a_dynamic_file_computes(tmp_path: Path) -> None:
 
 
 def _resized(path: Path, opset: int, mode: str) -> Path:
-    """Writes a Conv, a resize by a factor of 1.5, a MaxPool with stride 4 and a MatMul."""
+    """Writes a file of a Conv, a resize by a factor of 1.5, a MaxPool with stride 4 and a MatMul."""
     draw = np.random.default_rng(0)
     weights = {"w": draw.normal(size=(4, 3, 3, 3)), "fc": draw.normal(size=(36, 10)) / 6,
                "factors": np.array([1, 1, 1.5, 1.5])}  # fmt: skip

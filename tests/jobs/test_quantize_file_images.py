@@ -18,7 +18,7 @@ from qatkit.jobs import quantize_file
 
 
 def _channels_last(path: Path) -> Path:
-    """Writes Transpose, Conv, ReLU, global pool, Flatten and Gemm on an input [N, 6, 12, 3]."""
+    """Writes a file of Transpose, Conv, ReLU, global pool, Flatten and Gemm with an input [N, 6, 12, 3]."""
     nodes = [
         helper.make_node("Transpose", ["input"], ["x"], "first", perm=[0, 3, 1, 2]),
         helper.make_node("Conv", ["x", "w"], ["y"], "conv", pads=[1, 1, 1, 1]),

@@ -80,7 +80,7 @@ def unknown_operator(path: Path) -> None:
 
 
 def unknown_operator_of_a_known_domain(path: Path) -> None:
-    """Writes an unknown operator and imports an opset for its domain, so only ONNX Runtime can refuse it."""
+    """Writes a file with an unknown operator of an imported domain, which only ONNX Runtime can refuse."""
     unknown_operator(path)
     model = onnx.load(str(path))
     model.opset_import.append(helper.make_opsetid("acme", 1))
@@ -88,7 +88,7 @@ def unknown_operator_of_a_known_domain(path: Path) -> None:
 
 
 def unknown_operator_in_a_branch(path: Path, *, matrix: bool = True, imported: bool = False) -> None:
-    """Writes an unknown operator in a branch that is never taken; ONNX Runtime refuses to load the file.
+    """Writes a file with an unknown operator in a branch never taken; ONNX Runtime refuses to load it.
 
     Args:
         path: file to write.

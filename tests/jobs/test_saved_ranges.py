@@ -1,4 +1,7 @@
-"""Tests of activation ranges saved for an ONNX file: a second run restores them, other files or data fail."""
+"""Tests of activation ranges that are saved for an ONNX file.
+
+A second run restores them; with another file or other data, they are refused.
+"""
 
 from __future__ import annotations
 

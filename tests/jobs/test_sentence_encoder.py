@@ -1,4 +1,4 @@
-"""Tests of a sentence encoder from its folder and scored pairs to a file, against transformers."""
+"""Tests of a sentence encoder, from a model folder and scored pairs to an ONNX file, against transformers."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_the_rank_correlation_is_that_of_the_file(
 
 
 def _check_lengths(session: ort.InferenceSession) -> None:
-    """Checks that the file accepts a sentence of any length and that padding only changes roundings."""
+    """Checks that the file accepts sentences of any length and that padding hardly changes the embedding."""
     for length in (2, 9, 40):
         ids = np.random.default_rng(length).integers(1, 320, (1, length))
         (found,) = session.run(None, {"input_ids": ids, "attention_mask": np.ones_like(ids)})

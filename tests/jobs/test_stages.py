@@ -1,4 +1,4 @@
-"""Tests of a run's stages: which run or are restored, and how often a model is traced, proven and built."""
+"""Tests of a run's stages: which are executed or restored; how often a model is traced, proven and built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of a text classifier from its folder and labelled texts to a file, against transformers."""
+"""Tests of a text classifier, from a model folder and labelled texts to a file, against transformers."""
 
 from __future__ import annotations
 

@@ -18,7 +18,13 @@ SCALE = 0.02
 
 
 def make(folder: Path, *, signer: str | None = None, batch: int | str = "N") -> Path:
-    """Writes a bundle with three labels and a report, and returns its folder; `batch` is a size, or "N"."""
+    """Writes a bundle with three labels and a report, and returns its folder.
+
+    Args:
+        folder: the folder to make.
+        signer: the public key that the manifest names.
+        batch: the batch size of the file, or "N" for a dynamic one.
+    """
     folder.mkdir()
     _onnx(folder / INT8_FILE, batch)
     shutil.copy(folder / INT8_FILE, folder / "float.onnx")

@@ -1,4 +1,4 @@
-"""Tests of the comparison of two files, against figures computed with NumPy."""
+"""Tests of comparing the outputs of two ONNX files, against figures computed with NumPy."""
 
 from __future__ import annotations
 

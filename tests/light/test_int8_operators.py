@@ -27,7 +27,7 @@ GRAPHS = dict(graphs())
 
 
 def can(column: NDArray[Any]) -> bool:
-    """Returns whether uint8 activations exist with which two adjacent weights' products overflow 16 bits."""
+    """Returns whether the products of two adjacent weights and some uint8 activations sum to over 16 bits."""
     column = np.append(column, [0] * (len(column) % 2)).astype(int)
     pairs = column.reshape(-1, 2)
     return any(abs(a * w0 + b * w1 + 0.5) > 32768 for w0, w1 in pairs for a, b in product((0, 255), repeat=2))
@@ -161,7 +161,7 @@ def test_values_elsewhere_are_refused(location: str, tmp_path: Path) -> None:
 
 
 def leaves_16_bits(column: NDArray[Any]) -> bool:
-    """Returns whether the sum of two products of a channel with int8 activations can overflow 16 bits."""
+    """Returns whether products of two of a channel's weights with int8 activations sum to over 16 bits."""
     ends = [(x * int(w)) for w in column for x in (-128, 127)]
     largest = sorted((max(pair) for pair in zip(ends[::2], ends[1::2], strict=True)), reverse=True)
     least = sorted(min(pair) for pair in zip(ends[::2], ends[1::2], strict=True))

@@ -1,4 +1,7 @@
-"""Tests of finding weight pairs whose products with uint8 activations overflow 16 bits, by brute force."""
+"""Tests, by brute force, of finding weight pairs that can overflow 16 bits.
+
+What overflows is the sum of their products with two uint8 activations.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Tests that a runtime with different outputs is detected by its SQNR; its operators and a fix are named.
+"""Tests that a runtime with different outputs is detected by its SQNR; the operators and a fix are named.
 
 MatMulNBits at accuracy level 4 quantizes activations that are float in the file. Every tested ONNX Runtime
-creates it from blockwise int4 weights, so a golden record of exact outputs for such a file represents an
-older version, which did not quantize them.
+creates it from blockwise int4 weights, so golden vectors with exact outputs stand for an older version, which
+did not quantize these activations.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def test_of_two_convolutions_the_shortcut_is_quantized() -> None:
 
 
 def test_a_relu_without_a_convolution_is_not_lost() -> None:
-    """Negative inputs of a symmetric range must become zero."""
+    """A symmetric range keeps negative values, so only the ReLU itself makes them zero."""
 
     class Clamped(nn.Module):
         def __init__(self) -> None:

@@ -147,7 +147,10 @@ def test_a_clipped_weight_and_its_gradient_match_numpy() -> None:
 
 
 def test_given_integers_ship_and_move_with_the_weight() -> None:
-    """They may be far from weight / scale, are clipped to the type, and follow floor(w / s) in training."""
+    """Given integers may be far from weight / scale, and are clipped to the type.
+
+    In training, they follow floor(weight / scale).
+    """
     spec = QuantSpec("int8", symmetric=True, granularity=PerChannel(0))
     weight = torch.tensor([[0.26, -0.31, 0.5, -5.0], [1.0, 2.5, -0.1, 9.0]])
     scale, integers = torch.tensor([0.1, 0.5]), torch.tensor([[7, -3, -2, -127], [2, 4, 0, 30]])

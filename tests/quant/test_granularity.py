@@ -134,7 +134,7 @@ def test_each_block_is_clipped_for_its_own_least_error() -> None:
 
 
 def test_what_a_scale_may_be_multiplied_by() -> None:
-    """A factor per output channel can be merged into scales if none applies to two output channels."""
+    """A factor per output channel can be merged into scales of which none applies to two output channels."""
     assert not PerTensor().separates(0)
     assert PerChannel(0).separates(0) and not PerChannel(1).separates(0)
     assert PerBlock(32).separates(0) and not PerBlock(32).separates(1)

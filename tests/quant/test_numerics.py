@@ -253,7 +253,7 @@ def test_spec_names_the_field_and_what_is_allowed() -> None:
 
 
 def _at(x: Tensor, value: float) -> Tensor:
-    """Returns `x` with one value changed."""
+    """Returns a copy of `x` with one value replaced."""
     x = x.clone()
     x[3, 1, 2] = value
     return x

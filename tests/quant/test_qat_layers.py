@@ -1,4 +1,4 @@
-"""Tests of Conv and Linear with a live BatchNorm against the separate layers: values and gradients."""
+"""Tests of Conv and Linear with a fused, trained BatchNorm against separate layers: values and gradients."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_in_training_it_equals_the_pair_including_gradients(case: str, gamma_zer
 
 @pytest.mark.parametrize("gamma_zero", [False, True])
 def test_the_weight_is_quantized_as_it_ships(gamma_zero: bool) -> None:
-    """In inference, the weight is the rounded folded one; in training, the output is near the float pair."""
+    """In inference, the weight is the rounded folded one; in training, the output is near that of float."""
     op, bn, x = pair("conv2d", gamma_zero)
     module = fused(op, bn)
     spec = QuantSpec("int8", symmetric=True, granularity=PerChannel(0))
@@ -169,7 +169,7 @@ def test_without_batch_norm_it_equals_and_shares_the_operator(case: str) -> None
 
 
 def test_a_compiled_backward_pass_uses_the_initial_statistics() -> None:
-    """A live BatchNorm's variance scales the weight and is updated in the same pass.
+    """The variance of a trained BatchNorm scales the weight and is updated in the same pass.
 
     Only the partitioner of torch.compile reveals which of the two values the backward pass uses.
     """

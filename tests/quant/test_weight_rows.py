@@ -59,7 +59,7 @@ def test_a_rounding_takes_a_byte_where_it_fits(dtype: str, held: torch.dtype) ->
 
 
 def test_rows_that_are_looked_up_are_those_of_the_whole_table() -> None:
-    """Without gradients, only the looked-up rows are quantized."""
+    """Without gradients, only the rows that are looked up are rounded; their values must be the same."""
     table = QATEmbedding(40, 32)
     table.weight_fake_quant = quantizer(table.weight.detach(), PerBlock(16), fixed=True)
     rows = torch.tensor([[3, 39, 3], [0, 7, 39]])

@@ -150,7 +150,7 @@ def test_the_range_of_least_error_is_clipped_at_both_ends() -> None:
 
 
 def test_integers_that_were_given_ship_beside_their_zero_point() -> None:
-    """They are relative to the zero_point, which follows the weight or is fixed."""
+    """Given integers are relative to the zero_point, which follows the weight or is fixed."""
     weight = torch.tensor([[0.26, -0.31, 0.5, -5.0], [1.0, 2.5, -0.1, 9.0]])
     scale, integers = torch.tensor([0.1, 0.5]), torch.tensor([[7, -3, -2, -120], [2, 4, 0, 30]])
     module = WeightFakeQuantize(WIDE, weight.shape)
@@ -185,7 +185,7 @@ def test_channels_that_are_turned_round_keep_their_integers(stands: bool) -> Non
 
 
 def test_frozen_integers_of_unsigned_weights_fit() -> None:
-    """Relative to the zero_point, they range from -255 to 255."""
+    """Relative to their zero_point, integers of uint8 weights range from -255 to 255."""
     module, weight = quantizer(replace(WIDE, dtype="uint8")), WEIGHT + torch.tensor([-9.0, 9.0] * 3)[:, None]
     module.oscillation = Oscillation(weight, torch.int16)
     whole = module.whole(weight)

@@ -1,4 +1,4 @@
-"""Tests of a run's plan as text: units of durations, finished stages, and a total that names its gaps."""
+"""Tests of a run's plan as text: units of durations, finished stages, and a total that names unknown ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the example panels on the page: pictures and shapes of any task, in the sample's coordinates."""
+"""Tests of the report page's example panels: pictures and shapes of any task, in the sample's coordinates."""
 
 from __future__ import annotations
 

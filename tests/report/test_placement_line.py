@@ -1,4 +1,4 @@
-"""Tests of the line of a report on a measured placement: it says whether the file used was the fastest."""
+"""Tests of the report's line on a measured placement: it says whether the file used was the fastest."""
 
 from __future__ import annotations
 

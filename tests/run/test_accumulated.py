@@ -20,7 +20,7 @@ from qatkit_verify import stopping
 
 
 class Ending(QATModule):
-    """A module that stops its run at batch number `batch`, by the signal `by` or (None) like a kill."""
+    """A module that stops its run at batch number `batch`, by the signal `by` or (None) by an exception."""
 
     batch: int | None = None
     by: int | None = None

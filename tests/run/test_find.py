@@ -49,7 +49,7 @@ def test_resume_auto_finds_the_newest_equal_unfinished_run(
 def test_a_run_whose_bundle_is_missing_is_not_finished(
     made: str, shortfalls: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such a run was killed after it wrote its report. A run that missed a bound needs no bundle."""
+    """A run with a report but no bundle was killed in between; a run that missed a bound needs no bundle."""
     monkeypatch.chdir(tmp_path)
     config = Config(name="mine", export=ExportConfig(bundle=True))
     folder = _run_folder("run", config, age=5)

@@ -174,7 +174,7 @@ def test_every_kill_goes_on_to_the_same_bits(
 
 
 def compare(reference: Path, folder: Path) -> None:
-    """Checks that two folders have the same files, bit-identical but for times, paths and reports."""
+    """Checks that two folders have the same files, bit-identical but for times, paths and measurements."""
     names = {path.name for path in reference.iterdir()}
     assert {path.name for path in folder.iterdir()} == names
     for name in names - {"report.json", "report.html", "config.yaml", "pictures", "sensitivity.json"}:

@@ -1,4 +1,4 @@
-"""Tests that only runs that need more than the available memory or a year are refused, with figures."""
+"""Tests of the refusal, with figures, of runs that need more memory than there is or more than a year."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_an_oblong_image_that_is_too_large_names_its_pixels(tmp_path: Path) -> N
 def test_weights_that_memory_does_not_hold_are_refused_unread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that headers suffice: model and quantized copy need 4 bytes per parameter each."""
+    """Only the files' headers are read: the model and its quantized copy need 4 bytes per parameter each."""
     counts = {"a": 100_000_000, "b": 20_000_000}
     for name, count in counts.items():
         tensor = {"dtype": "F32", "shape": [count], "data_offsets": [0, 4 * count]}

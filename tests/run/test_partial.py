@@ -22,7 +22,7 @@ from qatkit.train.module import QATModule
 
 
 class Killed(QATModule):
-    """A module that ends as soon as an algorithm has finished."""
+    """A module that is interrupted as soon as an algorithm has finished."""
 
     def correct(self, batches: Iterable[Any], algorithms: Iterable[Algorithm] | None = None) -> None:
         super().correct(batches, algorithms)

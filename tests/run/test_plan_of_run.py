@@ -1,4 +1,4 @@
-"""Tests of the estimated time of each stage: it changes no results, is reported, and is right on resume."""
+"""Tests of the estimated time of each stage: results stay the same; only what is left counts on resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of writing a graph again with other values: by refilling the first file or by another export."""
+"""Tests of writing a graph's file again with other values: by refilling the first file or by exporting."""
 
 from __future__ import annotations
 

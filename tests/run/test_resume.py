@@ -118,7 +118,7 @@ def test_a_run_resumes_with_moved_images_but_not_with_others(tmp_path: Path) -> 
 
 
 def test_a_run_goes_on_with_the_float_models_that_it_began_with(finished: Path, tmp_path: Path) -> None:
-    """Checks that their files may move but not change: they teach, and accuracy is compared with them."""
+    """The float models' files may move but not change: they teach, and accuracy is compared with them."""
     folder, mine, teacher = tmp_path / "run", tmp_path / "mine.ckpt", tmp_path / "teacher.ckpt"
     for file in (mine, teacher):
         shutil.copy(finished / "float.ckpt", file)

@@ -28,7 +28,13 @@ Attempt = tuple[
 
 
 class Stops(QATModule):
-    """A module that counts images per step and stops at step `stop` or before validation at `unvalidated`."""
+    """A module that counts images per step, and stops at a step.
+
+    Attributes:
+        stop: the step that does not begin, if any.
+        unvalidated: the step before whose validation the module stops, if any.
+        images: number of images by step.
+    """
 
     stop: int | None = None
     unvalidated: int | None = None

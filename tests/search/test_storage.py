@@ -108,7 +108,7 @@ def test_a_database_that_does_not_answer_is_refused(tmp_path: Path) -> None:
     "sqlite:///file::memory:?cache=shared&uri=true", "sqlite:///file:name?mode=memory&uri=true", "SQLite://",
 ])  # fmt: skip
 def test_a_study_in_memory_is_refused(url: str) -> None:
-    """Such a study would be lost with its worker, and no other worker could see it."""
+    """A study in memory would be lost with its worker, and no other worker could see it."""
     config = Config(search=replace(ASKED, storage=url))
     with pytest.raises(
         ConfigError,

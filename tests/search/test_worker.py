@@ -1,4 +1,4 @@
-"""Tests of whole searches from the command line: trials are runs, and unfinished ones are reported."""
+"""Tests of whole searches from the command line: trials are runs; failed or infeasible ones are reported."""
 
 from __future__ import annotations
 
@@ -305,7 +305,7 @@ def test_a_storage_that_is_away_is_no_attempt(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Covers each kind of record that a worker may be writing when the storage goes away."""
+    """Covers each kind of record that a worker may have to write while the database is locked."""
     monkeypatch.setattr("qatkit.search.storage._BUSY", 0.01)
     command = [
         *RUN, *SEARCH, "search.storage=null", "search.trials=1", "search.attempts=1", "output_dir=study"

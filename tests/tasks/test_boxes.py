@@ -47,7 +47,7 @@ def left(corners: Array, scores: Array, least: float = 0.3, most: float = 0.45) 
 
 
 def f1(exact: list[tuple[Any, Any, Any]], found: list[tuple[Any, Any, Any]], least: float = 0.5) -> float:
-    """Returns the F1 by torchvision's IoU; boxes of `found` are matched in the order of their scores."""
+    """Returns the F1 score; boxes of `found`, best first, match boxes of their class by torchvision's IoU."""
     matched = both = 0
     for (boxes, _, classes), (others, _, kinds) in zip(exact, found, strict=True):
         near, free = box_iou(others, boxes), set(range(len(boxes)))

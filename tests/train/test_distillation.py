@@ -164,7 +164,7 @@ def test_several_features_weigh_alike() -> None:
     ],
 )
 def test_float_features_cost_nothing_with_quantization_off(name: str, paths: list[str]) -> None:
-    """Compares the student with itself without quantization: every feature is found, and none differs."""
+    """Compares the unquantized student with its float model: every feature is found, and none differs."""
     model = build(name, 64)
     module = QATModule(
         model, noise(2, 3, 64, 64), ScheduleConfig(distill_features=paths, batch_norm="freeze")

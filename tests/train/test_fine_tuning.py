@@ -78,7 +78,7 @@ def train(
 @pytest.mark.parametrize("moves", [False, True], ids=["in_place", "moved"])
 @pytest.mark.parametrize("kind", ["QAT", "float"])
 def test_what_ships_is_the_average_of_the_weights(kind: str, moves: bool) -> None:
-    """After training, the parameters may be on another device or in another memory format."""
+    """The average is exported even if the parameters have another memory format after training."""
     decay, kept = 0.6, Keep()
     module: Learner = (
         qat(ema=decay) if kind == "QAT" else FloatModule(Small(), ScheduleConfig(ema=decay, float_lr=0.05))

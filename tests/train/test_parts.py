@@ -21,7 +21,7 @@ from qatkit_verify.errors import ConfigError
 
 
 class Backbone(nn.Module):
-    """A backbone with two named feature levels and frozen BatchNorms."""
+    """A backbone with a frozen BatchNorm that returns two named feature levels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Backbone(nn.Module):
 
 
 class Head(nn.Module):
-    """A head with convolutions shared by all levels, followed by logic that cannot be traced."""
+    """A head with a convolution that all levels share, followed by logic that cannot be traced."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -116,7 +116,7 @@ def float_weight(graph: QdqGraph) -> str:
 
 
 def self_quantized(graph: QdqGraph) -> str:
-    """Adds the same Conv between QDQ pairs, where ONNX Runtime itself quantizes the weight."""
+    """Adds a Conv `c1` with a float weight between QDQ pairs; ONNX Runtime itself quantizes the weight."""
     weight = graph.constant("c1.weight", np.random.default_rng(0).normal(size=(16, 16, 3, 3)))
     image = graph.quantize("input", "in_q", INPUT_SCALE)
     return graph.quantize(graph.node("Conv", [image, weight], "c1", pads=[1, 1, 1, 1]), "c1_q", OUTPUT_SCALE)
@@ -132,7 +132,10 @@ def matmul_add(graph: QdqGraph) -> str:
 def classifier(
     path: Path, batch: int | str = "N", classes: int = 10, output_pair: bool = True, largest: int = 64
 ) -> QdqGraph:
-    """Writes a quantized conv, ReLU, pool and Linear on [batch, 16, 8, 8]; returns nodes and constants."""
+    """Writes a file of a quantized conv, ReLU, pool and Linear; returns its nodes and constants.
+
+    The input is [batch, 16, 8, 8].
+    """
     graph = QdqGraph(largest=largest)
     image = graph.quantize("input", "input_q", INPUT_SCALE)
     hidden = graph.node("Relu", [graph.conv(image, "conv")], "relu")

@@ -118,7 +118,10 @@ class Op:
                 yield (*row, m), m, self.x[row].tolist(), self.weight[:, m].tolist()
 
     def _convolved(self) -> Iterator[Terms]:
-        """Yields each output's terms by kernel position, then by channel of the group; zero points pad x."""
+        """Yields each output's terms by kernel position, then by channel of the group.
+
+        The input is padded with its zero point.
+        """
         ends, kernel = self.x.shape[2:], self.weight.shape[2:]
         size = [
             (n + 2 * self.pad - (k - 1) * self.dilation - 1) // self.stride + 1

@@ -149,7 +149,7 @@ def test_patterns_name_operators_or_modules_above(pattern: str, matches: bool) -
 
 
 def test_session_options_reach_the_audit(tmp_path: Path) -> None:
-    """ONNX Runtime fuses int8 activations whose QuantizeLinear has two readers only with this option."""
+    """Only with this session option does ONNX Runtime fuse operators whose int8 input has two readers."""
     graph = QdqGraph()
     image = graph.quantize("input", "in_q", INPUT_SCALE, zero=0, dtype=np.int8)
     pairs = [

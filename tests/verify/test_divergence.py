@@ -1,4 +1,4 @@
-"""Tests of the first tensor that differs: after a planted fault in a scale or weight, it must be named."""
+"""Tests of finding the first tensor in which file and module differ, after a fault in a scale or weight."""
 
 from __future__ import annotations
 
@@ -178,7 +178,10 @@ def test_a_weight_that_is_changed_in_the_file_is_named(
 
 
 def _of_wrong_axis(path: Path) -> Path:
-    """Writes a weight with scales along its inputs: valid QDQ, which ONNX Runtime 1.31 computes wrongly."""
+    """Writes a file with a weight whose scales run along its inputs.
+
+    This is valid QDQ, but ONNX Runtime 1.31's optimizer changes its results.
+    """
     graph = QdqGraph()
     x = graph.quantize("input", "input_q", INPUT_SCALE)
     first = graph.quantize(graph.gemm(x, "first"), "first_q", LOGITS_SCALE)
@@ -229,7 +232,7 @@ def test_what_the_optimizer_computes_otherwise_is_named(tmp_path: Path) -> None:
 
 
 def test_floats_are_compared_in_steps_of_their_range(tmp_path: Path) -> None:
-    """In a file without QuantizeLinear, all float tensors of both graphs are compared, and none differs."""
+    """In a file without QuantizeLinear, all float tensors that the optimized graph keeps are compared."""
     graph = QdqGraph()
     weight = graph.constant("w", np.random.default_rng(0).standard_normal((16, 16)))
     y = graph.node("Sigmoid", [graph.node("MatMul", ["input", weight], "fc")], "sigmoid")

@@ -21,7 +21,7 @@ from qatkit.verify.checks.examples import ExamplesCheck
 
 
 class Waves(Drawing):
-    """A drawing of a signal in 16 shades, with the outputs of both files as lines."""
+    """A drawing of a signal in 16 levels, with the outputs of both files as lines."""
 
     measure = "of the range lies between float and INT8"
 

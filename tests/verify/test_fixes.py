@@ -94,7 +94,7 @@ def test_a_large_file_names_what_calibration_left_in_float() -> None:
     ],
 )
 def test_what_no_kernel_computes_is_not_measured_away(config: Config, setting: str) -> None:
-    """With such a setting, no placement is advised, and the audit does not list float operators."""
+    """If no kernel computes a setting, no placement is advised, and the audit lists no float operators."""
     slow = replace(
         BAD, latency={"int8": Latency(9.0, 8.9, 9.2, 0.56, 0.5, 0.6, 1, 2, 50)}, config=asdict(config)
     )
@@ -170,7 +170,7 @@ def test_a_drop_that_float_shares_is_blamed_on_fine_tuning(control: float, by_tr
     ],
 )  # fmt: skip
 def test_accuracy_advises_what_was_not_done(typed: list[str], expected: str) -> None:
-    """The configurations are composed as on the command line."""
+    """Advice leaves out what the configuration (composed as on the command line) has already done."""
     config = compose_config(CONF, typed)
     assert fixes(BAD, config)["max_drop"] == expected
 

@@ -1,6 +1,6 @@
-"""Tests of emulated uint8 x int8 kernels.
+"""Tests of emulated uint8 x int8 kernels against scalar sums and ONNX Runtime.
 
-They must equal scalar sums, and ONNX Runtime on this processor and on an emulated Haswell.
+ONNX Runtime runs on this processor and on an emulated Haswell.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests of latency: the order of results, ratios within a round, and settings that are refused."""
+"""Tests of latency: less work is faster, ratios are taken within a round, and bad settings are refused."""
 
 from __future__ import annotations
 

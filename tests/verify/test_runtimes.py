@@ -53,7 +53,7 @@ class Files(NamedTuple):
     labels: NDArray[np.int64]
 
     def check(self, *runtimes: str, **settings: Any) -> Results:
-        """Returns what the check measures in a run with a module."""
+        """Returns what the check measures, as in the run of a PyTorch model."""
         wanted = replace(self.subject.settings, runtimes=["onnxruntime", *runtimes], **settings)
         told = Results("run", "m", "out", config=OF_A_MODULE)
         return RuntimesCheck().measure(replace(self.subject, settings=wanted), told)

@@ -1,4 +1,4 @@
-"""Tests of files on CPUs without VNNI: emulation, measured saturation, and weights that are guarded against it."""
+"""Tests of INT8 files on CPUs without VNNI: emulation, measured saturation and weights guarded against it."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ OPTIONS: dict[str, Any] = {"options": {}, "threads": 1}
 
 
 def two_products(path: Path, soft: Array = SOFT) -> tuple[Array, Array, Path]:
-    """Writes X · HARD · `soft` in uint8; returns its outputs with and without VNNI, and the file.
+    """Writes a file that computes X · HARD · `soft` in uint8.
 
-    Without VNNI, only the first product saturates.
+    Returns its outputs with and without VNNI, and the file. Without VNNI, only the first product saturates.
     """
     answers = []
     for saturate in (False, True):
@@ -121,7 +121,7 @@ def test_uint8_weights_asked_for_by_the_session_never_saturate(tmp_path: Path) -
 
 
 def checked(path: Path, config: Config, **changes: Any) -> tuple[Results, list[tuple[str, str]], list[str]]:
-    """Returns the results of the check, its shortfalls with their fixes, and its lines."""
+    """Returns the results of the check, its shortfalls with their fixes, and its lines in the report."""
     check, config.verify.target_isa = SaturationCheck(), "avx2"
     timed = ImageInputs((30,)).timed
     subject = Subject(

@@ -1,4 +1,4 @@
-"""Tests of bounds: each shortfall names its key, the required value and the measured value."""
+"""Tests of the bounds of `verify`: each shortfall names its key, the required and the measured value."""
 
 from __future__ import annotations
 

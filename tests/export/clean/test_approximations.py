@@ -1,4 +1,4 @@
-"""Tests of operators that are replaced by hardware approximations, and of the reported error."""
+"""Tests of operators replaced by hardware approximations, of the reported error and of dropped Q/DQ pairs."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_softmax_is_computed_in_bfloat16(tmp_path: Path) -> None:
 
 
 def _softmax(x: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Computes a softmax over axis 1 with a cubic exponential, in steps rounded to bfloat16 by ml_dtypes."""
+    """Computes a softmax over axis 1 with a cubic polynomial for exp, rounding each step to bfloat16."""
 
     def rounded(value: NDArray[np.float32]) -> NDArray[np.float32]:
         return value.astype(bfloat16).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Tests of cleaning a file's form: float32 for float16, layout, opset, unshared initializers and names."""
+"""Tests of cleaning a file's form: float16 to float32, layout, opset, initializers per reader, and names."""
 
 from __future__ import annotations
 

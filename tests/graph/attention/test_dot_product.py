@@ -1,4 +1,4 @@
-"""Tests of decomposing scaled dot-product attention: it equals the function, or stays float with a reason."""
+"""Tests of decomposing scaled dot-product attention: equal results, or a reason why it stays float."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def test_what_is_written_in_place_is_in_the_graph(version: int) -> None:
 def test_the_twin_adds_the_relative_positions(
     queries: tuple[int, int, int], keys: tuple[int, int, int], length: int
 ) -> None:
-    """Covers queries coarser and finer than the keys, and tables that must be interpolated."""
+    """Covers query grids as fine as the key grid, finer and coarser, and tables that must be interpolated."""
 
     class Scores(nn.Module):
         def __init__(self) -> None:

@@ -83,7 +83,7 @@ def test_the_window_twin_is_the_attention_on_clips(shift: tuple[int, ...], size:
 
 
 def test_what_outgrows_its_parameters_is_not_folded() -> None:
-    """The bias and mask of 8 windows of 4·7·7 tokens take 5 MB, but their table and regions only 90 kB."""
+    """For 8 windows of 4·7·7 tokens, bias and mask would take 5 MB; their table and regions take 90 kB."""
     torch.manual_seed(0)
     model = nn.Sequential(ShiftedWindowAttention3d(12, [4, 7, 7], [2, 3, 3], 3)).eval()
     x = noise(2, 8, 14, 14, 12)
@@ -225,7 +225,7 @@ class Segments(nn.Module):
 
 
 def test_a_dictionary_of_outputs() -> None:
-    """Heads that torchvision or the model marks as auxiliary are left out; other outputs stay in order."""
+    """In inference, heads that torchvision or the model marks as auxiliary are left out; the order stays."""
     x = noise(2, 3, 4, 4)
     model = Segments("out", "aux").eval()
     model.aux_classifier = model.heads["aux"]

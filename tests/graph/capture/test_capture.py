@@ -1,4 +1,4 @@
-"""Tests of capturing whole models: the form of the graph, dtypes, copies, and no traces of the recorder."""
+"""Tests of capturing whole models: inputs, outputs, dtypes and copies; model and torch stay unchanged."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def test_capture_under_inference_mode_and_no_grad() -> None:
 
 
 def test_models_on_other_threads_are_not_disturbed() -> None:
-    """Their calls are not recorded, and their results stay the same."""
+    """A model that another thread calls during the capture is not recorded, and its results stay the same."""
     other, x, found = nn.Sequential(nn.Linear(6, 6), nn.ReLU()), noise_of(2, 6), []
     expected = other(x)
 

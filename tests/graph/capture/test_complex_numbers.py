@@ -73,7 +73,7 @@ def matrices(x: Any) -> Any:
 
 
 def broadcast(x: Any) -> Any:
-    """Adds a row of complex numbers to real ones, and subtracts real ones from another row."""
+    """Adds a complex number to real ones, and subtracts real ones from another complex number."""
     return torch.view_as_real(x + TURNS[0, :1]).sum(-1) + (TURNS[1, :1] - x).imag
 
 

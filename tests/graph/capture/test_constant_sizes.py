@@ -19,7 +19,7 @@ from qatkit.graph.trace import trace
 
 
 def rest(m: Any, x: Tensor) -> Any:
-    """Returns the padding on the right that a convolution of stride 4 needs, as audio codecs compute it."""
+    """Returns a padding on the right, computed from the kernel and the stride as audio codecs do."""
     frames = torch.ceil((x.shape[-1] - m.kernel) / m.stride + 1).to(torch.int64) - 1
     return frames * m.stride + m.kernel + m.stride - x.shape[-1]
 
@@ -84,7 +84,7 @@ def test_a_size_from_a_buffer_is_exported(tmp_path: Path) -> None:
 
 
 def test_a_tensor_that_is_no_size_stays_one() -> None:
-    """A fill value and an offset are not sizes, and may be learned."""
+    """A fill value and a learned offset are not sizes, so they stay tensors of the graph."""
 
     def shifted(m: Any, x: Tensor) -> Any:
         return m.conv(F.pad(x, (1, 1)) + m.shift).mean(-1) + torch.full((4,), m.stride)

@@ -242,7 +242,10 @@ def test_what_fixes_an_axis_is_named_with_its_line() -> None:
 
 
 def test_an_inferred_size_that_is_fixed_is_a_number() -> None:
-    """After a bidirectional LSTM (timm's sequencer2d_s), a reshape names its last size; -1 infers another."""
+    """A fixed size that the model infers with -1 is a number in the graph, so -1 is left for a dynamic one.
+
+    The model infers its channels after a bidirectional LSTM, as timm's sequencer2d_s does.
+    """
     graph = captured(resizable.Sequencer(), drawn(*IMAGE))
     assert list(axes_of(graph)) == ["height", "width"]
     shapes = [node.args[1:] for node in graph.graph.nodes if node.target == "reshape"]
@@ -276,7 +279,7 @@ def test_given_names_are_the_only_free_axes() -> None:
 
 
 class SizeFunctions(nn.Module):
-    """A model that uses sizes in all of Python's arithmetic."""
+    """A model that computes with sizes in Python: divmod, *, /, //, %, negation and conversion to int."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Tests of convolutions with a kernel per image and the batch in their groups: any batch size works."""
+"""Tests of grouped convolutions that give each image of a batch its own kernel: any batch size works."""
 
 from __future__ import annotations
 

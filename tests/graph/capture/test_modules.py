@@ -180,7 +180,7 @@ class Same(nn.Conv2d):
 
 
 class Named(nn.Linear):
-    """A Linear that only has another constructor."""
+    """A Linear that differs only in its constructor."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width, width)
@@ -285,7 +285,7 @@ def test_loops_over_time_and_state(function: Any) -> None:
 
 
 def test_state_that_reaches_the_output_is_noted() -> None:
-    """The file computes the first call every time."""
+    """The graph computes what the first call does, every time, so a note names the buffer."""
 
     def forward(self: Any, x: Any) -> Any:
         self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)

@@ -1,4 +1,7 @@
-"""Tests of models that split the batch into parts: graph and file accept multiples of the number of parts."""
+"""Tests of models that split the batch into parts.
+
+Graph and file accept batch sizes that are multiples of the number of parts.
+"""
 
 from __future__ import annotations
 
@@ -123,7 +126,7 @@ def test_files_take_multiples(function: Callable[[Any], Any], tmp_path: Path) ->
 
 
 def test_places_that_are_no_share_leave_any_batch() -> None:
-    """With two or four images, the first one must not be taken for a share of the batch."""
+    """With two or four images, `x[:1]` must not be taken for a half or a quarter of the batch."""
     for images in (2, 4):
         graph = trace(Of(lambda x: x - x[:1] + x[1] + x[-1]).eval(), noise_of(images, 3, 4, 6))
         assert graph.meta["batch_axes"] == (0,) and graph.meta["batch_multiple"] == 1

@@ -1,4 +1,8 @@
-"""Tests of `x[mask]` with computed masks, supported for elementwise changes that are written back."""
+"""Tests of `x[mask]` with computed masks.
+
+Selected values may be computed elementwise and written back to such a selection. What depends on their number
+is refused.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of random outputs that replace computed ones: shapes and dtypes are those of the modules."""
+"""Tests of random outputs that capture draws instead of calling a module: same shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_shape_and_type_are_those_of_the_module(module: nn.Module, shape: tuple[
     ],
 )
 def test_what_else_there_is_is_run(module: nn.Module, x: Tensor) -> None:
-    """Invalid calls, and valid ones for which no output is drawn, are left to the module itself."""
+    """For invalid calls, and for valid ones of forms that are not supported, no output is drawn."""
     assert drawn_output(module, (x,), {}) is None
 
 

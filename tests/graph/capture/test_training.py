@@ -82,7 +82,7 @@ def test_ways_of_writing_dropout(way: str, training: bool) -> None:
 
 
 class DropPath(nn.Module):
-    """Drops whole rows, only in training."""
+    """Drops whole samples, only in training."""
 
     def __init__(self, rate: float = 0.5) -> None:
         super().__init__()

@@ -56,7 +56,7 @@ def test_many_heads_are_one_line() -> None:
 
 
 class Scaled(nn.Module):
-    """A convolution whose scale its parent uses in training."""
+    """A convolution with a scale that only its parent uses, in training."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def test_a_model_that_wants_targets_gets_no_note() -> None:
 
 
 class Stale(nn.Module):
-    """A block that runs an outdated merged copy in inference."""
+    """A block that runs an outdated merged copy of its branches in inference."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ def test_heads_beside_blocks_are_told_apart() -> None:
 
 
 class Follows(nn.Module):
-    """A norm that updates its statistics in training, with no change that torch records."""
+    """A norm that updates its statistics in training without raising the version counters of the buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +146,10 @@ class Follows(nn.Module):
 
 @pytest.mark.parametrize("norm", [lambda: nn.BatchNorm2d(3), Follows], ids=["torch's", "its own"])
 def test_statistics_behind_detached_features_stay(norm: Any) -> None:
-    """Only a second head trains the features, so capture runs their modules in training mode as well."""
+    """Since only the second head trains the features, capture runs the norm in training mode as well.
+
+    The statistics must be as before.
+    """
 
     def forward(self: Any, x: Tensor) -> Any:
         y = self.norm(x)

@@ -1,4 +1,4 @@
-"""Tests of decomposed functions: attention, bilinear forms, grouped products and filled diagonals."""
+"""Tests of decomposed functions: attention, bilinear forms, clamps, grouped products, filled diagonals."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def grouped_mm_of_transformers() -> Any:
 
 
 def experts(m: Any, x: Tensor) -> Tensor:
-    """Sorts rows by their expert, multiplies each group by its weight, and restores the order."""
+    """Sorts rows by expert, multiplies each group by two weights of its expert, and restores the order."""
     grouped_mm = m.grouped_mm
     rows = x.flatten(0, 1)
     chosen = m.router(rows).argmax(-1)
@@ -154,7 +154,7 @@ def test_products_of_stacked_groups() -> None:
 
 
 def test_rows_behind_the_last_group_are_zero() -> None:
-    """PyTorch's own `grouped_mm` leaves these rows uninitialized; the decomposition fills them with zeros."""
+    """PyTorch's own `grouped_mm` leaves rows after the last group uninitialized; here, they become zeros."""
     ends = torch.tensor([2, 2, 4], dtype=torch.int32)
     weight = nn.Parameter(noise_of(3, 8, 8))
     model = Calls(lambda m, x: F.grouped_mm(x.mean(0), m.weight, offs=m.ends), weight=weight)

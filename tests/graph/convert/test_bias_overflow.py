@@ -86,7 +86,7 @@ def test_a_given_file_keeps_both(name: str, scales: str, tmp_path: Path) -> None
 
 
 def test_learned_roundings_do_not_move_a_raised_channel() -> None:
-    """An algorithm's integers fit only the previous scale; at the raised one, rounding is to nearest."""
+    """An algorithm's integers fit one scale; where that scale is raised later, rounding is to nearest."""
     model, images = planted("linear")
     graph = calibrated(copy.deepcopy(model), images, backend("per_channel", "int32"))
     _, operator, fake = quantized_operators(graph)[0]

@@ -27,7 +27,7 @@ from qatkit.verify.audit import audit
     ids=["nothing", "relu", "pool", "relu and pool", "reshapes"],
 )
 def test_a_float_conv_between_int8_convs_stays_float(middle: list[nn.Module]) -> None:
-    """Unless prevented, ONNX Runtime quantizes such a weight itself, per tensor."""
+    """Unless prevented, ONNX Runtime quantizes the weight of the float Conv itself, per tensor."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), *middle, nn.Conv2d(8, 4, 3)).eval()
     x = noise(16, 3, 10, 10)

@@ -181,7 +181,7 @@ def test_weights_and_biases_are_those_of_the_folded_convolutions() -> None:
 def test_onnx_runtime_quantizes_a_float_conv_without_the_barrier(
     barrier: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A barrier after the float convolution prevents it; without the barrier, the audit must report it."""
+    """Without a barrier after it, ONNX Runtime runs the float convolution in int8; the audit must say so."""
     if not barrier:
         monkeypatch.setattr(converting, "_would_be_fused", lambda node: False)
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Checks that operators that are dropped or precomputed for inference change no value."""
+"""Checks that dropping or precomputing operators for inference changes no value."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from qatkit.graph.nodes import op_class
 
 
 class Scaled(nn.Module):
-    """A Linear whose output is multiplied by a γ of the given shape, and read once more if `twice`."""
+    """A Linear whose output is multiplied by a γ of the given shape.
+
+    If `twice`, the Linear also reads its own output, and the result is added.
+    """
 
     def __init__(self, shape: tuple[int, ...], *, twice: bool = False) -> None:
         super().__init__()

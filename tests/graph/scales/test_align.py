@@ -29,10 +29,10 @@ def nearest_tie(multiplier: float, largest: float) -> float:
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_simulation_converted_module_and_onnx_runtime_agree(name: str) -> None:
-    """They may differ by the float rounding of the last, unquantized sum. All quantized values must be equal.
+    """Outputs may differ by the float rounding of the last, unquantized sum; values before it must be equal.
 
-    The exception is a HardSwish after a float sum, which no scale keeps away from ties: one value in 10⁵ of
-    mobilenet_v3_small, and on some CPUs one of these images.
+    In mobilenet_v3_small, no scale keeps a HardSwish after a float sum away from ties. One value in 10⁵
+    differs there, and on some CPUs one of these images by up to 1 %.
     """
     case = shipped(name)
     images = noise(32, *case.images.shape[1:], seed=10)
@@ -85,7 +85,7 @@ def test_no_range_shrinks_and_none_grows_by_much(name: str) -> None:
 
 
 class Growing(nn.Module):
-    """A residual stream whose range triples with every block, so that no common unit is fine enough."""
+    """A residual stream whose range triples with every block, so that its sums cannot share a small unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,10 @@ def test_pools_are_aligned_too() -> None:
 
 
 def ties_of_products(graph: fx.GraphModule) -> list[float]:
-    """Returns for each Mul how near products of two bytes come to a tie, relative to the ideal distance."""
+    """Returns for each Mul how near products of two bytes come to a tie.
+
+    The distances are divided by min(multiplier, 1/512).
+    """
     found = []
     for node in graph.graph.nodes:
         around = [*map(quantizer_of, node.all_input_nodes), quantizer_after(node)]
@@ -147,7 +150,7 @@ def ties_of_products(graph: fx.GraphModule) -> list[float]:
 )
 @pytest.mark.parametrize("spread", [0.05, 1.0])
 def test_any_ranges_are_aligned_each_by_its_own_neighbours(name: str, spread: float) -> None:
-    """Operators that are aligned at the same time may have unrelated ranges."""
+    """Ranges are multiplied by independent random factors; alignment raises a scale by at most 3 %."""
     graph, generator = copy.deepcopy(shipped(name).simulated), torch.Generator().manual_seed(0)
     quantizers = [q for q in fake_quantizers(graph).values() if q.observer is not None]
     for quantizer in quantizers:

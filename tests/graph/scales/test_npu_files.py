@@ -29,7 +29,7 @@ def every_kind() -> Shipped:
 
 @pytest.fixture(scope="module")
 def given_file(every_kind: Shipped, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the file of the same network, exported in float, imported and quantized."""
+    """Returns the INT8 file made from `every_kind`'s network via a float ONNX file."""
     folder = tmp_path_factory.mktemp("given")
     export_onnx(every_kind.model, every_kind.images[:2], folder / "float.onnx")
     model = import_onnx(folder / "float.onnx")

@@ -69,7 +69,10 @@ def patterns(name: str) -> tuple[Fraction | None, ...]:
 
 
 def nearest(x: float, name: str) -> float:
-    """Returns `x` rounded to `name`; beyond its range, 16-bit floats become infinite and others saturate."""
+    """Returns `x` rounded to the element type `name`.
+
+    Beyond the type's range, 16-bit floats become infinite and others saturate.
+    """
     if math.isnan(x):
         return math.nan
     if name == "int8":

@@ -1,4 +1,7 @@
-"""Tests of learned weight scales before a trained BatchNorm: its variance must follow only the images."""
+"""Tests of learned weight scales of a convolution with a trained BatchNorm.
+
+The running variance must be that of the convolved images.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ class Net(nn.Module):
 
 
 def _prepared(found: bool, **settings: float) -> QATModule:
-    """Returns a calibrated module with learned weight scales, or with scales that an algorithm `found`."""
+    """Returns a calibrated module with learned weight scales, fixed if `found`, as if by an algorithm."""
     schedule = ScheduleConfig(
         lr=1e-3, batch_norm="train", freeze_batch_norm=1.0, freeze_observers=0.0, warmup=0.0, decay="constant"
     )

@@ -61,7 +61,7 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize("granularity", ["per_channel", "per_tensor"])
 def test_a_head_of_zeros_learns(granularity: str) -> None:
-    """Some models start like this. A scale near zero would clip every weight and pass no gradient."""
+    """Some models start with a head of zeros; a scale near zero would clip it and pass no gradient."""
     torch.manual_seed(0)
     model = settle(Small(), 3, 8, 8)
     with torch.no_grad():
@@ -130,7 +130,7 @@ class Residual(nn.Module):
 def test_a_branch_that_begins_at_zero_trains(
     observer: Callable[[], Observer], quantizers: Quantizers, batch_norm: str, dead: int
 ) -> None:
-    """Also holds with an observer whose ranges stay as calibrated."""
+    """Covers an observer that follows training and one whose ranges stay as calibrated."""
     quantizers = replace(quantizers, observer=observer)
     torch.manual_seed(0)
     model = settle(Residual(), 3, 8, 8)

@@ -74,7 +74,10 @@ def test_a_frozen_integer_stands_in_training_and_in_the_file(weight: type[Weight
 
 @pytest.mark.parametrize("weight", [WeightFakeQuantize, LSQWeightFakeQuantize])
 def test_with_learned_scales_nothing_freezes_before_its_norm(weight: type[WeightFakeQuantize]) -> None:
-    """With a learned scale, a frozen integer ignores the running variance, which then amplifies itself."""
+    """While a norm uses batch statistics, integers with a learned scale must not be frozen.
+
+    Frozen ones would ignore the running variance, which would then amplify itself.
+    """
     torch.manual_seed(0)
     wanted = ScheduleConfig(lr=0.5, oscillation="freeze", batch_norm="train", freeze_batch_norm=0.5)
     chosen = Quantizers(weight=weight)

@@ -4,7 +4,7 @@ A compiler adds and multiplies in another order, so values differ in their last 
 a value on the boundary between two integers, and a value at an end of the range, where its gradient is cut
 off or not. The tests check that integers differ nowhere else and that gradients agree where neither case
 occurs. Compiling takes minutes and needs a C++ compiler; whether a step can be read as one graph is tested
-without it.
+without one.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def stepped(
     return {name: value.detach() for name, value in zip(names, values, strict=True)}, gradients
 
 
-# The last number is a seed whose images have no value on an edge.
+# The last number is a seed whose images give no value on a rounding boundary or at an end of a range.
 CASES = [(model, kind, 0.6, seed) for model, seed in (("cnn", 7), ("vit", 3)) for kind in KINDS]
 CASES.append(("cnn", "plain", 0.1, 3))
 

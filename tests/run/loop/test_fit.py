@@ -32,7 +32,7 @@ CHECKPOINTS = ("float.ckpt", "last.ckpt", "control.ckpt")
 
 
 class Small(nn.Module):
-    """A small residual network with both kinds of random dropping."""
+    """A small residual network with StochasticDepth and Dropout."""
 
     def __init__(self, num_classes: int = 10) -> None:
         super().__init__()

@@ -23,8 +23,8 @@ from qatkit.jobs.checks import check_machine
 from qatkit.run.loop.ranks import environment_of, part_of_cores
 from qatkit_verify.errors import ConfigError
 
-# Sums in another order differ in the last bit. Within this many steps, no rounded value is so close to an
-# edge that it becomes another integer; after one does, weights differ by a training step.
+# Sums in another order differ in the last bit. Within this many steps, no value is so close to a
+# rounding boundary that it becomes another integer; after one does, weights differ by a training step.
 STEPS, HALF = 40, 20
 
 
