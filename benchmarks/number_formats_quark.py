@@ -79,7 +79,7 @@ def configured(preset: str, model: onnx.ModelProto, kind: str) -> Any:
 
 
 def along_sums(path: Path) -> None:
-    """Sets the axis of each of Quark's operators in a file to the one over which its product sums."""
+    """Sets the axis of each Quark operator to the reduction axis of the Conv, Gemm or MatMul that reads it."""
     model = onnx.load(str(path))
     readers = {name: (node.op_type, i) for node in model.graph.node for i, name in enumerate(node.input)}
     for node in model.graph.node:

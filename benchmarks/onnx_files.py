@@ -243,7 +243,7 @@ def arguments(about: str) -> argparse.ArgumentParser:
 
 
 def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Returns the arguments, with the paths of pictures as `found` ([] without) and speech as `sound` (or None)."""
+    """Returns the arguments, plus `found` (paths of up to `_SAMPLES` pictures) and `sound` (the speech, or None)."""
     args = parser.parse_args()
     args.found = sorted(args.pictures.iterdir())[:_SAMPLES] if args.pictures else []
     args.sound = None

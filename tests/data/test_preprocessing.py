@@ -203,7 +203,7 @@ def test_preprocessing_prefers_config_then_weights_then_source() -> None:
 
 
 def test_a_batch_is_the_same_whatever_is_stacked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks images of one shape and of several, with up to 64 MB of them at once or one by one."""
+    """Compares a batch of two image shapes, with equal neighbours stacked or one by one, with each image alone."""
     images = [colour(*size, seed=i) for i, size in enumerate([(40, 50)] * 3 + [(20, 20), (40, 50), (40, 50)])]
     preprocessing = Preprocessing(24, 28, CIFAR_MEAN, CIFAR_STD)
     alone = torch.cat([preprocessing.eval_batch([image]) for image in images])

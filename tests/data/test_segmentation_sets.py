@@ -1,4 +1,4 @@
-"""Tests of reading Pascal VOC and Cityscapes: the maps must have the class numbers that were written to files."""
+"""Tests of reading Pascal VOC and Cityscapes: class numbers as in the files, or train ids, and errors."""
 
 from __future__ import annotations
 

@@ -107,8 +107,9 @@ def test_with_quantization_what_ships_is_normalised_again() -> None:
 @pytest.mark.parametrize("batch_norm", ["freeze", "train"])
 @pytest.mark.parametrize("oscillation", ["ignore", "freeze"])
 def test_learned_scales_keep_integers_when_the_deviation_moves(batch_norm: str, oscillation: str) -> None:
-    """The variances start at 0.2 to 9 times their values. Re-estimation must keep nearly all converted
-    integers, so that only the normalization of the network changes.
+    """Multiplies the running variances by 0.2 to 9 after calibration.
+
+    Re-estimation must keep nearly all converted integers, so that only the normalization changes.
     """
     quantizers = Quantizers(weight=LSQWeightFakeQuantize, activation=LSQFakeQuantize)
     schedule = ScheduleConfig(batch_norm=batch_norm, oscillation=oscillation)

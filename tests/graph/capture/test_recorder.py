@@ -314,7 +314,7 @@ def test_values_that_decide_are_refused_with_module_and_line(function: Callable[
 
 
 def test_constants_of_the_model_are_buffers_of_the_graph() -> None:
-    """As buffers, constants move between devices with the graph, but they must not be in the state_dict."""
+    """Constants must be buffers, which move between devices with the graph, but must not be in its state_dict."""
     graph = trace(Of(CASES["made_of_nothing"]), noise_of(2, 3, 4, 6))
     assert isinstance(graph, fx.GraphModule)
     assert set(graph.state_dict()) == {f"{m}.{p}" for m in ("before", "after") for p in ("weight", "bias")}

@@ -22,7 +22,7 @@ NETWORKS = ("residual", "concat", "gate", "hard_gate", "gated", "mlp", "resnet18
 
 
 def nearest_tie(multiplier: float, largest: float) -> float:
-    """Returns how near integers below `largest`, times the multiplier, come to a tie k + 1/2."""
+    """Returns the smallest distance of `multiplier` times a positive integer below `largest` from a tie k + 1/2."""
     values = np.arange(1, int(largest), dtype=np.float64) * multiplier
     return float(np.abs(values - np.floor(values) - 0.5).min())
 
