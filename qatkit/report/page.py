@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from qatkit.records.results import Results
+from qatkit.report.algorithms import algorithms_section
 from qatkit.report.analysis_page import analysis_section
 from qatkit.report.bars import charts
 from qatkit.report.bias import bias_section
@@ -32,8 +33,6 @@ from qatkit.report.summary import (
     columns,
     conditions,
     table_cells,
-    tried_cells,
-    tried_columns,
 )
 from qatkit.verify.checks import runtimes
 from qatkit.verify.checks.base import Check, default_checks
@@ -65,7 +64,7 @@ def render_page(results: Results, checks: Sequence[Check] | None = None) -> str:
         _next(results),
         _ladder(results),
         _calibration(results),
-        _algorithms(results),
+        algorithms_section(results),
         curve_section(results),
         placement_section(results),
         precision_section(results),
@@ -216,24 +215,6 @@ def _calibration(results: Results) -> str:
         "output error to be tried as files."
     )
     return section("Calibration", f'<p class="soft">{escape(note)}</p>', table(candidate_columns(task), rows))
-
-
-def _algorithms(results: Results) -> str:
-    if not results.algorithms:
-        return ""
-    rows = [
-        ("main" if one.kept else "", [f'<td class="left">{escape(cell)}</td>' if i in (0, 5) else cell for i, cell in
-         enumerate(tried_cells(one))])
-        for one in results.algorithms
-    ]  # fmt: skip
-    kept = ", ".join(one.name for one in results.algorithms[1:] if one.kept) or "none"
-    note = (
-        f"Kept: {kept}. Each row adds one algorithm to those kept before, as a file in ONNX Runtime on "
-        f"{results.algorithms[0].images:,} images that neither ranges nor algorithms have seen."
-    )
-    return section(
-        "Algorithms", f'<p class="soft">{escape(note)}</p>', table(tried_columns(results.task), rows)
-    )
 
 
 def _runtimes(results: Results) -> str:
