@@ -21,7 +21,7 @@ from qatkit.report.curve import curve_section
 from qatkit.report.drift import drift_section
 from qatkit.report.examples import classes_section, examples_section
 from qatkit.report.file_page import audit_section, parity_section
-from qatkit.report.html import section, table
+from qatkit.report.html import chip, section, table
 from qatkit.report.ladder import ladder_columns, ladder_rows
 from qatkit.report.overrides import overrides_section
 from qatkit.report.placement import placement_section
@@ -117,10 +117,10 @@ def _tiles(results: Results) -> str:
         note = f"same {task.decision} as the float file, over {near.images:,} {task.samples} without labels"
         tiles.append((f"{100 * near.agreement:.2f} %", note))
     if "int8" in latency:
-        low, high = latency["int8"].ratio_p10, latency["int8"].ratio_p90
-        tiles.append(
-            (f"{latency['int8'].ratio:.2f}&times;", f"as fast as float (p10-p90 {low:.2f}-{high:.2f})")
-        )
+        timed = latency["int8"]
+        marked = f" {chip('warn', 'noisy')}" if timed.noise else ""
+        spread = f"p10-p90 {timed.ratio_p10:.2f}-{timed.ratio_p90:.2f}"
+        tiles.append((f"{timed.ratio:.2f}&times;{marked}", f"as fast as float ({spread})"))
     if results.size_ratio is not None:
         tiles.append(
             (

@@ -43,7 +43,7 @@ def _cells(results: Results, key: str) -> tuple[str, ...]:
     return (
         *(_accuracy_cells(results, key) if results.labelled else _fidelity_cells(results, key)),
         f"{latency.median_ms:.2f} [{latency.p10_ms:.2f}-{latency.p90_ms:.2f}]" if latency else ABSENT,
-        f"{latency.ratio:.2f}x" if latency else ABSENT,
+        latency.speed if latency else ABSENT,
         f"{size / 1e6:.2f}" if size is not None else ABSENT,
         f"{size / reference:.3f}" if size is not None and reference else ABSENT,
     )

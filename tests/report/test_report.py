@@ -291,3 +291,24 @@ def test_report_needs_neither_onnx_nor_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("ratio", "low", "high", "speed"),
+    [
+        (1.4, 0.8, 2.1, "1.40x, noisy: 0.80 to 2.10"),
+        (3.4, 1.7, 4.0, "3.40x, noisy: 1.70 to 4.00"),
+        (0.9, 0.85, 1.02, "0.90x, noisy: 0.85 to 1.02"),
+        (2.5, 2.4, 2.6, "2.50x"),
+        (0.9, 0.85, 0.95, "0.90x"),
+    ],
+)
+def test_an_uncertain_speedup_is_marked(ratio: float, low: float, high: float, speed: str) -> None:
+    timed = dataclasses.replace(RESULTS.latency["int8"], ratio=ratio, ratio_p10=low, ratio_p90=high)
+    results = dataclasses.replace(RESULTS, latency={**RESULTS.latency, "int8": timed})
+    row = next(line for line in plain_report(results).splitlines() if line.startswith("INT8, ONNX"))
+    assert f"  {speed}  " in row
+    page = render_page(results)
+    assert f"<td>{speed}</td>" in page
+    tile = page.partition(f"<b>{ratio:.2f}&times;")[2].partition("</b>")[0]
+    assert ("noisy" in tile) == ("noisy" in speed)

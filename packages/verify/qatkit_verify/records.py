@@ -176,6 +176,20 @@ class Latency:
     threads: int
     runs: int
 
+    @property
+    def noise(self) -> str:
+        """The remark on an uncertain ratio, "noisy: 0.80 to 2.10"; "" for a clear one.
+
+        A ratio is uncertain if its p10-p90 includes 1, or if p90 is at least twice p10.
+        """
+        low, high = self.ratio_p10, self.ratio_p90
+        return f"noisy: {low:.2f} to {high:.2f}" if low < 1 < high or high >= 2 * low else ""
+
+    @property
+    def speed(self) -> str:
+        """The ratio as text: "1.40x", or "1.40x, noisy: 0.80 to 2.10"."""
+        return ", ".join(filter(None, [f"{self.ratio:.2f}x", self.noise]))
+
 
 @dataclass(frozen=True)
 class Comparison:

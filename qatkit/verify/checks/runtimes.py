@@ -102,7 +102,7 @@ def _row(name: str, results: Results) -> tuple[str, ...]:
         f"{name} {versions}".rstrip(),
         f"{int8.median_ms:.2f} [{int8.p10_ms:.2f}-{int8.p90_ms:.2f}]" if int8 else _ABSENT,
         f"{exact.median_ms:.2f}" if exact else _ABSENT,
-        f"{int8.ratio:.2f}x" if int8 else _ABSENT,
+        int8.speed if int8 else _ABSENT,
         f"{accuracy.score:.2f}" if accuracy else _ABSENT,
         _percent(module),
         _percent(None if one is None else one.with_onnxruntime),

@@ -35,7 +35,8 @@ def speed(asked: CheckInputs) -> Found:
     figures = {"int8_ms": int8.median_ms, "threads": asked.threads}
     if "float" not in files:
         return Found("speed", OK, seen, figures=figures)
-    ratio = f"{int8.ratio:.2f} times as fast as float [{int8.ratio_p10:.2f}-{int8.ratio_p90:.2f}]"
+    spread = f"{int8.ratio_p10:.2f}-{int8.ratio_p90:.2f}" + (", noisy" if int8.noise else "")
+    ratio = f"{int8.ratio:.2f} times as fast as float [{spread}]"
     seen += f"; {ratio} (float {times['float'].median_ms:.2f} ms)"
     figures |= {
         "float_ms": times["float"].median_ms,
