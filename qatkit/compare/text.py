@@ -16,10 +16,10 @@ _WHY = 160  # largest number of characters of a reason
 def columns(rows: Sequence[Row]) -> tuple[str, ...]:
     """Returns the column headings; they name the metric if all runs have the same task."""
     tasks = {row.task for row in rows} or {NAMES}
-    metric, same = "metric", "same answer %"
+    metric, same = "metric", "same answer as float, %"
     if len(tasks) == 1:
         (task,) = tasks
-        metric, same = task.main.title, f"same {task.decision} %"
+        metric, same = task.main.title, task.same
     return ("recipe", "backend", metric, "drop", same, *_COSTS, "state", "run")
 
 

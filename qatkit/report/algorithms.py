@@ -64,7 +64,7 @@ def _contest(results: Results) -> str:
 
 def _tried_columns(task: TaskNames) -> tuple[str, ...]:
     """Returns the column headings for the comparison of algorithms."""
-    return "algorithm", task.main.title, f"same {task.decision} %", "SQNR dB", "seconds", ""
+    return "algorithm", task.main.title, task.same, "SQNR dB", "seconds", ""
 
 
 def _tried_cells(tried: Tried) -> tuple[str, ...]:

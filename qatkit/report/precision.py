@@ -22,7 +22,7 @@ _SITES = 12  # number of float operators of a point that are named
 
 def columns(task: TaskNames) -> tuple[str, ...]:
     """Returns the column headings of the table of points."""
-    near = (task.main.title, f"same {task.decision} %", "SQNR dB")
+    near = (task.main.title, task.same, "SQNR dB")
     return ("point", "in float", "predicted ms", "ms", "speed-up", *near, "to export")
 
 

@@ -29,7 +29,7 @@ def columns(results: Results) -> tuple[str, ...]:
 
 def nearness_columns(task: TaskNames) -> tuple[str, ...]:
     """Returns the column headings of the figures that replace the metrics if there are no labels."""
-    return f"same {task.decision} %", "KL", "SQNR dB"
+    return task.same, "KL", "SQNR dB"
 
 
 def table_cells(results: Results) -> list[tuple[str, ...]]:

@@ -100,8 +100,8 @@ INT8, ONNX Runtime            78.30        -      4.00 [3.90-4.40]     2.50x    
 -------------------------------------------------------------------------------------------------
 accuracy on 1,000 images; latency: batch 1, 2 threads, median of 50 interleaved rounds
 parity on 512 images against the converted module (step 0.05: the output's quantization scale)
-  ONNX Runtime, no optimizations:  top-1 agreement 100.00 %, difference max 0 (0.00 steps), mean 0 (0.000 steps)
-  ONNX Runtime, all optimizations: top-1 agreement 99.80 %, difference max 0.1 (2.00 steps), mean 0.01 (0.200 steps)
+  ONNX Runtime, no optimizations:  same top-1 class 100.00 %, difference max 0 (0.00 steps), mean 0 (0.000 steps)
+  ONNX Runtime, all optimizations: same top-1 class 99.80 %, difference max 0.1 (2.00 steps), mean 0.01 (0.200 steps)
 tensor by tensor: the first that differs by more than 1 step is 'b_q': 5 % of 200 elements, by up to 3 steps
 audit: 1 of 2 Conv/Gemm/MatMul run in int8 (90.0 % of multiply-accumulates); 1 QuantizeLinear, 2 DequantizeLinear, \
 3 Transpose left; 1 weight (4.0 MB) dequantized at run time

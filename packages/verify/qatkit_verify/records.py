@@ -77,7 +77,7 @@ class TaskNames:
         name: the short name: "classification".
         description: a description for model cards: "image classification".
         metrics: the metrics without values, in the order of the report's table; the first is the main metric.
-        decision: the name of what is equal if two models agree.
+        decision: the name of what is equal if two models agree, after "same": "top-1 class".
         outputs: the name of a model's outputs.
         compared: the name of what is equal if two computations of an output agree; "" if it is the decision.
         samples: the name of a model's inputs, in the plural.
@@ -95,6 +95,11 @@ class TaskNames:
     def alike(self) -> str:
         """The name of what is equal if two computations of an output agree."""
         return self.compared or self.decision
+
+    @property
+    def same(self) -> str:
+        """The heading of the share of decisions that equal float's: "same top-1 class as float, %"."""
+        return f"same {self.decision} as float, %"
 
     @property
     def main(self) -> Metric:

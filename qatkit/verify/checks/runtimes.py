@@ -80,7 +80,7 @@ class RuntimesCheck(Check):
 def columns(task: TaskNames) -> tuple[str, ...]:
     """Returns the column headings of the table."""
     times = ("runtime", "INT8 ms [p10-p90]", "float ms", "speed-up")
-    return (*times, task.main.title, f"same {task.alike} as module %", "as ONNX Runtime %")
+    return (*times, task.main.title, f"same {task.alike} as module, %", "as ONNX Runtime, %")
 
 
 def rows(results: Results) -> list[tuple[str, ...]]:
