@@ -48,7 +48,5 @@ def plain_table(rows: Sequence[Row]) -> str:
     groups = {row.measured_on for row, mark in zip(rows, marks, strict=True) if mark}
     if any(marks):
         note = "front: runs on the Pareto front of accuracy, latency and size that meet their bounds"
-        told.append(
-            note + (", among those measured on the same images and machine" if len(groups) > 1 else "")
-        )
+        told.append(note + (", among those measured on the same data and machine" if len(groups) > 1 else ""))
     return "\n".join([*lines, *told]) + "\n"

@@ -55,7 +55,7 @@ def _contest(results: Results) -> str:
     kept = ", ".join(one.name for one in results.algorithms[1:] if one.kept) or "none"
     note = (
         f"Kept: {kept}. Each row adds one algorithm to those kept before, as a file in ONNX Runtime on "
-        f"{results.algorithms[0].images:,} images that neither ranges nor algorithms have seen."
+        f"{results.algorithms[0].images:,} {results.task.samples} that neither ranges nor algorithms have seen."
     )
     return section(
         "Algorithms", f'<p class="soft">{escape(note)}</p>', table(_tried_columns(results.task), rows)
@@ -82,8 +82,8 @@ def _tried_cells(tried: Tried) -> tuple[str, ...]:
 def _contest_lines(algorithms: Sequence[Tried], task: TaskNames) -> list[str]:
     """Returns the lines on the comparison of algorithms."""
     return [
-        f"algorithms: each added to those kept before it, as files on {algorithms[0].images:,} images that none of "
-        "them has seen",
+        f"algorithms: each added to those kept before it, as files on {algorithms[0].images:,} {task.samples} that "
+        "none of them has seen",
         *lined(
             [_tried_columns(task), *map(_tried_cells, algorithms)],
             [False, *(one.kept for one in algorithms)],

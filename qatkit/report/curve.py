@@ -36,11 +36,11 @@ def cells(curve: Curve) -> list[tuple[str, ...]]:
     ]
 
 
-def measured(curve: Curve) -> str:
-    """Returns a description of what was measured, and on how many images of which kind."""
-    images = counted(curve.images, "held-out training image")
+def measured(curve: Curve, task: TaskNames) -> str:
+    """Returns a description of what was measured, and on how many samples of which kind."""
+    images = counted(curve.images, f"held-out training {task.sample}")
     if not curve.chosen:
-        images = images if curve.held_out else counted(curve.images, "test image")
+        images = images if curve.held_out else counted(curve.images, f"test {task.sample}")
         return f"the training model on {images} (the last epoch is used)"
     what = "the control in PyTorch" if "control" in curve.stage else "the file in ONNX Runtime"
     seconds = sum(one.seconds or 0.0 for one in curve.epochs)
@@ -61,7 +61,7 @@ def _line(curve: Curve, task: TaskNames) -> str:
     shown = [row for i, row in enumerate(reversed(rows)) if i % every == 0 or row[1].kept][::-1]
     figures = ", ".join(_figure(row, one) for row, one in shown)
     more = f" ({len(rows)} epochs)" if len(shown) < len(rows) else ""
-    return f"epochs of {curve.stage}{more}, {task.main.name} of {measured(curve)}: {figures}"
+    return f"epochs of {curve.stage}{more}, {task.main.name} of {measured(curve, task)}: {figures}"
 
 
 def _figure(row: tuple[str, ...], one: Epoch) -> str:
@@ -80,7 +80,7 @@ def curve_section(results: Results) -> str:
 def _said(curve: Curve, task: TaskNames) -> str:
     name = task.main.name[:1].upper() + task.main.name[1:]
     name += f" ({task.main.unit})" if task.main.unit else ""
-    return f'<p class="soft">{escape(name)} of {escape(measured(curve))}.</p>'
+    return f'<p class="soft">{escape(name)} of {escape(measured(curve, task))}.</p>'
 
 
 def _drawn(curve: Curve, task: TaskNames) -> str:

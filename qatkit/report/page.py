@@ -209,10 +209,10 @@ def _calibration(results: Results) -> str:
     task = results.task
     chosen = next((one.method for one in results.calibration if one.chosen), "none")
     note = (
-        f"Chosen: {chosen}, by {results.calibration[0].images:,} images that no method has seen. The output error is "
-        "the relative squared error of the operators that read each tensor, averaged over tensors; the last column "
-        f"is the relative squared error of the file's {task.outputs}. Methods without a figure there had too large an "
-        "output error to be tried as files."
+        f"Chosen: {chosen}, by {results.calibration[0].images:,} {task.samples} that no method has seen. The output "
+        "error is the relative squared error of the operators that read each tensor, averaged over tensors; the last "
+        f"column is the relative squared error of the file's {task.outputs}. Methods without a figure there had too "
+        "large an output error to be tried as files."
     )
     return section("Calibration", f'<p class="soft">{escape(note)}</p>', table(candidate_columns(task), rows))
 

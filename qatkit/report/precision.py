@@ -57,7 +57,7 @@ def _summary(results: Results) -> str:
     front = results.precision
     assert front is not None
     verb = "is" if len(front.points) == 1 else "are"
-    judged = counted(front.images, "held-out image")
+    judged = counted(front.images, f"held-out {results.task.sample}")
     if front.steps:
         judged = f"{counted(front.steps, 'calibration step')}, each file with its own states"
     return (

@@ -101,7 +101,7 @@ def candidate_cells(candidate: Candidate) -> tuple[str, ...]:
 def calibration_lines(candidates: Sequence[Candidate], task: TaskNames = NAMES) -> list[str]:
     """Returns the lines on the comparison of calibration methods."""
     return [
-        f"calibration: methods compared as files on {candidates[0].images:,} images that none of them has seen",
+        f"calibration: methods compared as files on {candidates[0].images:,} {task.samples} that none of them has seen",
         *lined(
             [candidate_columns(task), *map(candidate_cells, candidates)],
             [False, *(candidate.chosen for candidate in candidates)],

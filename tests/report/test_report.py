@@ -17,6 +17,7 @@ from PIL import Image
 from rich.console import Console
 from torchvision.transforms import functional as F
 
+from qatkit.records.ladder import Ladder, RungResult
 from qatkit.records.results import (
     Audit,
     Divergence,
@@ -26,6 +27,7 @@ from qatkit.records.results import (
     RuntimeDequantize,
     TensorParity,
 )
+from qatkit.records.tried import Candidate, Curve, Epoch, Tried
 from qatkit.report import (
     file_records,
     installed_versions,
@@ -36,7 +38,7 @@ from qatkit.report import (
     write_page,
     write_report,
 )
-from qatkit_verify.classification import classified
+from qatkit_verify.classification import NAMES, classified
 from qatkit_verify.records import Comparison, Latency
 
 NODES = (
@@ -312,3 +314,21 @@ def test_an_uncertain_speedup_is_marked(ratio: float, low: float, high: float, s
     assert f"<td>{speed}</td>" in page
     tile = page.partition(f"<b>{ratio:.2f}&times;")[2].partition("</b>")[0]
     assert ("noisy" in tile) == ("noisy" in speed)
+
+
+def test_samples_of_another_kind_are_not_called_images() -> None:
+    """Renders every kind of row whose samples are counted, for a task whose samples are recordings."""
+    task = dataclasses.replace(NAMES, samples="recordings")
+    result = RungResult(name="a", title="a", agreement=0.97, images=40, ratio=1.1)
+    results = dataclasses.replace(
+        RESULTS,
+        task=task,
+        calibration=[Candidate("mse", 0.1, 90.0, 0.1, chosen=True, images=30)],
+        algorithms=[Tried("none", 90.0, 1.0, 20.0, 1.0, 30, kept=True)],
+        curves=[Curve("QAT", False, 20, [Epoch(1, 5, 90.0)]), Curve("x", True, 1, [Epoch(1, 5, 90.0)])],
+        ladder=Ladder((result, result), target="top-1", chosen="a", task=task),
+    )
+    text, page = plain_report(results), render_page(results).partition("</style>")[2]
+    assert "on 30 recordings that none" in text and "on 20 test recordings" in text
+    assert "1 held-out training recording" in page and "in ONNX Runtime, on 40 recordings" in text
+    assert "image" not in text and not re.search(r"\bimages?\b", page.partition("How to run it")[0])

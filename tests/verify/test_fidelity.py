@@ -71,7 +71,7 @@ def test_outputs_that_are_no_numbers_are_refused_by_image() -> None:
     found[6, 3] = np.nan
     with pytest.raises(ConfigError, match="int8: its output for image 6 is NaN or infinite"):
         fidelity(lambda i: exact[i], {"int8": lambda i: found[i]}, BATCHES)
-    with pytest.raises(ConfigError, match="at least one image"):
+    with pytest.raises(ConfigError, match="at least one sample"):
         fidelity(lambda i: exact[i], {}, [])
 
 

@@ -97,6 +97,11 @@ class TaskNames:
         return self.compared or self.decision
 
     @property
+    def sample(self) -> str:
+        """The name of one input of the model: "image"."""
+        return self.samples.removesuffix("s")
+
+    @property
     def same(self) -> str:
         """The heading of the share of decisions that equal float's: "same top-1 class as float, %"."""
         return f"same {self.decision} as float, %"

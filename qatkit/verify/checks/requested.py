@@ -113,7 +113,7 @@ class RequestedSettings:
         if self.get("data.source") == DRAWN:
             ways.append(f"real data ({_REAL_DATA})")
         if self.get("calibration.random"):
-            ways.append("calibration.random=false (ranges of real images)")
+            ways.append("calibration.random=false (ranges of real data)")
         elif self.get("calibration.search") == "none":
             ways.append("calibration=auto")
         if (
