@@ -32,7 +32,7 @@ def cells(row: Row) -> tuple[str, ...]:
         figure(None if row.drop is None else round(row.drop, 2) + 0.0),  # avoids "-0.00"
         figure(row.same),
         figure(row.latency_ms),
-        figure(row.ratio, "{:.2f}x"),
+        row.speed,
         figure(None if row.bytes is None else row.bytes / 1e6),
         figure(row.size_ratio, "{:.3f}"),
         row.state,

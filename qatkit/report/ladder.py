@@ -43,6 +43,7 @@ def rung_line(row: RungResult, task: TaskNames = NAMES) -> str:
         else f"same {task.decision} {100 * (row.agreement or 0.0):.2f} %"
     )
     speed = "" if row.ratio is None else f", {row.ratio:.2f}x as fast as float"
+    speed += f", {row.noise}" if row.noise else ""
     state = "meets the target" if row.meets else "misses the target"
     return f"{near}{speed}: {state}" + (f" ({row.why})" if row.why else "")
 
@@ -117,7 +118,7 @@ def _near(row: RungResult, labelled: bool) -> tuple[str, ...]:
 def _cost(row: RungResult) -> tuple[str, ...]:
     return (
         figure(row.latency_ms),
-        figure(row.ratio, "{:.2f}x"),
+        row.speed,
         figure(row.size_ratio, "{:.3f}"),
         f"{row.seconds:.0f}" if row.seconds else ABSENT,
     )

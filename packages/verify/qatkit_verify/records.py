@@ -188,17 +188,24 @@ class Latency:
 
     @property
     def noise(self) -> str:
-        """The remark on an uncertain ratio, "noisy: 0.80 to 2.10"; "" for a clear one.
-
-        A ratio is uncertain if its p10-p90 includes 1, or if p90 is at least twice p10.
-        """
-        low, high = self.ratio_p10, self.ratio_p90
-        return f"noisy: {low:.2f} to {high:.2f}" if low < 1 < high or high >= 2 * low else ""
+        """The remark on an uncertain ratio (`noise`)."""
+        return noise(self.ratio_p10, self.ratio_p90)
 
     @property
     def speed(self) -> str:
         """The ratio as text: "1.40x", or "1.40x, noisy: 0.80 to 2.10"."""
         return ", ".join(filter(None, [f"{self.ratio:.2f}x", self.noise]))
+
+
+def noise(low: float | None, high: float | None) -> str:
+    """Returns the remark on an uncertain ratio of times, "noisy: 0.80 to 2.10"; "" for a clear or unknown one.
+
+    A ratio is uncertain if the range from its p10 `low` to its p90 `high` includes 1, or if `high` is at least
+    twice `low`.
+    """
+    if low is None or high is None:
+        return ""
+    return f"noisy: {low:.2f} to {high:.2f}" if low < 1 < high or high >= 2 * low else ""
 
 
 @dataclass(frozen=True)

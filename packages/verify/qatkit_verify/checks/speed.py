@@ -7,7 +7,7 @@ from typing import Any
 from qatkit_verify.bundle.manifest import FLOAT_FILE
 from qatkit_verify.checks.base import OK, OPEN, SHORT, CheckInputs, Found
 from qatkit_verify.errors import counted
-from qatkit_verify.int8_operators import Int8Operator, int8_operators
+from qatkit_verify.int8_operators import PRECISE, Int8Operator, int8_operators
 from qatkit_verify.kernels import CONVS, MATMULS, executed
 from qatkit_verify.latency import latency
 from qatkit_verify.proofs import never_on_arm, never_on_x86
@@ -115,7 +115,9 @@ def _signed_products(asked: CheckInputs, figures: dict[str, Any]) -> Found:
         "can_overflow_on_arm": {one.name: one.saturating for one in open_ones},
     }
     if not found:
-        return Found("saturation", OK, "no operator multiplies in int8", figures=figures)
+        exact = f" ({PRECISE}=1 makes the weights uint8)" if asked.options.get(PRECISE) == "1" else ""
+        seen = f"no operator adds products with int8 weights in 16 bits{exact}"
+        return Found("saturation", OK, seen, figures=figures)
     if not open_ones:
         seen = never_on_arm(len(found))
     else:
