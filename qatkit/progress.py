@@ -1,4 +1,4 @@
-"""The progress bar over batches of images, with its rate."""
+"""The progress bar over batches of samples, with its rate."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _EVERY = 30.0  # seconds between two lines without a terminal, for example in th
 Batches = Iterable[tuple[Any, Any]]  # (images [N, C, H, W], labels [N]), tensors or arrays
 
 
-def shown(batches: Batches, title: str, progress: bool, unit: str = "images") -> Iterator[tuple[Any, Any]]:
+def shown(batches: Batches, title: str, progress: bool, unit: str = "samples") -> Iterator[tuple[Any, Any]]:
     """Yields `batches` and shows the progress on stderr: as a bar, or as occasional lines without a terminal.
 
     Args:
-        batches: pairs whose second element has one entry per image (or whatever `unit` says).
+        batches: pairs whose second element has one entry per sample (or whatever `unit` says).
         title: the text before the bar.
         progress: whether to show progress.
-        unit: what is counted, for the rate after the bar ("images" per second).
+        unit: what is counted, for the rate after the bar ("samples" per second).
     """
     if not progress:
         yield from batches

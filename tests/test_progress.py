@@ -19,4 +19,4 @@ def test_a_log_is_told_how_far_it_is(
     lines = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
     assert all(line.startswith("accuracy") for line in lines)
     assert [re.findall(r"(\d+)%", line)[0] for line in lines] == told
-    assert "images/s" in lines[-1]
+    assert "samples/s" in lines[-1]

@@ -38,7 +38,7 @@ class AWQ(Algorithm):
     stage: ClassVar[str] = OBSERVED
     rescales: ClassVar[bool] = True
     weights_alone: ClassVar[bool] = True
-    images: int = setting(64, "number of calibration images for the second moments of the inputs", COUNT)
+    images: int = setting(64, "number of calibration samples for the second moments of the inputs", COUNT)
     steps: int = setting(
         20,
         "number of exponents of the scaling that are tried: 1/steps, 2/steps, ..., 1, and also 0 (no scaling)",

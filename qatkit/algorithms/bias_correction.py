@@ -47,12 +47,12 @@ class BiasCorrection(Algorithm):
     )
     images: int = setting(
         128,
-        "number of calibration images; empirical uses them as one batch, whose activations must fit into memory",
+        "number of calibration samples; empirical uses them as one batch, whose activations must fit into memory",
         COUNT,
     )
     trim: float = setting(
         0.05,
-        "share of images to ignore at each end, those with the smallest and those with the largest "
+        "share of samples to ignore at each end, those with the smallest and those with the largest "
         "errors; only with method=empirical",
         Range(0, 0.49),
     )

@@ -36,7 +36,7 @@ class MomentRounding(Algorithm):
 
     stage: ClassVar[str] = CALIBRATED
     changes_weights: ClassVar[bool] = False
-    images: int = setting(64, "number of calibration images for the moments of the operators' inputs", COUNT)
+    images: int = setting(64, "number of calibration samples for the moments of the operators' inputs", COUNT)
     damping: float = setting(
         0.01, "share of the mean variance that is added to that of each input, against overfitting", Range(0)
     )

@@ -36,10 +36,10 @@ class SequentialMSE(BlockAlgorithm):
     stays: ClassVar[str] = "range not searched"
     images: int = setting(
         64,
-        "number of calibration images; their activations are stored between one operator and the next",
+        "number of calibration samples; their activations are stored between one operator and the next",
         COUNT,
     )
-    batch_size: int = setting(8, "number of images per batch", COUNT)
+    batch_size: int = setting(8, "number of samples per batch", COUNT)
     candidates: int = setting(20, "number of ranges to try", Range(2))
     least: float = setting(
         0.4, "smallest range to try, as a share of the weight's largest value", Range(0.01, 1)

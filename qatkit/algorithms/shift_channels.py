@@ -34,7 +34,7 @@ class ShiftChannels(Algorithm):
     """Moves the means of an activation's channels into the following biases, without changing the function."""
 
     stage: ClassVar[str] = OBSERVED
-    images: int = setting(128, "number of calibration images for the mean of each channel", COUNT)
+    images: int = setting(128, "number of calibration samples for the mean of each channel", COUNT)
 
     def __call__(self, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:
         """Shifts the channels; `changed` counts the operators whose outputs were shifted.

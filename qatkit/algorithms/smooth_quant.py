@@ -54,7 +54,7 @@ class SmoothQuant(Algorithm):
         COUNT,
     )
     images: int = setting(
-        128, "number of calibration images in which the largest value of each channel is measured", COUNT
+        128, "number of calibration samples in which the largest value of each channel is measured", COUNT
     )
 
     def __call__(self, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:

@@ -75,7 +75,7 @@ def estimate(
         for inputs, _ in shown(batches, "sensitivity, estimated", progress):
             runner.add(inputs, generator)
     if not runner.rows:
-        raise ConfigError("analysis.images", 0, "at least one image to estimate sensitivity")
+        raise ConfigError("analysis.images", 0, "at least one sample to estimate sensitivity")
     return [
         SensitivityRow(one.site, one.kind, ONLY, None, runner.loss(one), None, exact=False) for one in sites
     ]

@@ -84,7 +84,7 @@ def isolation(
             if runtime is not None and exact is not None:
                 counts.add("int8", exact.add(sums["int8"], _one(runtime(inputs), exact)), known)
     if not sums["float"].images:
-        raise ConfigError("analysis.images", 0, "at least one image to compare weights and activations")
+        raise ConfigError("analysis.images", 0, "at least one sample to compare weights and activations")
     outcomes = {name: one.outcome() for name, one in sums.items()}
     last = "int8" if runtime is not None else "both"
     return Isolation(outcomes, counts.rows(last, classes), advice(outcomes, task))

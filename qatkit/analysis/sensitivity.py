@@ -70,7 +70,7 @@ def sensitivity(
             if kept is not None:
                 kept.write(number, measured.sums)
     if not measured.sums:
-        raise ConfigError("analysis.images", 0, "at least one image to measure sensitivity")
+        raise ConfigError("analysis.images", 0, "at least one sample to measure sensitivity")
     return [
         _row(switch, direction, measured.sums[f"{direction} {switch.key}"].outcome())
         for direction in directions

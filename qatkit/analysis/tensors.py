@@ -165,7 +165,7 @@ class Tensors:
     ) -> None:
         self._graph, self._batches = graph_module, list(batches)
         if not self._batches:
-            raise ConfigError("analysis.tensors", 0, "at least one image to compare tensors")
+            raise ConfigError("analysis.tensors", 0, "at least one sample to compare tensors")
         self._every = switches(graph_module)
         self._walker = _Recorder(graph_module)
         chosen = self._every if at is None else at

@@ -27,10 +27,13 @@ class Watch:
         graph_module: the prepared graph that is calibrated.
         images: the number of images that will pass.
         classes: the names of the labels; empty if labels are not counted.
+        samples: the name of what passes, in the plural.
     """
 
-    def __init__(self, graph_module: fx.GraphModule, images: int, classes: Sequence[str]) -> None:
-        self.graph_module, self.images, self.classes = graph_module, images, classes
+    def __init__(
+        self, graph_module: fx.GraphModule, images: int, classes: Sequence[str], samples: str = "images"
+    ) -> None:
+        self.graph_module, self.images, self.classes, self.samples = graph_module, images, classes, samples
         self.seen, self.count = Counter[int](), 0
         self.before: dict[str, Ends] = {}
         self.at = 0
@@ -58,7 +61,7 @@ class Watch:
         worst = max(moved, key=moves.__getitem__)
         return (
             f"calibration: {len(moved)} of {len(moves)} ranges moved by more than {100 * _MOVED:.0f} % between"
-            f" {self.at:,} and {self.count:,} images ({worst}:"
+            f" {self.at:,} and {self.count:,} {self.samples} ({worst}:"
             f" {100 * moves[worst]:.0f} %); raise calibration.images if there are more, which would move them"
         )
 
@@ -66,8 +69,8 @@ class Watch:
         if not ranges(self.graph_module):  # only weights are quantized
             return ""
         return (
-            f"calibration: all images ({self.count:,}) were in one batch, so it is not known whether more would move"
-            " the ranges; set a smaller calibration.batch_size to find out"
+            f"calibration: all {self.samples} ({self.count:,}) were in one batch, so it is not known whether more would"
+            " move the ranges; set a smaller calibration.batch_size to find out"
         )
 
     def _missing(self) -> str:
@@ -77,8 +80,8 @@ class Watch:
         named = ", ".join(missing[:_NAMED]) + (", ..." if len(missing) > _NAMED else "")
         have = "has" if len(missing) == 1 else "have"
         return (
-            f"calibration: {len(missing)} of {len(self.classes)} classes {have} no image in the calibration set"
-            f" ({named})"
+            f"calibration: {len(missing)} of {len(self.classes)} classes {have} no {self.samples} in the calibration"
+            f" set ({named})"
         )
 
 

@@ -103,10 +103,10 @@ def calibrate_parts(
             seen = True
             _check_finite(quantizers)
     if not seen:
-        raise ConfigError("calibration.images", 0, "at least 1 image to find activation ranges")
+        raise ConfigError("calibration.images", 0, "at least 1 sample to find activation ranges")
     never = [site for site, q in quantizers.items() if q.observer is not None and not q.observer.seen]
     if never:
-        reason = "the quantizer has seen no values; use calibration images that reach every operator"
+        reason = "the quantizer has seen no values; use calibration data that reach every operator"
         raise ConfigError("calibration", never[0], reason=reason)
     for quantizer in quantizers.values():
         quantizer.finish()
@@ -128,5 +128,5 @@ def _check_finite(quantizers: dict[str, FakeQuantize]) -> None:
     bad = (~ends.isfinite()).any(dim=1) & ~unseen
     if bad.any():
         name = list(observed)[int(bad.nonzero()[0])]
-        reason = "the tensor contains NaN or infinity; check the images and the float model"
+        reason = "the tensor contains NaN or infinity; check the data and the float model"
         raise ConfigError("calibration", name, reason=reason)

@@ -38,7 +38,7 @@ from qatkit.records.tried import Tried
 from qatkit.run.allocator import return_freed_memory
 from qatkit.run.build import example_batch, qat_module
 from qatkit.run.folder import Run
-from qatkit.train.module import IDLE, QATModule
+from qatkit.train.module import RAN, QATModule
 
 NONE = "none"
 State = dict[str, Tensor]
@@ -79,11 +79,10 @@ def compete(
 def about_algorithms(tried: Sequence[Tried]) -> dict[str, Any]:
     """Returns the checkpoint entries that record a contest.
 
-    The entry IDLE (algorithms that changed nothing) is empty, since `tried` contains the result of each
-    algorithm.
+    The entry RAN is empty, since `tried` contains the result of each algorithm.
     """
     names = [row.name for row in tried if row.kept and row.name != NONE]
-    return {"algorithms": names, "tried": [asdict(row) for row in tried], IDLE: []}
+    return {"algorithms": names, "tried": [asdict(row) for row in tried], RAN: []}
 
 
 @dataclass(frozen=True)

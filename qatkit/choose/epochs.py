@@ -140,7 +140,7 @@ class Choosing(Judging):
         if decided({**_judged_before(module), step: score}, self._best)[step].kept:
             module.best = {name: value.cpu().clone() for name, value in module.state_dict().items()}
         seconds = round(time.monotonic() - start, 1)
-        images = counted(len(self.data.held_out), "held-out training image")
+        images = counted(len(self.data.held_out), f"held-out training {self.data.task.names.sample}")
         found = f"{self._metric.name} {self._metric.of(score).text}"
         say(f"{self.title}, step {step}: {found} of {self._what()} on {images}, {seconds:.1f} s")
         return {SCORE: score, "seconds": seconds}

@@ -52,8 +52,8 @@ _NARROW = 64
 # One in this number of images is held out to choose between the methods.
 _HELD_OUT = 4
 _RANDOM = (
-    "calibrated on random noise (calibration.random=true): ranges fit no real image, and accuracy on real images"
-    " will suffer; calibrate on a few hundred of your own images"
+    "calibrated on random noise (calibration.random=true): ranges fit no real data, and accuracy on real data"
+    " will suffer; calibrate on a few hundred samples of your own"
 )
 
 
@@ -203,7 +203,7 @@ def _observe(
     if not fake_quantizers(module.graph):  # without ranges, the shifts of means need only a few images
         indices = indices[:SAMPLE]
     batches = data.image_batches(indices, chosen.batch_size)
-    watch = Watch(module.graph, len(indices), data.classes)
+    watch = Watch(module.graph, len(indices), data.classes, data.task.names.samples)
     module.calibrate(watch(shown(batches, "calibrating", progress)))
     graph = module.graph  # the graph differs if operators stay float
     ranges = fake_quantizers(module.graph)

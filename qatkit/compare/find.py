@@ -22,6 +22,7 @@ from qatkit.report.record import SCHEMA
 from qatkit_verify.bundle.manifest import MANIFEST
 from qatkit_verify.classification import names_of
 from qatkit_verify.errors import counted, first_line, printable
+from qatkit_verify.records import TaskNames
 from qatkit_verify.untrusted import read_json, read_yaml
 
 _CONFIGURED = (CLIMB_FILE, CONFIG_FILE)
@@ -114,18 +115,18 @@ def _finished(report: Mapping[str, Any], folder: Path, name: str) -> Row:
         model=_text(report["model"]),
         page=_has_page(folder),
         task=names_of(report),
-        data=_images(report["config"], found.images),
+        data=_data(report["config"], found.images, names_of(report)),
         machine=_machine(report.get("hardware"), report["latency"].get("int8") or {}),
         **vars(found),
     )  # fmt: skip
 
 
-def _images(config: Mapping[str, Any], count: int) -> str:
-    """Returns the data and the number of images, since metrics on different data cannot be compared."""
+def _data(config: Mapping[str, Any], count: int, task: TaskNames) -> str:
+    """Returns the data and the number of samples, since metrics on different data cannot be compared."""
     data = config["data"]
     source = str(data.get("source")).rpartition(".")[2]
     root = Path(str(data["root"])).name if data.get("root") else ""
-    return f"{source} {root}".strip() + (f", {counted(count, 'image')}" if count else "")
+    return f"{source} {root}".strip() + (f", {counted(count, task.sample)}" if count else "")
 
 
 def _machine(hardware: Mapping[str, Any] | None, latency: Mapping[str, Any]) -> str:

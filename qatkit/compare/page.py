@@ -113,7 +113,7 @@ def _front(rows: Sequence[Row]) -> str:
         return ""
     said = (
         "Filled points are on the Pareto front of accuracy, latency and size, among the shown runs that were measured "
-        "on the same images and machine and meet their bounds. Rings are other runs, and crosses miss a bound. Each "
+        "on the same data and machine and meet their bounds. Rings are other runs, and crosses miss a bound. Each "
         "point links to its report."
     )
     shares = all(row.task.main.unit == "%" for row in rows)

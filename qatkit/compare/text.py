@@ -16,10 +16,10 @@ _WHY = 160  # largest number of characters of a reason
 def columns(rows: Sequence[Row]) -> tuple[str, ...]:
     """Returns the column headings; they name the metric if all runs have the same task."""
     tasks = {row.task for row in rows} or {NAMES}
-    metric, same = "metric", "same answer %"
+    metric, same = "metric", "same answer as float, %"
     if len(tasks) == 1:
         (task,) = tasks
-        metric, same = task.main.title, f"same {task.decision} %"
+        metric, same = task.main.title, task.same
     return ("recipe", "backend", metric, "drop", same, *_COSTS, "state", "run")
 
 
@@ -32,7 +32,7 @@ def cells(row: Row) -> tuple[str, ...]:
         figure(None if row.drop is None else round(row.drop, 2) + 0.0),  # avoids "-0.00"
         figure(row.same),
         figure(row.latency_ms),
-        figure(row.ratio, "{:.2f}x"),
+        row.speed,
         figure(None if row.bytes is None else row.bytes / 1e6),
         figure(row.size_ratio, "{:.3f}"),
         row.state,
@@ -48,7 +48,5 @@ def plain_table(rows: Sequence[Row]) -> str:
     groups = {row.measured_on for row, mark in zip(rows, marks, strict=True) if mark}
     if any(marks):
         note = "front: runs on the Pareto front of accuracy, latency and size that meet their bounds"
-        told.append(
-            note + (", among those measured on the same images and machine" if len(groups) > 1 else "")
-        )
+        told.append(note + (", among those measured on the same data and machine" if len(groups) > 1 else ""))
     return "\n".join([*lines, *told]) + "\n"

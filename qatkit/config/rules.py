@@ -164,7 +164,7 @@ def _check_schedule(config: Config) -> None:
         allowed = "0 with schedule.batch_norm=fold, which leaves no BatchNorm (freeze and train keep it)"
         raise ConfigError("schedule.batch_norm_images", schedule.batch_norm_images, allowed)
     if schedule.batch_norm_images == 1:
-        allowed = "0, or 2 or more, since one image has no variance"
+        allowed = "0, or 2 or more, since one sample has no variance"
         raise ConfigError("schedule.batch_norm_images", 1, allowed)
     if schedule.relative_lr and schedule.optimizer != "adamw":
         allowed = "false with schedule.optimizer=sgd, since only adamw has relative learning rates"

@@ -45,7 +45,7 @@ from qatkit_verify.errors import ConfigError
 from qatkit_verify.fitting import Sides
 
 _Key = tuple[int, int]  # epoch, index into the dataset
-_STEP = "images of a step"
+_STEP = "samples of a step"
 _HELD_OUT = 1000  # maximum number of held-out images by default
 
 
@@ -106,7 +106,9 @@ def held_out_subset(labels: Sequence[Hashable], count: int, *parts: object) -> l
     return [*first, *(index for _, index in rest)][:count]
 
 
-def held_out_of(train: Sequence[int], groups: Sequence[Hashable], count: int | None, seed: int) -> list[int]:
+def held_out_of(
+    train: Sequence[int], groups: Sequence[Hashable], count: int | None, seed: int, samples: str
+) -> list[int]:
     """Returns the indices of the held-out images of a train split, in ascending order.
 
     Args:
@@ -114,6 +116,7 @@ def held_out_of(train: Sequence[int], groups: Sequence[Hashable], count: int | N
         groups: groups of all images, by index, such as their labels; the choice is balanced over groups.
         count: number of held-out images; None for a fifth of the split, but at least 1 and at most 1000.
         seed: seed of the choice.
+        samples: the name of the images in messages (`TaskNames.samples`).
 
     Raises:
         ConfigError: `count` leaves no image to train on.
@@ -123,7 +126,7 @@ def held_out_of(train: Sequence[int], groups: Sequence[Hashable], count: int | N
         return []
     if count >= len(train):
         raise ConfigError(
-            "verify.held_out", count, f"a number below {len(train)}, the number of training images"
+            "verify.held_out", count, f"a number below {len(train)}, the number of training {samples}"
         )
     labels = [groups[index] for index in train]
     return sorted(train[place] for place in held_out_subset(labels, count, "held out", seed))
@@ -335,22 +338,23 @@ class TrainLoader(ImageLoader):
         }
 
 
-def steps_per_epoch(images: int, size: int, batches: int) -> int:
+def steps_per_epoch(images: int, size: int, batches: int, samples: str) -> int:
     """Returns the number of optimizer steps of an epoch.
 
     Args:
         images: number of images.
         size: size of a batch, `data.batch_size`.
         batches: batches per step: number of processes times accumulated batches.
+        samples: the name of the images in messages (`TaskNames.samples`).
 
     Raises:
         ConfigError: there are not enough images for one step.
     """
     if size > images:
-        raise ConfigError("data.batch_size", size, f"at most {images}, the number of training images")
+        raise ConfigError("data.batch_size", size, f"at most {images}, the number of training {samples}")
     if batches * size > images:
         uses = f"a step uses {batches} batches (processes times trainer.accumulate)"
-        there = f"the number of training images is {images}"
+        there = f"the number of training {samples} is {images}"
         if batches > images:
             reason = f"{uses}, but {there}; use fewer processes or a smaller trainer.accumulate"
             raise ConfigError("data.batch_size", size, reason=reason)

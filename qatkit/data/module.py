@@ -72,7 +72,7 @@ class DataModule(PreparedSplits, lightning.LightningDataModule):
 
     def steps_per_epoch(self, batches: int = 1) -> int:
         """Returns the number of optimizer steps of an epoch (`qatkit.data.loading.steps_per_epoch`)."""
-        return steps_per_epoch(len(self._train), self.config.batch_size, batches)
+        return steps_per_epoch(len(self._train), self.config.batch_size, batches, self.task.names.samples)
 
     def val_dataloader(self) -> ImageLoader:
         """Returns the held-out images, preprocessed as for evaluation; if there are none, the test split."""
@@ -148,13 +148,16 @@ class DataModule(PreparedSplits, lightning.LightningDataModule):
         there = min(images, len(self._train))
         kind = "training" if images > there else "calibration"
         if there < batch_size:
-            allowed = f"at most {there}, the number of {kind} images"
+            allowed = f"at most {there}, the number of {kind} {self.task.names.samples}"
             raise ConfigError("calibration.batch_size", batch_size, allowed)
         if there < least:
             why = "some of them are held out to compare the candidates"
             if images <= there:
                 raise ConfigError("calibration.images", images, f"at least {least}, since {why}")
-            reason = f"{least} images are needed, since {why}, but there are only {there} training images"
+            samples = self.task.names.samples
+            reason = (
+                f"{least} {samples} are needed, since {why}, but there are only {there} training {samples}"
+            )
             raise ConfigError("calibration.images", images, reason=reason)
 
     def calibration_batches(self, images: int, batch_size: int) -> ImageLoader:

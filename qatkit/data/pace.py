@@ -39,4 +39,4 @@ def pace_of(passes: Sequence[Pass], cache: str = "") -> str:
 
 def _told(passes: Sequence[Pass]) -> str:
     images, waited, spent = (sum(getattr(p, name) for p in passes) for name in ("images", "waited", "spent"))
-    return f"{images / spent:,.0f} images/s, {100 * waited / spent:.0f} % of the time waiting for data"
+    return f"{images / spent:,.0f} samples/s, {100 * waited / spent:.0f} % of the time waiting for data"

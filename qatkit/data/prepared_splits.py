@@ -34,6 +34,8 @@ from qatkit.tasks import CLASSIFICATION, Task
 from qatkit_verify.fitting import as_typed
 from qatkit_verify.free_run import StepSequence
 
+_IMAGES = "images"  # the name of samples that do not have one of their own (`TaskNames.samples`)
+
 
 class PreparedSplits:
     """The checked and capped splits of a source, with their classes, their preprocessing and the model's inputs.
@@ -88,7 +90,7 @@ class PreparedSplits:
         super().__init__()  # Lightning's constructor, in `DataModule`
         check_limits(config, "data")
         checked.check_augmentation(config, task)
-        self.config, self.seed, self.task = config, seed, task
+        self.config, self.seed = config, seed
         outputs = {} if states is None else dict(states.outputs)
         inputs = [port for port in ports if port.name not in outputs]
         self.request = Request(config, inputs, outputs, about or {})
@@ -123,7 +125,9 @@ class PreparedSplits:
         self._train = capped(self._train_images.groups, found.train, config.train_images, "train", seed)
         self._test = capped(self._test_images.groups, found.test, config.test_images, "test", seed)
         self.fingerprint = fingerprint(self._train_images, self._train, self.classes, found.ends, seed)
-        self.held_out = held_out_of(self._train, self._train_images.groups, held_out, seed)
+        self.held_out = held_out_of(
+            self._train, self._train_images.groups, held_out, seed, self.task.names.samples
+        )
         left_out = set(self.held_out)
         self._train = [index for index in self._train if index not in left_out]
         self.inputs = self._inputs()
@@ -138,6 +142,17 @@ class PreparedSplits:
     def _prepared(self) -> Preprocessing | ArrayBatches | Recordings:
         """Returns the preparation that turns items into a batch."""
         return self._arrays or self.recordings or self.preprocessing
+
+    @property
+    def task(self) -> Task:
+        """The task; where it calls its samples images, but the data are of another kind, it has another name."""
+        return self._task
+
+    @task.setter
+    def task(self, task: Task) -> None:
+        if not self.of_pictures and task.names.samples == _IMAGES:
+            task = task.of_samples("recordings" if self.recordings else "samples")
+        self._task = task
 
     @property
     def of_arrays(self) -> bool:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import fx
 
+    from qatkit.records.tried import Ran
+
 
 @dataclass
 class PassResult:
@@ -18,8 +20,10 @@ class PassResult:
         changed: the number of changed sites.
         skipped: (site, reason) of every operator that the pass might have changed but left unchanged; from
             `convert`, (site, note) on scales.
+        ran: from `QATModule.run_algorithms`, the algorithms in the order of their calls.
     """
 
     graph: fx.GraphModule
     changed: int = 0
     skipped: list[tuple[str, str]] = field(default_factory=list)
+    ran: list[Ran] = field(default_factory=list)

@@ -88,7 +88,7 @@ def _accuracy(report: Report, arrays: Mapping[str, Any] | None) -> str:
             (key, f"{100 * one['agreement']:.2f}", f"{one['images']:,}")
             for key, one in report["fidelity"].items()
         ]
-        head = ("", f"same {task.decision} as float, %", samples)
+        head = ("", task.same, samples)
         return (
             f"## Agreement with float\n\nNo labels were available.\n\n{_table(head, agreeing)}"
             if agreeing

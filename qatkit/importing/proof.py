@@ -52,7 +52,7 @@ def prove_import(model: ImportedModel, feeds: Feeds) -> dict[str, float]:
     worst = min(ratios, key=lambda name: ratios[name])
     if ratios[worst] < _AMPLIFIED and model.any_batch:
         reason = (
-            f"the file accepts one image per run, and its output '{worst}' differs if several are computed at once; "
+            f"the file accepts one sample per run, and its output '{worst}' differs if several are computed at once; "
             "export the file with a dynamic batch"
         )
         raise ConfigError("onnx", model.file, reason=reason)

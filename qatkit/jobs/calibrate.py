@@ -24,7 +24,7 @@ from qatkit.run.folder import Run, main_process
 from qatkit.run.pace import Pace
 from qatkit.run.plan import stage
 from qatkit.run.timing import undisturbed
-from qatkit.train.module import IDLE
+from qatkit.train.module import RAN
 
 _SEARCHES = {
     "none": "",
@@ -114,7 +114,7 @@ class _Algorithms(InCheckpoint):
     def restore(self, state: State) -> State:
         assert state.stored is not None
         if state.run.config.algorithm_choice == "all":
-            state.prepared.about[IDLE] = state.stored.get(IDLE, [])
+            state.prepared.about[RAN] = state.stored.get(RAN, [])
         return state
 
 

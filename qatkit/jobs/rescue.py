@@ -241,7 +241,8 @@ class _Climb:
         wanted = (
             f"{names.main.name} at most {target.max_drop:g} {names.main.points} {names.main.below} float"
             if self.data.labelled
-            else f"same {names.decision} as float on {100 * target.min_agreement:g} % of the images{signal} (no labels)"
+            else f"same {names.decision} as float on {100 * target.min_agreement:g} % of the {names.samples}{signal}"
+            " (no labels)"
         )
         return Ladder(tuple(self.rungs), target=wanted, task=names)
 

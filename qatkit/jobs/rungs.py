@@ -168,7 +168,7 @@ RUNGS = (
          always=True, ends=False),
     Rung("per_channel", "per-channel scales", "one weight scale per output channel", _per_channel,
          always=True, ends=False),
-    Rung("calibration", "tournament of ranges", "compared as files, on held-out images", _tournament,
+    Rung("calibration", "tournament of ranges", "compared as files, on held-out samples", _tournament,
          always=True, ends=False),
     Rung("placement", "the backend's placement", "LayerNorm, Softmax, GELU and residual sums in float", _places,
          always=True),

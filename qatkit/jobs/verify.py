@@ -15,6 +15,7 @@ from typing import Any
 from torch import fx, nn
 
 from qatkit import report
+from qatkit.algorithms.base import algorithms_of
 from qatkit.choose.epochs import curves_of
 from qatkit.config.argv import command_with
 from qatkit.config.schema import UNLABELLED_BOUNDS, Config, VerifyConfig
@@ -41,6 +42,7 @@ from qatkit.records.run_files import (
     PLACEMENT_FILE,
     REPORT_FILE,
 )
+from qatkit.records.tried import Ran
 from qatkit.report import oscillation_text
 from qatkit.report.next_steps import next_steps
 from qatkit.run.backend import backend_of
@@ -49,7 +51,7 @@ from qatkit.run.loop.fit import accelerator
 from qatkit.run.pace import Pace
 from qatkit.run.plan import stage
 from qatkit.run.sound import overrides_of
-from qatkit.train.module import IDLE, NOTHING, QATModule
+from qatkit.train.module import NOTHING, RAN, QATModule
 from qatkit.verify.accuracy import predictor
 from qatkit.verify.checks.base import Check, Speeds, Subject, default_checks, load_checks
 from qatkit.verify.checks.exact import LEVEL
@@ -218,7 +220,8 @@ def conclude_module(state: State) -> int:
     """Runs `conclude` for a file made from a module, including the simulation, the converted module and the control."""
     run, data, module, written = state.run, state.data, state.prepared, state.exported
     config = run.config
-    idle = [(name, NOTHING) for name in module.about.get(IDLE, ())]
+    stored = [Ran(**one) for one in module.about.get(RAN, ())]
+    idle = [(one.name, NOTHING) for one in stored if not one.changed]
     followed = [asdict(one) for one in oscillating(module.graph)]
     jumps = oscillation_text.figures(followed)
     told_jumps = [oscillation_text.line(jumps, module.schedule.oscillation)] if followed else []
@@ -229,6 +232,7 @@ def conclude_module(state: State) -> int:
         skipped=tuple(module.skipped + written.converted.skipped + module.notes + idle),
         calibration=state.calibrated.candidates,
         algorithms=state.tried,
+        ran=() if state.tried else _named(config, module.ran + stored),
         analysis=state.analysis,
         curves=curves_of(run, data),
         precision=state.precision,
@@ -251,6 +255,14 @@ def conclude_module(state: State) -> int:
     placed = [PLACEMENT_FILE] if run.placed is not None else []
     files = [*written.files, *placed, CHECKPOINT_FILE, CONFIG_FILE]
     return ended(run, hand_over(run, data, conclude(run, subject, told, files), run.int8_name))
+
+
+def _named(config: Config, ran: Sequence[Ran]) -> list[Ran]:
+    """Returns the algorithms under their names in the configuration, if exactly those have run."""
+    listed = algorithms_of(config.algorithm)
+    if [type(one).__name__ for one in listed.values()] != [one.name for one in ran]:
+        return list(ran)
+    return [replace(one, name=name) for name, one in zip(listed, ran, strict=True)]
 
 
 def other_sizes(converted: fx.GraphModule) -> list[dict[str, dict[int, int]]]:

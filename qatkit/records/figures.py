@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qatkit_verify.classification import names_of
-from qatkit_verify.records import Metric
+from qatkit_verify.records import Metric, noise
 
 VALIDATION = "validation"  # the name of the check that measures figures on held-out training images
 
@@ -31,6 +31,7 @@ class Figures:
             equal.
         images: the number of images for the metric or, without labels, for the comparison.
         latency_ms, ratio: the median latency, and float's latency divided by it.
+        ratio_p10, ratio_p90: the range of the ratio over the rounds.
         bytes, size_ratio: the size of the file, and its ratio to that of the float file.
     """
 
@@ -42,8 +43,20 @@ class Figures:
     images: int = 0
     latency_ms: float | None = None
     ratio: float | None = None
+    ratio_p10: float | None = None
+    ratio_p90: float | None = None
     bytes: int | None = None
     size_ratio: float | None = None
+
+    @property
+    def noise(self) -> str:
+        """The remark on an uncertain ratio (`qatkit_verify.records.noise`)."""
+        return noise(self.ratio_p10, self.ratio_p90)
+
+    @property
+    def speed(self) -> str:
+        """The ratio as text, marked if it is noisy; "-" if it was not measured."""
+        return "-" if self.ratio is None else ", ".join(filter(None, [f"{self.ratio:.2f}x", self.noise]))
 
 
 def figures_of(report: Mapping[str, Any], row: str = "int8") -> Figures:
@@ -59,6 +72,8 @@ def figures_of(report: Mapping[str, Any], row: str = "int8") -> Figures:
         **near,
         latency_ms=number(latency.get("median_ms")),
         ratio=number(latency.get("ratio")),
+        ratio_p10=number(latency.get("ratio_p10")),
+        ratio_p90=number(latency.get("ratio_p90")),
         bytes=None if size is None else int(size),
         size_ratio=None if size is None or not whole else size / whole,
     )

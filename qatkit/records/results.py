@@ -19,7 +19,7 @@ from qatkit.records.ladder import Ladder
 from qatkit.records.plan import NextStep, Planned
 from qatkit.records.precision import Precision
 from qatkit.records.scores import with_key
-from qatkit.records.tried import Candidate, Curve, Tried
+from qatkit.records.tried import Candidate, Curve, Ran, Tried
 from qatkit_verify.classification import NAMES
 from qatkit_verify.placement.record import Placed
 from qatkit_verify.records import Comparison, Hardware, Latency, Scores, TaskNames
@@ -251,6 +251,7 @@ class Results:
     label: str = "INT8"  # a short name for the exported file (the key "int8")
     calibration: Sequence[Candidate] = ()  # from a tournament of calibration methods
     algorithms: Sequence[Tried] = ()  # with algorithm_choice=auto; the first row is without any
+    ran: Sequence[Ran] = ()  # the algorithms of a fixed list, in the order of their calls
     curves: Sequence[Curve] = ()  # from training stages whose epochs were evaluated
     precision: Precision | None = None  # from a search for a mixed precision
     placement: Placed | None = None  # set if the placement of operators was chosen by measured speed

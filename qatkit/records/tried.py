@@ -45,6 +45,16 @@ class Tried:
 
 
 @dataclass(frozen=True)
+class Ran:
+    """An algorithm that has run: when (`Algorithm.stage`), on how many sites it changed something, and for how long."""
+
+    name: str
+    stage: str
+    changed: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Epoch:
     """The evaluation of the weights at one optimizer step; `seconds` is the duration of the evaluation."""
 

@@ -45,7 +45,7 @@ def analysis_section(results: Results) -> str:
         "" if found.labelled else f'<p class="soft">{unlabelled}</p>',
         _isolation(results, found),
         _sensitivity(found, results.task),
-        _tensors(found),
+        _tensors(found, results.task),
         "".join(f'<p class="soft">{escape(note)}</p>' for note in found.notes),
     )
 
@@ -64,7 +64,7 @@ def _isolation(results: Results, found: Analysis) -> str:
     ]
     classes = ", ".join(map(class_text, worst_classes(one.classes, 10)))
     return (
-        f"<h3>Loss by weights and by activations, on {counted(one.outcomes['float'].images, 'image')}</h3>"
+        f"<h3>Loss by weights and by activations, on {counted(one.outcomes['float'].images, results.task.sample)}</h3>"
         + table(side_columns(found.labelled, results.task), rows)
         + f"<p>{escape(advice_line(results))}.</p>"
         + (f"<p>Classes that lose most: {escape(classes)}.</p>" if classes else "")
@@ -117,14 +117,14 @@ def _legend(*kinds: tuple[str, str]) -> str:
     )
 
 
-def _tensors(found: Analysis) -> str:
+def _tensors(found: Analysis, task: TaskNames) -> str:
     one = found.comparison
     if one is None:
         return ""
     told = "".join(f"<li>{escape(line)}</li>" for line in tensor_lines(found))
     return (
-        f"<h3>Tensor by tensor, on {counted(one.images, 'image')}</h3><ul>{told}</ul>{_depth(one)}{_histograms(one)}"
-        f"<details><summary>Every tensor</summary>{_tensor_table(one)}</details>"
+        f"<h3>Tensor by tensor, on {counted(one.images, task.sample)}</h3><ul>{told}</ul>"
+        f"{_depth(one)}{_histograms(one)}<details><summary>Every tensor</summary>{_tensor_table(one)}</details>"
     )
 
 

@@ -134,7 +134,7 @@ def analysis_lines(results: Results) -> list[str]:
     if found is None:
         return []
     lines = [] if found.labelled else [f"analysis: {without_labels(results)}"]
-    lines += _isolation(results, found) + _sensitivity(found, results.task) + _tensors(found)
+    lines += _isolation(results, found) + _sensitivity(found, results.task) + _tensors(found, results.task)
     return lines + [f"analysis: {note}" for note in found.notes]
 
 
@@ -144,7 +144,7 @@ def _isolation(results: Results, found: Analysis) -> list[str]:
         return []
     table = [side_columns(found.labelled, results.task)]
     table += [side_cells(t, one.outcomes[k], found.labelled) for k, t in SIDES if k in one.outcomes]
-    lines = [f"isolation on {counted(one.outcomes['float'].images, 'image')}", *_indented(table)]
+    lines = [f"isolation on {counted(one.outcomes['float'].images, results.task.sample)}", *_indented(table)]
     lines.append(f"  {advice_line(results)}")
     worst = worst_classes(one.classes)
     return [*lines, f"  classes that lose most: {', '.join(map(class_text, worst))}"] if worst else lines
@@ -161,12 +161,12 @@ def _sensitivity(found: Analysis, task: TaskNames) -> list[str]:
     return lines
 
 
-def _tensors(found: Analysis) -> list[str]:
+def _tensors(found: Analysis, task: TaskNames) -> list[str]:
     one = found.comparison
     return (
         []
         if one is None
-        else [f"tensors on {counted(one.images, 'image')}: {line}" for line in tensor_lines(found)]
+        else [f"tensors on {counted(one.images, task.sample)}: {line}" for line in tensor_lines(found)]
     )
 
 

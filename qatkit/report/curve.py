@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from html import escape
 
 from qatkit.records.results import Results
 from qatkit.records.tried import Curve, Epoch
 from qatkit.report import svg
-from qatkit.report.html import section, table
+from qatkit.report.html import chart, section, table
 from qatkit.report.summary import ABSENT
 from qatkit_verify.errors import counted
 from qatkit_verify.records import TaskNames
@@ -35,11 +36,11 @@ def cells(curve: Curve) -> list[tuple[str, ...]]:
     ]
 
 
-def measured(curve: Curve) -> str:
-    """Returns a description of what was measured, and on how many images of which kind."""
-    images = counted(curve.images, "held-out training image")
+def measured(curve: Curve, task: TaskNames) -> str:
+    """Returns a description of what was measured, and on how many samples of which kind."""
+    images = counted(curve.images, f"held-out training {task.sample}")
     if not curve.chosen:
-        images = images if curve.held_out else counted(curve.images, "test image")
+        images = images if curve.held_out else counted(curve.images, f"test {task.sample}")
         return f"the training model on {images} (the last epoch is used)"
     what = "the control in PyTorch" if "control" in curve.stage else "the file in ONNX Runtime"
     seconds = sum(one.seconds or 0.0 for one in curve.epochs)
@@ -60,7 +61,7 @@ def _line(curve: Curve, task: TaskNames) -> str:
     shown = [row for i, row in enumerate(reversed(rows)) if i % every == 0 or row[1].kept][::-1]
     figures = ", ".join(_figure(row, one) for row, one in shown)
     more = f" ({len(rows)} epochs)" if len(shown) < len(rows) else ""
-    return f"epochs of {curve.stage}{more}, {task.main.name} of {measured(curve)}: {figures}"
+    return f"epochs of {curve.stage}{more}, {task.main.name} of {measured(curve, task)}: {figures}"
 
 
 def _figure(row: tuple[str, ...], one: Epoch) -> str:
@@ -78,20 +79,36 @@ def curve_section(results: Results) -> str:
 
 def _said(curve: Curve, task: TaskNames) -> str:
     name = task.main.name[:1].upper() + task.main.name[1:]
-    return f'<p class="soft">{escape(name)} of {escape(measured(curve))}.</p>'
+    name += f" ({task.main.unit})" if task.main.unit else ""
+    return f'<p class="soft">{escape(name)} of {escape(measured(curve, task))}.</p>'
 
 
 def _drawn(curve: Curve, task: TaskNames) -> str:
     if len(curve.epochs) < 2:
         return ""
-    values = [one.score for one in curve.epochs]
-    step = 10 ** math.ceil(math.log10(max(max(values) - min(values), 0.1) / 5))  # grid distance
-    low, high = math.floor(min(values) / step) * step, math.ceil(max(values) / step + 1e-9) * step
-    last = curve.epochs[-1].step
-    points = [(one.step / last, one.score) for one in curve.epochs]
+    lines = _grid([one.score for one in curve.epochs])
+    low, high, step = lines[0], lines[-1], lines[1] - lines[0]
+    begin, end = curve.epochs[0].step, curve.epochs[-1].step
+    points = [((one.step - begin) / ((end - begin) or 1), one.score) for one in curve.epochs]
     names = [f"epoch {row[0]}{', kept' if row[-1] else ''}" for row in cells(curve)]
-    grid = f'<p class="soft">Axis from {low:g} to {high:g} {escape(task.main.unit)}, grid lines every {step:g}.</p>'
-    return svg.lines([("found", points, names)], low, max(high, low + step), step, unit=task.main.unit) + grid
+    drawing = svg.lines([("found", points, names)], low, high, step, unit=task.main.unit)
+    digits = max(0, -math.floor(math.log10(step) + 1e-9))
+    ticks = [f"{value:,.{digits}f}" for value in reversed(lines)]
+    ends = [f"<span>epoch {cells(curve)[place][0]}</span>" for place in (0, -1)]
+    return chart(drawing, ticks, (ends[0], ends[1]))
+
+
+def _grid(values: Sequence[float]) -> list[float]:
+    """Returns the values of the grid lines, from at most the lowest to at least the highest of `values`.
+
+    They are multiples of 1, 2 or 5 times a power of ten, and divide the values' span into at most five parts.
+    """
+    lowest, highest = min(values), max(values)
+    span = (highest - lowest) or abs(highest) / 100 or 1.0
+    power: float = 10.0 ** math.floor(math.log10(span / 5))
+    step = next(power * of for of in (1, 2, 5, 10) if 5.001 * power * of >= span)
+    first, last = math.floor(lowest / step + 1e-6), math.ceil(highest / step - 1e-6)
+    return [step * place for place in range(first, max(last, first + 1) + 1)]
 
 
 def _table(curve: Curve, task: TaskNames) -> str:

@@ -29,7 +29,7 @@ def ladder_lines(ladder: Ladder) -> list[str]:
     rows = [ladder_columns(ladder), *ladder_rows(ladder)]
     marked = [False, *(row.name == ladder.chosen for row in ladder.rungs)]
     images = max((row.images for row in ladder.rungs), default=0)
-    head = f"rescue: {ladder.target}; every file in ONNX Runtime, on {counted(images, 'image')}"
+    head = f"rescue: {ladder.target}; every file in ONNX Runtime, on {counted(images, ladder.task.sample)}"
     return [head, *lined(rows, marked, "handed over"), *filter(None, [ladder.advice])]
 
 
@@ -43,6 +43,7 @@ def rung_line(row: RungResult, task: TaskNames = NAMES) -> str:
         else f"same {task.decision} {100 * (row.agreement or 0.0):.2f} %"
     )
     speed = "" if row.ratio is None else f", {row.ratio:.2f}x as fast as float"
+    speed += f", {row.noise}" if row.noise else ""
     state = "meets the target" if row.meets else "misses the target"
     return f"{near}{speed}: {state}" + (f" ({row.why})" if row.why else "")
 
@@ -60,7 +61,7 @@ def advice(ladder: Ladder, epochs: int) -> str:
         away = _distance(chosen, ladder.task)
         typed = more or f"rescue.epochs={4 * epochs} calibration.images=2048"
         said = f"no rung meets the target; '{chosen.title}' comes closest{away}"
-        return f"{said}; to train longer on more images: {typed}"
+        return f"{said}; to train longer on more {ladder.task.samples}: {typed}"
     said = f"'{chosen.title}' meets the target"
     gains = _gains(ladder)
     if gains:
@@ -79,7 +80,7 @@ def _distance(row: RungResult, task: TaskNames) -> str:
     return (
         ""
         if row.agreement is None
-        else f", same {task.decision} as float on {100 * row.agreement:.2f} % of the images"
+        else f", same {task.decision} as float on {100 * row.agreement:.2f} % of the {task.samples}"
     )
 
 
@@ -97,7 +98,7 @@ def _gains(ladder: Ladder) -> list[tuple[str, float, str]]:
                 found.append((row.title, metric.lost(row.score, before.score), metric.points))
             else:
                 gain = 100 * ((row.agreement or 0.0) - (before.agreement or 0.0))
-                found.append((row.title, gain, "% of the images"))
+                found.append((row.title, gain, f"% of the {ladder.task.samples}"))
         before = row if row.kept or before is None else before
     return found
 
@@ -117,7 +118,7 @@ def _near(row: RungResult, labelled: bool) -> tuple[str, ...]:
 def _cost(row: RungResult) -> tuple[str, ...]:
     return (
         figure(row.latency_ms),
-        figure(row.ratio, "{:.2f}x"),
+        row.speed,
         figure(row.size_ratio, "{:.3f}"),
         f"{row.seconds:.0f}" if row.seconds else ABSENT,
     )

@@ -14,6 +14,7 @@ from typing import Any
 
 from qatkit.records.fixes import either
 from qatkit.records.results import Results
+from qatkit.report.algorithms import algorithms_section
 from qatkit.report.analysis_page import analysis_section
 from qatkit.report.bars import charts
 from qatkit.report.bias import bias_section
@@ -21,7 +22,7 @@ from qatkit.report.curve import curve_section
 from qatkit.report.drift import drift_section
 from qatkit.report.examples import classes_section, examples_section
 from qatkit.report.file_page import audit_section, parity_section
-from qatkit.report.html import section, table
+from qatkit.report.html import chip, section, table
 from qatkit.report.ladder import ladder_columns, ladder_rows
 from qatkit.report.overrides import overrides_section
 from qatkit.report.placement import placement_section
@@ -33,8 +34,6 @@ from qatkit.report.summary import (
     columns,
     conditions,
     table_cells,
-    tried_cells,
-    tried_columns,
 )
 from qatkit.verify.checks import runtimes
 from qatkit.verify.checks.base import Check, default_checks
@@ -66,7 +65,7 @@ def render_page(results: Results, checks: Sequence[Check] | None = None) -> str:
         _next(results),
         _ladder(results),
         _calibration(results),
-        _algorithms(results),
+        algorithms_section(results),
         curve_section(results),
         placement_section(results),
         precision_section(results),
@@ -119,10 +118,10 @@ def _tiles(results: Results) -> str:
         note = f"same {task.decision} as the float file, over {near.images:,} {task.samples} without labels"
         tiles.append((f"{100 * near.agreement:.2f} %", note))
     if "int8" in latency:
-        low, high = latency["int8"].ratio_p10, latency["int8"].ratio_p90
-        tiles.append(
-            (f"{latency['int8'].ratio:.2f}&times;", f"as fast as float (p10-p90 {low:.2f}-{high:.2f})")
-        )
+        timed = latency["int8"]
+        marked = f" {chip('warn', 'noisy')}" if timed.noise else ""
+        spread = f"p10-p90 {timed.ratio_p10:.2f}-{timed.ratio_p90:.2f}"
+        tiles.append((f"{timed.ratio:.2f}&times;{marked}", f"as fast as float ({spread})"))
     if results.size_ratio is not None:
         tiles.append(
             (
@@ -211,30 +210,12 @@ def _calibration(results: Results) -> str:
     task = results.task
     chosen = next((one.method for one in results.calibration if one.chosen), "none")
     note = (
-        f"Chosen: {chosen}, by {results.calibration[0].images:,} images that no method has seen. The output error is "
-        "the relative squared error of the operators that read each tensor, averaged over tensors; the last column "
-        f"is the relative squared error of the file's {task.outputs}. Methods without a figure there had too large an "
-        "output error to be tried as files."
+        f"Chosen: {chosen}, by {results.calibration[0].images:,} {task.samples} that no method has seen. The output "
+        "error is the relative squared error of the operators that read each tensor, averaged over tensors; the last "
+        f"column is the relative squared error of the file's {task.outputs}. Methods without a figure there had too "
+        "large an output error to be tried as files."
     )
     return section("Calibration", f'<p class="soft">{escape(note)}</p>', table(candidate_columns(task), rows))
-
-
-def _algorithms(results: Results) -> str:
-    if not results.algorithms:
-        return ""
-    rows = [
-        ("main" if one.kept else "", [f'<td class="left">{escape(cell)}</td>' if i in (0, 5) else cell for i, cell in
-         enumerate(tried_cells(one))])
-        for one in results.algorithms
-    ]  # fmt: skip
-    kept = ", ".join(one.name for one in results.algorithms[1:] if one.kept) or "none"
-    note = (
-        f"Kept: {kept}. Each row adds one algorithm to those kept before, as a file in ONNX Runtime on "
-        f"{results.algorithms[0].images:,} images that neither ranges nor algorithms have seen."
-    )
-    return section(
-        "Algorithms", f'<p class="soft">{escape(note)}</p>', table(tried_columns(results.task), rows)
-    )
 
 
 def _runtimes(results: Results) -> str:

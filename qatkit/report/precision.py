@@ -22,7 +22,7 @@ _SITES = 12  # number of float operators of a point that are named
 
 def columns(task: TaskNames) -> tuple[str, ...]:
     """Returns the column headings of the table of points."""
-    near = (task.main.title, f"same {task.decision} %", "SQNR dB")
+    near = (task.main.title, task.same, "SQNR dB")
     return ("point", "in float", "predicted ms", "ms", "speed-up", *near, "to export")
 
 
@@ -57,7 +57,7 @@ def _summary(results: Results) -> str:
     front = results.precision
     assert front is not None
     verb = "is" if len(front.points) == 1 else "are"
-    judged = counted(front.images, "held-out image")
+    judged = counted(front.images, f"held-out {results.task.sample}")
     if front.steps:
         judged = f"{counted(front.steps, 'calibration step')}, each file with its own states"
     return (

@@ -36,7 +36,7 @@ def heads(study: Study, names: Sequence[str], *, tested: bool) -> list[str]:
     for name in names:
         one = study.known[name]
         found.append(f"{name}, {one.title}" + (", held out" if one.of_images else ""))
-        found += ["of test images"] if tested and one.of_images else []
+        found += ["of test data"] if tested and one.of_images else []
     return found
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 
 from qatkit.records.results import Results
-from qatkit.records.tried import Candidate, Tried
+from qatkit.records.tried import Candidate
 from qatkit_verify.classification import NAMES
 from qatkit_verify.errors import counted
 from qatkit_verify.records import TaskNames
@@ -28,7 +29,7 @@ def columns(results: Results) -> tuple[str, ...]:
 
 def nearness_columns(task: TaskNames) -> tuple[str, ...]:
     """Returns the column headings of the figures that replace the metrics if there are no labels."""
-    return f"same {task.decision} %", "KL", "SQNR dB"
+    return task.same, "KL", "SQNR dB"
 
 
 def table_cells(results: Results) -> list[tuple[str, ...]]:
@@ -42,7 +43,7 @@ def _cells(results: Results, key: str) -> tuple[str, ...]:
     return (
         *(_accuracy_cells(results, key) if results.labelled else _fidelity_cells(results, key)),
         f"{latency.median_ms:.2f} [{latency.p10_ms:.2f}-{latency.p90_ms:.2f}]" if latency else ABSENT,
-        f"{latency.ratio:.2f}x" if latency else ABSENT,
+        latency.speed if latency else ABSENT,
         f"{size / 1e6:.2f}" if size is not None else ABSENT,
         f"{size / reference:.3f}" if size is not None and reference else ABSENT,
     )
@@ -100,7 +101,7 @@ def candidate_cells(candidate: Candidate) -> tuple[str, ...]:
 def calibration_lines(candidates: Sequence[Candidate], task: TaskNames = NAMES) -> list[str]:
     """Returns the lines on the comparison of calibration methods."""
     return [
-        f"calibration: methods compared as files on {candidates[0].images:,} images that none of them has seen",
+        f"calibration: methods compared as files on {candidates[0].images:,} {task.samples} that none of them has seen",
         *lined(
             [candidate_columns(task), *map(candidate_cells, candidates)],
             [False, *(candidate.chosen for candidate in candidates)],
@@ -109,37 +110,7 @@ def calibration_lines(candidates: Sequence[Candidate], task: TaskNames = NAMES) 
     ]
 
 
-def tried_columns(task: TaskNames) -> tuple[str, ...]:
-    """Returns the column headings for the comparison of algorithms."""
-    return "algorithm", task.main.title, f"same {task.decision} %", "SQNR dB", "seconds", ""
-
-
-def tried_cells(tried: Tried) -> tuple[str, ...]:
-    """Returns the cells of an algorithm in the order of `tried_columns`."""
-    return (
-        tried.name,
-        figure(tried.score),
-        ABSENT if tried.agreement is None else f"{100 * tried.agreement:.2f}",
-        figure(tried.sqnr_db, "{:.1f}"),
-        figure(tried.seconds, "{:.1f}"),
-        tried.why,
-    )
-
-
-def algorithm_lines(algorithms: Sequence[Tried], task: TaskNames = NAMES) -> list[str]:
-    """Returns the lines on the comparison of algorithms."""
-    return [
-        f"algorithms: each added to those kept before it, as files on {algorithms[0].images:,} images that none of "
-        "them has seen",
-        *lined(
-            [tried_columns(task), *map(tried_cells, algorithms)],
-            [False, *(one.kept for one in algorithms)],
-            "kept",
-        ),
-    ]
-
-
-def lined(rows: Sequence[tuple[str, ...]], marked: Sequence[bool], mark: str) -> list[str]:
+def lined(rows: Sequence[tuple[str, ...]], marked: Sequence[bool] = (), mark: str = "") -> list[str]:
     """Returns rows of cells as aligned lines; a line ends in `mark` if its entry in `marked` is true."""
-    lines = zip(drawn(rows), marked, strict=True)
+    lines = zip_longest(drawn(rows), marked, fillvalue=False)
     return [f"  {line}" + (f"  <- {mark}" if chosen else "") for line, chosen in lines]

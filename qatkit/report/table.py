@@ -16,9 +16,10 @@ from rich.table import Table
 from qatkit.records.fixes import either
 from qatkit.records.results import Results
 from qatkit.report import curve, placement, precision
+from qatkit.report.algorithms import algorithm_lines
 from qatkit.report.analysis_text import analysis_lines
 from qatkit.report.ladder import ladder_lines
-from qatkit.report.summary import algorithm_lines, calibration_lines, columns, conditions, table_cells
+from qatkit.report.summary import calibration_lines, columns, conditions, table_cells
 from qatkit.verify.checks.base import Check, capped, default_checks
 from qatkit_verify.table import drawn
 
@@ -64,9 +65,8 @@ def _lines(results: Results, checks: Sequence[Check] | None) -> list[tuple[str |
     lines: list[tuple[str | None, str]] = []
     if results.calibration:
         lines += [(None, line) for line in calibration_lines(results.calibration, results.task)]
-    if results.algorithms:
-        lines += [(None, line) for line in algorithm_lines(results.algorithms, results.task)]
     said = (
+        *algorithm_lines(results),
         *curve.lines(results),
         *placement.lines(results),
         *precision.lines(results),

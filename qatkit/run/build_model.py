@@ -151,7 +151,8 @@ def _wrong_output(output: Tensor | None, count: int, data: DataModule) -> str:
     task, width = data.task, data.num_classes if data.labelled else None
     name = task.names.outputs
     kind = "" if task.every_output else "float "
-    told = f"a model that returns {kind}{name} {task.shape_text(width)}; for {counted(count, 'image')} it returned "
+    given = counted(count, task.names.sample)
+    told = f"a model that returns {kind}{name} {task.shape_text(width)}; for {given} it returned "
     if output is None:
         return f"{told}no tensor"
     if not task.fits(output.shape, count, width) or not (task.every_output or output.is_floating_point()):
@@ -159,5 +160,5 @@ def _wrong_output(output: Tensor | None, count: int, data: DataModule) -> str:
     return (
         ""
         if output.isfinite().all()
-        else f"a model with finite {name}; for {counted(count, 'image')} it returned NaN or infinity"
+        else f"a model with finite {name}; for {given} it returned NaN or infinity"
     )

@@ -175,7 +175,7 @@ def check_images(config: Config, folder: Path, fingerprint: str) -> None:
     state = {} if found is None else read_checkpoint(str(found), "resume").get("DataModule", {})
     if state.get("fingerprint", fingerprint) != fingerprint:
         key, value = ("root", config.data.root) if config.data.root else ("source", config.data.source)
-        allowed = f"the same training images, labels and order that the run in {folder} began with"
+        allowed = f"the same training data, labels and order that the run in {folder} began with"
         raise ConfigError(f"data.{key}", value, f"{allowed} (resume=null starts again)")
 
 

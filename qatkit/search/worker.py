@@ -143,9 +143,8 @@ def _check_labelled(config: Config, data: DataModule) -> None:
         if name in _OF_LABELS and not data.labelled:
             key = "search.objectives" if name in config.search.objectives else "search.constraints"
             others = ", ".join(one for one in OBJECTIVES if one not in _OF_LABELS)
-            raise ConfigError(
-                key, name, f"one of {others}, since the images of {config.data.source} have no labels"
-            )
+            samples = f"the {data.task.names.samples} of {config.data.source}"
+            raise ConfigError(key, name, f"one of {others}, since {samples} have no labels")
 
 
 def _check_a_run(config: Config) -> None:
@@ -188,7 +187,8 @@ def _composed(key: str, value: Value, compose: Compose, data: DataModule) -> Con
     made = compose([override(key, value)])
     check_job(replace(made, search=SearchConfig()), from_checkpoint=False)
     if key in _OF_IMAGES and opened_data(made).fingerprint != data.fingerprint:
-        reason = "the key changes the images on which trials are compared; leave it out of search.space"
+        samples = data.task.names.samples
+        reason = f"the key changes the {samples} on which trials are compared; leave it out of search.space"
         raise ConfigError(key, value, reason=reason)
     return made
 

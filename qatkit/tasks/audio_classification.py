@@ -23,7 +23,12 @@ class AudioClassification(Classification):
     """
 
     names = TaskNames(
-        "audio_classification", "audio classification", (TOP1, TOP5), "top-1", "logits", samples="recordings"
+        "audio_classification",
+        "audio classification",
+        (TOP1, TOP5),
+        "top-1 class",
+        "logits",
+        samples="recordings",
     )
     augmentations: ClassVar = ("none", *SOUND_AUGMENTATIONS)
 

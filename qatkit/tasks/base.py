@@ -16,10 +16,12 @@ loads tasks by name, so torch and NumPy are imported only inside the methods tha
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from qatkit_verify.records import Scores, TaskNames
 
@@ -131,6 +133,12 @@ class Task(ABC):
     def answers(self, outputs: Array) -> Array:
         """Returns targets derived from a teacher's outputs, for data without targets; by default their decisions."""
         return self.decision(outputs)
+
+    def of_samples(self, samples: str) -> Self:
+        """Returns the task with another name of the model's inputs, in the plural: "recordings"."""
+        made = copy.copy(self)
+        made.names = replace(self.names, samples=samples)  # type: ignore[misc]
+        return made
 
     def of_data(self, targets: Sequence[Any]) -> Task:
         """Returns the task for a data set with these training targets; by default itself.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 from qatkit.tasks.base import NO_TARGET, Meter
 from qatkit.tasks.logits import Logits
 from qatkit_verify import classification
+from qatkit_verify.errors import counted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -77,8 +78,7 @@ class Classification(Logits):
         lost, won = int((first & ~second).sum()), int((second & ~first).sum())
         if lost - won <= sure * math.sqrt(lost + won):
             return ""
-        samples = self.names.samples if lost - won > 1 else self.names.samples.removesuffix("s")
-        return f"loses {lost - won} {samples}"
+        return f"loses {counted(lost - won, self.names.sample)}"
 
     def labelled(self, classes: Sequence[str], targets: Sequence[Any]) -> bool:
         return bool(classes)

@@ -51,7 +51,7 @@ class Outputs(Task):
         "outputs",
         "model of unknown outputs",
         (Metric("relative error", higher_is_better=False),),
-        decision=f"outputs (cosine {ALIKE})",
+        decision=f"outputs (cosine of at least {ALIKE})",
         outputs="outputs",
     )
 

@@ -36,7 +36,7 @@ class TextPairs(ByInfluence, Vectors):
         "text_pairs",
         "sentence similarity",
         (Metric("Spearman"),),
-        decision=f"embeddings (cosine {ALIKE})",
+        decision=f"embeddings (cosine of at least {ALIKE})",
         outputs="embeddings",
         samples="pairs",
     )

@@ -12,7 +12,9 @@ A subclass may override any hook; `pipeline.train(config, module_type=...)` runs
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, cast
 
 from torch import Tensor, fx, nn
@@ -54,12 +56,13 @@ from qatkit.quant.backends import FBGEMM, Backend
 from qatkit.quant.spec import WEIGHT_ONLY
 from qatkit.quant.weight_fake_quantize import Quantizers
 from qatkit.records.results import MIXED_SCALES
+from qatkit.records.tried import Ran
 from qatkit.tasks import CLASSIFICATION, Task
 from qatkit.train.distillation import find_features, with_drawn_norms
 from qatkit.train.fine_tuning import FineTuning
 from qatkit_verify.errors import ConfigError
 
-NOTHING, IDLE = "finds nothing to change", "idle"
+NOTHING, RAN = "finds nothing to change", "ran"
 
 
 class QATModule(FineTuning):
@@ -87,6 +90,7 @@ class QATModule(FineTuning):
             smallest of them.
         skipped: (site, reason) of everything left float, over all hooks.
         notes: (site, reason) of everything that the algorithms left unchanged, and of dead channels.
+        ran: the algorithms that have run while the graph was made; those with images are in `about[RAN]`.
         mixed_scales: "float" or "report", the response of `calibrate` to tensors that one scale cannot represent.
         mixed: the tensors of this kind that `calibrate` found.
         floats: the sites of the operators that `calibrate` left float because of these tensors.
@@ -142,7 +146,7 @@ class QATModule(FineTuning):
             self.learn_from(model)
 
     def _prepared(self, model: nn.Module | Captured, example: Example | None = None) -> fx.GraphModule:
-        """Returns the prepared graph of a float model, and sets `skipped` and `notes`.
+        """Returns the prepared graph of a float model, and sets `skipped`, `notes` and `ran`.
 
         Args:
             model: the float model in single precision.
@@ -163,6 +167,7 @@ class QATModule(FineTuning):
         corrected = self.run_algorithms(self.of_stage(PREPARED), prepared.graph, self.example)
         self.skipped = fused.skipped + stubbed.skipped + prepared.skipped
         self.notes = dead_channels(corrected.graph) + changed.skipped + corrected.skipped
+        self.ran = changed.ran + corrected.ran
         self.notes += corrected.graph.meta.get("notes", [])
         self.notes += self._about_model
         self.notes += [note for one in self.algorithms for note in one.notes(corrected.graph)]
@@ -227,14 +232,17 @@ class QATModule(FineTuning):
         """
         result = PassResult(graph)
         for algorithm in algorithms:
+            name, start = type(algorithm).__name__, time.monotonic()
             done = algorithm(result.graph, inputs)
             if not isinstance(done, PassResult):
-                raise ConfigError(
-                    "algorithm", type(algorithm).__name__, "a callable that returns a PassResult"
-                )
-            idle = [] if done.changed else [(type(algorithm).__name__, NOTHING)]
+                raise ConfigError("algorithm", name, "a callable that returns a PassResult")
+            ran = Ran(name, algorithm.stage, done.changed, round(time.monotonic() - start, 2))
+            idle = [] if done.changed else [(name, NOTHING)]
             result = PassResult(
-                done.graph, result.changed + done.changed, result.skipped + done.skipped + idle
+                done.graph,
+                result.changed + done.changed,
+                result.skipped + done.skipped + idle,
+                [*result.ran, ran],
             )
         return result
 
@@ -348,9 +356,8 @@ class QATModule(FineTuning):
         given = batches if isinstance(self.example, Tensor) else map(self.tensors, batches)
         seen = given if len(chosen) < 2 else list(given)  # a generator can be read by only one algorithm
         done = self.run_algorithms(chosen, self.graph, seen)
-        idle = [name for name, reason in done.skipped if reason == NOTHING]
         # Stored in the checkpoint, since a resumed run does not call the algorithms again.
-        self.about[IDLE] = [*self.about.get(IDLE, ()), *idle]
+        self.about[RAN] = [*self.about.get(RAN, ()), *map(asdict, done.ran)]
 
     def learn_from(self, model: nn.Module, teacher: nn.Module | None = None) -> None:
         """Sets the teacher, and finds `schedule.distill_features` in the model and the teacher.

@@ -105,7 +105,7 @@ def _own_forward(norm: _BatchNorm, *given: Any, **named: Any) -> Any:
     if not mode.called:
         warnings.warn(
             f"{type(norm).__name__} computes its statistics without torch.nn.functional.batch_norm, so each process"
-            " uses only its own images",
+            " uses only its own samples",
             stacklevel=2,
         )
     return result

@@ -194,18 +194,18 @@ class _Count:
     """A running score of one predictor, updated batch by batch."""
 
     def __init__(self, name: str, task: Task) -> None:
-        self.name, self.meter = name, task.meter()
+        self.name, self.meter, self.sample = name, task.meter(), task.names.sample
 
     def add(self, outputs: FloatArray, targets: Any) -> None:
         finite = np.isfinite(outputs)
         if not finite.all():
             image = self.meter.images + int(np.nonzero(~finite.reshape(len(outputs), -1).all(axis=1))[0][0])
             raise NotFiniteError(
-                "file or module", self.name, reason=f"its output for image {image} is NaN or infinite"
+                "file or module", self.name, reason=f"its output for {self.sample} {image} is NaN or infinite"
             )
         self.meter.add(outputs, targets)
 
     def result(self) -> Scores:
         if not self.meter.images:
-            raise ConfigError("data.test_images", 0, "at least one labelled image to measure accuracy")
+            raise ConfigError("data.test_images", 0, "at least one labelled sample to measure accuracy")
         return self.meter.result()

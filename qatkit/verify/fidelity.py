@@ -155,22 +155,22 @@ def fidelity(
             the image.
     """
     distances = {name: Distance(task) for name in others}
-    seen = 0
+    seen, sample = 0, task.names.sample
     for images, _ in shown(batches, "agreement with float", progress):
-        wanted = finite("float", exact(images), seen)
+        wanted = finite("float", exact(images), seen, sample)
         for name, predict in others.items():
-            distances[name].add(wanted, finite(name, predict(images), seen))
+            distances[name].add(wanted, finite(name, predict(images), seen, sample))
         seen += len(wanted)
     if not seen:
-        raise ConfigError("data.test_images", 0, "at least one image to compare outputs")
+        raise ConfigError("data.test_images", 0, "at least one sample to compare outputs")
     return {name: distance.result() for name, distance in distances.items()}
 
 
-def finite(name: str, outputs: Any, seen: int, unit: str = "image") -> _Array:
+def finite(name: str, outputs: Any, seen: int, unit: str = "sample") -> _Array:
     """Returns outputs as float64.
 
     Raises:
-        ConfigError: an output is NaN or infinite; the message names the predictor and the image or other
+        ConfigError: an output is NaN or infinite; the message names the predictor and the sample or other
             `unit`, whose number is counted from `seen`.
     """
     values = np.asarray(outputs, np.float64)

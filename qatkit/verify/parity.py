@@ -195,7 +195,7 @@ def _add(
 
 def _some(images: int) -> None:
     if not images:
-        raise ConfigError("verify.parity_images", 0, "at least one image to measure parity")
+        raise ConfigError("verify.parity_images", 0, "at least one sample to measure parity")
 
 
 def _worst(

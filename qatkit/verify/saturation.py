@@ -132,7 +132,7 @@ def measure_saturation(
     walks = _Walks(emulation, batches, labelled, progress, task)
     found.images = walks.exact(found.layers)
     if not found.images:
-        raise ConfigError("verify.saturation_images", 0, "at least one image to measure saturation")
+        raise ConfigError("verify.saturation_images", 0, "at least one sample to measure saturation")
     found.exact = walks.answers((), "with VNNI")
     found.emulated = walks.answers(found.layers, "without")
     return found

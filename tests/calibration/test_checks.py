@@ -62,11 +62,11 @@ def test_one_batch_alone_cannot_tell_and_says_so() -> None:
     assert note.startswith("calibration: all images (8) were in one batch")
 
 
-def test_classes_without_an_image_are_named() -> None:
+def test_classes_without_a_sample_are_named() -> None:
     prepared = graph(MinMaxObserver)
-    watch = Watch(prepared, 80, ["a", "b", "c", "d"])
+    watch = Watch(prepared, 80, ["a", "b", "c", "d"], "recordings")
     calibrate(prepared, watch(batches(1.0, 2)))
-    assert watch.notes() == ["calibration: 2 of 4 classes have no image in the calibration set (c, d)"]
+    assert watch.notes() == ["calibration: 2 of 4 classes have no recordings in the calibration set (c, d)"]
 
 
 def test_a_movement_is_a_share_of_the_length() -> None:

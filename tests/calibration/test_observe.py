@@ -156,7 +156,7 @@ def test_empty_batches_observe_nothing_and_unseen_ones_are_named() -> None:
     assert (quantizer.observer.low.item(), quantizer.observer.high.item()) == (-2.0, 3.0)
     fresh = prepared(Sometimes(), torch.randn(2, 4))
     with pytest.raises(
-        ConfigError, match="calibration=input: the quantizer has seen no values; use calibration images"
+        ConfigError, match="calibration=input: the quantizer has seen no values; use calibration data"
     ):
         calibrate(fresh, [torch.zeros(0, 4)])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,7 +14,7 @@ from tiny_run import calibrate_only, logits, report_of, sha256
 from torch import fx
 
 from qatkit.algorithms import Algorithm
-from qatkit.algorithms.base import CALIBRATED, FUSED
+from qatkit.algorithms.base import CALIBRATED, FUSED, OBSERVED
 from qatkit.choose.ranges import splits
 from qatkit.choose.verdict import Verdict, why_not
 from qatkit.config.rules import validate
@@ -204,3 +205,36 @@ def test_pre_range_algorithms_are_first_judged_by_ranges_alone(tmp_path: Path) -
     assert rows["idle"]["why"] == "with ranges only: finds nothing to change"
     assert rows["idle"]["sqnr_db"] == rows["none"]["sqnr_db"] < rows["bias_correction"]["sqnr_db"]
     assert rows["equalize"]["kept"] and rows["equalize"]["sqnr_db"] > rows["bias_correction"]["sqnr_db"]
+
+
+@dataclass(frozen=True)
+class Halve(Idle):
+    """An algorithm that changes three sites."""
+
+    stage: ClassVar[str] = OBSERVED
+
+    def __call__(self, graph_module: fx.GraphModule, inputs: Any) -> PassResult:
+        time.sleep(0.2)
+        return PassResult(graph_module, changed=3)
+
+
+def test_a_fixed_list_is_reported_in_the_order_of_its_calls(tmp_path: Path) -> None:
+    config = calibrate_only(tmp_path / "run")
+    paths = {"last": "Idle", "mine": "Halve", "first": "IdleBefore"}
+    config.algorithm = {name: {"target": f"{__name__}.{kind}"} for name, kind in paths.items()}
+    assert pipeline.train(config) == 0
+    ran = report_of(tmp_path / "run")["ran"]
+    assert [(one["name"], one["stage"], one["changed"]) for one in ran] == [
+        ("first", FUSED, 0),
+        ("mine", OBSERVED, 3),
+        ("last", CALIBRATED, 0),
+    ]
+    assert ran[1]["seconds"] >= 0.2 > ran[2]["seconds"]
+    page = (tmp_path / "run" / "report.html").read_text()
+    told = page.partition("<h2>Algorithms</h2>")[2].partition("</section>")[0]
+    assert -1 < told.find(">first<") < told.find(">mine<") < told.find(">last<")
+    assert "<td>3 sites</td>" in told
+    (tmp_path / "run" / "report.json").unlink()
+    assert pipeline.train(replace(config, resume=str(tmp_path / "run" / "last.ckpt"))) == 0
+    again = report_of(tmp_path / "run")["ran"]
+    assert [one["name"] for one in again] == ["first", "mine", "last"] and again[1:] == ran[1:]

@@ -19,6 +19,7 @@ from command_line import Launch, run_script
 from qatkit.compare.command import main
 from qatkit.compare.find import runs_below
 from qatkit.compare.page import render_page, write_page
+from qatkit.compare.text import plain_table
 from qatkit.config.schema import Config
 from qatkit.records.comparison import BROKEN, MET, SHORT, UNFINISHED, Row, front
 from qatkit.records.results import Fidelity, Results
@@ -235,3 +236,11 @@ def test_the_page_prefers_a_lower_perplexity(tmp_path: Path) -> None:
         True,
         False,
     ]
+
+
+def test_a_noisy_speedup_is_marked() -> None:
+    row = Row("a", MET, ratio=1.4, ratio_p10=0.8, ratio_p90=2.1)
+    assert "1.40x, noisy: 0.80 to 2.10" in plain_table([row])
+    assert 'data-v="1.4">1.40x, noisy: 0.80 to 2.10<' in render_page([row], "runs")
+    clear = replace(row, ratio_p10=1.3, ratio_p90=1.5)
+    assert "noisy" not in plain_table([clear]) + render_page([clear], "runs").partition("</style>")[2]

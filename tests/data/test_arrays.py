@@ -50,6 +50,16 @@ def test_samples_are_joined_along_the_batch_axis_of_each_input(tmp_path: Path) -
     assert data.inputs.text == "arrays ids [N, 4], state [2, N, 3]"
 
 
+def test_arrays_are_not_called_images(tmp_path: Path) -> None:
+    data = _data(_folder(tmp_path / "data"))
+    assert data.task.names.samples == "samples" and task_of("outputs").names.samples == "images"
+    outputs = np.array([[0.2, 0.8], [0.6, 0.4]])
+    data.task = data.task.suited([outputs], ["y"], 2)  # as after the first outputs of the model
+    assert data.task.names.samples == "samples" and data.task.names.decision == "top-1 class"
+    with pytest.raises(ConfigError, match="expected at most 3, the number of calibration samples"):
+        data.check_calibration(3, 4)
+
+
 def test_an_example_repeats_the_samples_of_the_data(tmp_path: Path) -> None:
     inputs = _data(_folder(tmp_path / "data")).inputs
     example: Any = inputs.example(5)

@@ -148,10 +148,10 @@ def test_a_ram_cache_beyond_memory_is_refused_for_all_processes(tmp_path: Path, 
 
 def test_the_pace_tells_the_pass_that_decoded_from_the_others() -> None:
     passes = [Pass(100, 3.0, 4.0), Pass(100, 0.1, 0.5), Pass(100, 0.1, 0.5), Pass()]
-    assert pace_of(passes) == "60 images/s, 64 % of the time waiting for data"
+    assert pace_of(passes) == "60 samples/s, 64 % of the time waiting for data"
     kept = "100 decoded images kept in 12 MB"
     assert pace_of(passes, kept) == (
-        "25 images/s, 75 % of the time waiting for data, then 200 images/s, 20 % of the time waiting for data; "
+        "25 samples/s, 75 % of the time waiting for data, then 200 samples/s, 20 % of the time waiting for data; "
         + kept
     )
     assert pace_of([Pass()], kept) == ""

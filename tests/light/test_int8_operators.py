@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -204,3 +205,13 @@ def test_what_a_bundle_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert verdict == (OPEN if here else OK)
     assert seen.startswith("1 of 1 operator can saturate on x86 without VNNI (product: 1 of 3 channels)")
     assert ("none does on this processor" in seen) == (not here)
+
+
+def test_a_bundle_that_asks_for_uint8_weights_says_so(tmp_path: Path) -> None:
+    folder = make(tmp_path / "bundle")
+    manifest = replace(read_manifest(folder), session_options={"session.x64quantprecision": "1"})
+    told = speed.saturation(CheckInputs(folder, manifest))
+    assert told.verdict == OK
+    assert told.seen == (
+        "no operator adds products with int8 weights in 16 bits (session.x64quantprecision=1 makes the weights uint8)"
+    )

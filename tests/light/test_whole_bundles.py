@@ -205,7 +205,7 @@ def test_a_file_of_a_fixed_batch_is_judged(
     tmp_path: Path, batch: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert status(make(tmp_path / "fixed", batch=batch)) == 0
-    assert "same top-1 for 4 of 4, difference at most 0 steps" in capsys.readouterr().out
+    assert "same top-1 class for 4 of 4, difference at most 0 steps" in capsys.readouterr().out
 
 
 def test_newer_formats_and_manifests_without_a_model_are_refused(

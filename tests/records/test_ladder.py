@@ -61,7 +61,10 @@ def test_the_table_lists_each_rung_and_what_is_handed_over() -> None:
 
 def test_a_line_for_a_rung_as_it_is_climbed() -> None:
     assert rung_line(rung()) == "top-1 66.90 (-0.30), 1.50x as fast as float: misses the target"
-    assert rung_line(rung_result("a", "", "", UNLABELLED)).startswith("same top-1 97.00 %, 1.50x")
+    noisy = rung(ratio_p10=0.9, ratio_p90=1.7)
+    assert "1.50x as fast as float, noisy: 0.90 to 1.70: misses" in rung_line(noisy)
+    assert "1.50x, noisy: 0.90 to 1.70" in ladder_lines(Ladder((noisy,), "a"))[2]
+    assert rung_line(rung_result("a", "", "", UNLABELLED)).startswith("same top-1 class 97.00 %, 1.50x")
     assert rung_line(RungResult("a", "", why="not possible")) == "not possible"
 
 

@@ -17,6 +17,7 @@ from PIL import Image
 from rich.console import Console
 from torchvision.transforms import functional as F
 
+from qatkit.records.ladder import Ladder, RungResult
 from qatkit.records.results import (
     Audit,
     Divergence,
@@ -26,6 +27,7 @@ from qatkit.records.results import (
     RuntimeDequantize,
     TensorParity,
 )
+from qatkit.records.tried import Candidate, Curve, Epoch, Tried
 from qatkit.report import (
     file_records,
     installed_versions,
@@ -36,7 +38,7 @@ from qatkit.report import (
     write_page,
     write_report,
 )
-from qatkit_verify.classification import classified
+from qatkit_verify.classification import NAMES, classified
 from qatkit_verify.records import Comparison, Latency
 
 NODES = (
@@ -100,8 +102,8 @@ INT8, ONNX Runtime            78.30        -      4.00 [3.90-4.40]     2.50x    
 -------------------------------------------------------------------------------------------------
 accuracy on 1,000 images; latency: batch 1, 2 threads, median of 50 interleaved rounds
 parity on 512 images against the converted module (step 0.05: the output's quantization scale)
-  ONNX Runtime, no optimizations:  top-1 agreement 100.00 %, difference max 0 (0.00 steps), mean 0 (0.000 steps)
-  ONNX Runtime, all optimizations: top-1 agreement 99.80 %, difference max 0.1 (2.00 steps), mean 0.01 (0.200 steps)
+  ONNX Runtime, no optimizations:  same top-1 class 100.00 %, difference max 0 (0.00 steps), mean 0 (0.000 steps)
+  ONNX Runtime, all optimizations: same top-1 class 99.80 %, difference max 0.1 (2.00 steps), mean 0.01 (0.200 steps)
 tensor by tensor: the first that differs by more than 1 step is 'b_q': 5 % of 200 elements, by up to 3 steps
 audit: 1 of 2 Conv/Gemm/MatMul run in int8 (90.0 % of multiply-accumulates); 1 QuantizeLinear, 2 DequantizeLinear, \
 3 Transpose left; 1 weight (4.0 MB) dequantized at run time
@@ -291,3 +293,42 @@ def test_report_needs_neither_onnx_nor_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("ratio", "low", "high", "speed"),
+    [
+        (1.4, 0.8, 2.1, "1.40x, noisy: 0.80 to 2.10"),
+        (3.4, 1.7, 4.0, "3.40x, noisy: 1.70 to 4.00"),
+        (0.9, 0.85, 1.02, "0.90x, noisy: 0.85 to 1.02"),
+        (2.5, 2.4, 2.6, "2.50x"),
+        (0.9, 0.85, 0.95, "0.90x"),
+    ],
+)
+def test_an_uncertain_speedup_is_marked(ratio: float, low: float, high: float, speed: str) -> None:
+    timed = dataclasses.replace(RESULTS.latency["int8"], ratio=ratio, ratio_p10=low, ratio_p90=high)
+    results = dataclasses.replace(RESULTS, latency={**RESULTS.latency, "int8": timed})
+    row = next(line for line in plain_report(results).splitlines() if line.startswith("INT8, ONNX"))
+    assert f"  {speed}  " in row
+    page = render_page(results)
+    assert f"<td>{speed}</td>" in page
+    tile = page.partition(f"<b>{ratio:.2f}&times;")[2].partition("</b>")[0]
+    assert ("noisy" in tile) == ("noisy" in speed)
+
+
+def test_samples_of_another_kind_are_not_called_images() -> None:
+    """Renders every kind of row whose samples are counted, for a task whose samples are recordings."""
+    task = dataclasses.replace(NAMES, samples="recordings")
+    result = RungResult(name="a", title="a", agreement=0.97, images=40, ratio=1.1)
+    results = dataclasses.replace(
+        RESULTS,
+        task=task,
+        calibration=[Candidate("mse", 0.1, 90.0, 0.1, chosen=True, images=30)],
+        algorithms=[Tried("none", 90.0, 1.0, 20.0, 1.0, 30, kept=True)],
+        curves=[Curve("QAT", False, 20, [Epoch(1, 5, 90.0)]), Curve("x", True, 1, [Epoch(1, 5, 90.0)])],
+        ladder=Ladder((result, result), target="top-1", chosen="a", task=task),
+    )
+    text, page = plain_report(results), render_page(results).partition("</style>")[2]
+    assert "on 30 recordings that none" in text and "on 20 test recordings" in text
+    assert "1 held-out training recording" in page and "in ONNX Runtime, on 40 recordings" in text
+    assert "image" not in text and not re.search(r"\bimages?\b", page.partition("How to run it")[0])

@@ -94,7 +94,7 @@ def test_a_run_on_pictures_alone(folder: Path, tmp_path: Path, capfd: pytest.Cap
     assert json.loads((out / "model.json").read_text())["classes"] == []
     printed, page = capfd.readouterr().out, (out / "report.html").read_text()
     share = f"{100 * report['fidelity']['int8']['agreement']:.2f}"
-    assert "same top-1 %" in printed and share in printed and f"{share} %" in page
+    assert "same top-1 class as float, %" in printed and share in printed and f"{share} %" in page
     assert "all `verify` bounds are met" in printed
 
     again = replace(_config(folder, tmp_path / "again"), checkpoint=str(out / "last.ckpt"))

@@ -109,7 +109,7 @@ def test_a_run_resumes_with_moved_images_but_not_with_others(tmp_path: Path) -> 
     config.data.root = _digits_folder(tmp_path / "changed", brighter=1)
     with pytest.raises(
         ConfigError,
-        match=r"data\.root=.*changed: expected the same training images, .* began with .resume=null",
+        match=r"data\.root=.*changed: expected the same training data, .* began with .resume=null",
     ):
         pipeline.train(config)
     assert sha256(folder / "last.ckpt") == before and not (folder / "report.json").exists()

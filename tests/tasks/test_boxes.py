@@ -218,7 +218,7 @@ def test_detectors_are_guessed(outputs: list[Array], names: tuple[str, ...]) -> 
     ],
 )  # fmt: skip
 def test_what_looks_like_boxes_is_not_taken_for_them(outputs: list[Array], names: tuple[str, ...]) -> None:
-    assert suited("auto", outputs, names).names.decision == "outputs (cosine 0.99)"
+    assert suited("auto", outputs, names).names.decision == "outputs (cosine of at least 0.99)"
 
 
 @pytest.mark.parametrize(

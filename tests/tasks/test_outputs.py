@@ -10,6 +10,7 @@ from qatkit.tasks import task_of
 from qatkit.tasks.outputs import Outputs
 from qatkit_verify.errors import ConfigError
 
+ROUNDED = "tasks.test_outputs.rounded"
 DRAW = np.random.default_rng(0)
 
 
@@ -24,20 +25,22 @@ def too_few(outputs: NDArray[np.float32]) -> NDArray[np.int64]:
 
 
 @pytest.mark.parametrize(
-    ("decision", "same"),
+    ("decision", "same", "title"),
     [
-        ("argmax(-1)", lambda a, b: a.argmax(-1) == b.argmax(-1)),
-        ("argmax(1)", lambda a, b: a.argmax(1) == b.argmax(1)),
-        ("threshold(0.25)", lambda a, b: (a > 0.25) == (b > 0.25)),
-        ("tasks.test_outputs.rounded", lambda a, b: np.rint(a) == np.rint(b)),
+        ("argmax(-1)", lambda a, b: a.argmax(-1) == b.argmax(-1), "top-1 class"),
+        ("argmax(1)", lambda a, b: a.argmax(1) == b.argmax(1), "index of the largest value along axis 1"),
+        ("threshold(0.25)", lambda a, b: (a > 0.25) == (b > 0.25), "side of the threshold 0.25"),
+        (ROUNDED, lambda a, b: np.rint(a) == np.rint(b), f"result of {ROUNDED}"),
     ],
 )
-def test_agreement_is_by_the_decision(decision: str, same: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agreement_is_by_the_decision(
+    decision: str, same: object, title: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend("tests")
     exact, found = DRAW.normal(size=(2, 5, 4, 3)).astype(np.float32)
     task = task_of("outputs", decision).suited([exact], ["scores"], 5)
     np.testing.assert_array_equal(task.agree(exact, found), same(exact, found))  # type: ignore[operator]
-    assert task.names.decision == f"decisions, {decision}"
+    assert task.names.decision == title
 
 
 @pytest.mark.parametrize(
@@ -56,8 +59,13 @@ def test_agreement_is_by_the_decision(decision: str, same: object, monkeypatch: 
 )
 def test_a_decision_is_guessed_where_there_is_no_doubt(outputs: NDArray[np.float64], decision: str) -> None:
     suited = task_of("outputs").suited([outputs], ["scores"], len(outputs))
-    titles = {"cosine": "outputs (cosine 0.99)", "mask": "classes of pixels"}
-    assert suited.names.decision == titles.get(decision, f"decisions, {decision}")
+    titles = {
+        "argmax(1)": "top-1 class",
+        "threshold(0.5)": "side of the threshold 0.5",
+        "cosine": "outputs (cosine of at least 0.99)",
+        "mask": "classes of pixels",
+    }
+    assert suited.names.decision == titles[decision]
 
 
 @pytest.mark.parametrize(

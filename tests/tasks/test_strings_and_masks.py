@@ -144,7 +144,7 @@ def test_empty_masks_say_nothing() -> None:
 )
 def test_masks_are_guessed_where_there_is_no_doubt(outputs: NDArray[np.float64], mask: bool) -> None:
     title = suited("auto", outputs.astype(np.float32), 2).names.decision
-    assert title == "outputs (cosine 0.99)" or mask
+    assert title == "outputs (cosine of at least 0.99)" or mask
     assert not mask or title in ("masks above 0.5 (mean IoU)", "classes of pixels")
 
 

@@ -72,7 +72,7 @@ def test_outputs_that_are_no_numbers_are_refused_by_image() -> None:
     found[6, 3] = np.nan
     with pytest.raises(ConfigError, match="int8: its output for image 6 is NaN or infinite"):
         fidelity(lambda i: exact[i], {"int8": lambda i: found[i]}, BATCHES)
-    with pytest.raises(ConfigError, match="at least one image"):
+    with pytest.raises(ConfigError, match="at least one sample"):
         fidelity(lambda i: exact[i], {}, [])
 
 
@@ -84,7 +84,7 @@ STRICT = VerifyConfig(min_float_agreement=0.95, max_float_kl=0.1, min_float_sqnr
 def test_bounds_of_images_without_labels() -> None:
     found = shortfalls(default_checks(), STRICT, BLIND)
     assert [one.line for one in found] == [
-        "verify.min_float_agreement=0.95: same top-1 88.00 % on 500 images, INT8 against the float file",
+        "verify.min_float_agreement=0.95: same top-1 class 88.00 % on 500 images, INT8 against the float file",
         "verify.max_float_kl=0.1: KL of INT8 against the float file is 0.25 nats",
         "verify.min_float_sqnr=12.0: SQNR of INT8 against the float file's logits is 9.5 dB",
     ]
@@ -123,23 +123,23 @@ def test_what_would_mend_it_needs_no_labels() -> None:
 
 def test_the_table_the_lines_and_the_page() -> None:
     text, page = plain_report(BLIND), render_page(BLIND)
-    assert "same top-1 %        KL  SQNR dB" in text.splitlines()[2]
+    assert "same top-1 class as float, %        KL  SQNR dB" in text.splitlines()[2]
     assert "88.00  2.50e-01      9.5" in next(
         line for line in text.splitlines() if line.startswith("INT8, ONNX")
     )
     assert "outputs against the float file's on 500 images without labels" in text
     assert (
-        "accuracy is unknown without labels; against the float file on 500 images: same top-1 88.00 %, KL 2.50e-01"
-        in text
+        "accuracy is unknown without labels; against the float file on 500 images:"
+        " same top-1 class 88.00 %, KL 2.50e-01" in text
     )
     assert "accuracy on" not in text and "top-5" not in text + page
-    assert "88.00 %" in page and "Same top-1 as the float file" in page
+    assert "88.00 %" in page and "Same top-1 class as the float file" in page
 
 
 def test_with_labels_it_is_one_line_more() -> None:
     told: Results = replace(GOOD, fidelity={"int8": Fidelity(0.98, 2e-3, 24.0, 512)})
     before, after = plain_report(GOOD).splitlines(), plain_report(told).splitlines()
-    line = "against the float file on 512 images: same top-1 98.00 %, KL 2.00e-03, logits SQNR 24.0 dB"
+    line = "against the float file on 512 images: same top-1 class 98.00 %, KL 2.00e-03, logits SQNR 24.0 dB"
     assert [one for one in after if one != line] == before and line in after
     assert line in render_page(told)
 

@@ -166,7 +166,7 @@ def test_a_drop_that_float_shares_is_blamed_on_fine_tuning(control: float, by_tr
         (["calibration=auto", "algorithm=auto"], f"{_MIXED}, or schedule.epochs=4"),
         (["calibration=auto", "algorithm=auto", "precision=auto"], "schedule.epochs=4"),
         (["calibration.random=true", "algorithm=all"],
-         "calibration.random=false (ranges of real images), or schedule.epochs=4"),
+         "calibration.random=false (ranges of real data), or schedule.epochs=4"),
     ],
 )  # fmt: skip
 def test_accuracy_advises_what_was_not_done(typed: list[str], expected: str) -> None:

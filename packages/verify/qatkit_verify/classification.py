@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 TOP1, TOP5 = Metric("top-1"), Metric("top-5")
-NAMES = TaskNames("classification", "image classification", (TOP1, TOP5), "top-1", "logits")
+NAMES = TaskNames("classification", "image classification", (TOP1, TOP5), "top-1 class", "logits")
 
 
 def names_of(report: Mapping[str, Any]) -> TaskNames:

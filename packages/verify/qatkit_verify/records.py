@@ -77,7 +77,7 @@ class TaskNames:
         name: the short name: "classification".
         description: a description for model cards: "image classification".
         metrics: the metrics without values, in the order of the report's table; the first is the main metric.
-        decision: the name of what is equal if two models agree.
+        decision: the name of what is equal if two models agree, after "same": "top-1 class".
         outputs: the name of a model's outputs.
         compared: the name of what is equal if two computations of an output agree; "" if it is the decision.
         samples: the name of a model's inputs, in the plural.
@@ -95,6 +95,16 @@ class TaskNames:
     def alike(self) -> str:
         """The name of what is equal if two computations of an output agree."""
         return self.compared or self.decision
+
+    @property
+    def sample(self) -> str:
+        """The name of one input of the model: "image"."""
+        return self.samples.removesuffix("s")
+
+    @property
+    def same(self) -> str:
+        """The heading of the share of decisions that equal float's: "same top-1 class as float, %"."""
+        return f"same {self.decision} as float, %"
 
     @property
     def main(self) -> Metric:
@@ -175,6 +185,27 @@ class Latency:
     batch: int
     threads: int
     runs: int
+
+    @property
+    def noise(self) -> str:
+        """The remark on an uncertain ratio (`noise`)."""
+        return noise(self.ratio_p10, self.ratio_p90)
+
+    @property
+    def speed(self) -> str:
+        """The ratio as text: "1.40x", or "1.40x, noisy: 0.80 to 2.10"."""
+        return ", ".join(filter(None, [f"{self.ratio:.2f}x", self.noise]))
+
+
+def noise(low: float | None, high: float | None) -> str:
+    """Returns the remark on an uncertain ratio of times, "noisy: 0.80 to 2.10"; "" for a clear or unknown one.
+
+    A ratio is uncertain if the range from its p10 `low` to its p90 `high` includes 1, or if `high` is at least
+    twice `low`.
+    """
+    if low is None or high is None:
+        return ""
+    return f"noisy: {low:.2f} to {high:.2f}" if low < 1 < high or high >= 2 * low else ""
 
 
 @dataclass(frozen=True)

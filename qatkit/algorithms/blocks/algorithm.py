@@ -28,13 +28,13 @@ class BlockAlgorithm(Algorithm):
     tables: ClassVar[bool] = False
     images: int = setting(
         256,
-        "number of calibration images; their activations are stored between one block and the next "
+        "number of calibration samples; their activations are stored between one block and the next "
         "(for adaround and gptq, each operator is a block)",
         COUNT,
     )
     batch_size: int = setting(
         4,
-        "number of images that are stored together; where tensors are small, a step uses several of these batches",
+        "number of samples that are stored together; where tensors are small, a step uses several of these batches",
         COUNT,
     )
     memory: int = setting(

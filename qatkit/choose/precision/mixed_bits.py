@@ -37,7 +37,7 @@ class MixedBits(Algorithm):
         "largest average number of bits per value in the weights of Convs and Linears, without scales",
         Range(2, 8),
     )
-    images: int = setting(16, "number of calibration images on which losses are estimated", COUNT)
+    images: int = setting(16, "number of calibration samples on which losses are estimated", COUNT)
 
     def __call__(self, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:
         """Chooses the bits; `changed` counts the operators whose number of bits differs from the backend's.

@@ -121,7 +121,7 @@ class Config:
     algorithm_choice: str = setting(
         "all",
         "all: run every listed algorithm; auto: keep those that reduce the error on held-out "
-        "calibration images by more than noise",
+        "calibration samples by more than noise",
         Choices(("all", "auto")),
     )
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)

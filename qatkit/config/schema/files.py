@@ -108,7 +108,7 @@ class ExportConfig:
     bundle_float: bool = setting(True, "include the float file in the bundle, for comparison")
     golden_images: int = setting(
         8,
-        "number of test images (or samples of arrays) in the bundle, together with the outputs of the file",
+        "number of test samples in the bundle, together with the outputs of the file",
         Range(1, 256),
     )
     sign: str | None = setting(
@@ -177,27 +177,27 @@ class VerifyConfig:
 
     images: int | None = setting(
         None,
-        "images of the test split on which accuracy is measured, balanced over the classes; null: all",
+        "samples of the test split on which accuracy is measured, balanced over the classes; null: all",
         COUNT,
     )
     control: bool = setting(False, "also fine-tune a float control with the same schedule, for comparison")
     every: int | None = setting(
         None,
         "epochs of fine-tuning between exports; the epoch whose file has the best accuracy in ONNX "
-        "Runtime on the held-out images (verify.held_out) is kept, or the state before training; null: "
+        "Runtime on the held-out samples (verify.held_out) is kept, or the state before training; null: "
         "keep the last epoch",
         COUNT,
     )
     validation: bool = setting(
         False,
-        "hold out training images (verify.held_out) and also measure the file on them; a search sets "
+        "hold out training samples (verify.held_out) and also measure the file on them; a search sets "
         "this and compares trials by these figures; not needed with verify.every",
     )
     held_out: int | None = setting(
         None,
-        "number of training images that are held out to choose between epochs (verify.every) or trials "
+        "number of training samples that are held out to choose between epochs (verify.every) or trials "
         "(search.trials), and used neither for training nor for calibration; null: a fifth of the "
-        "training images, at most 1000",
+        "training samples, at most 1000",
         COUNT,
     )
     threads: int = setting(
@@ -205,13 +205,13 @@ class VerifyConfig:
     )
     latency_batch: int = setting(
         1,
-        "batch size in images for the latency measurement, and of the file with export.dynamic_batch=false",
+        "batch size in samples for the latency measurement, and of the file with export.dynamic_batch=false",
         COUNT,
     )
     latency_runs: int = setting(50, "timed runs per file", COUNT)
     parity_images: int = setting(
         512,
-        "images on which the file and the converted module are compared; more if the agreement is "
+        "samples on which the file and the converted module are compared; more if the agreement is "
         "below verify.min_agreement by an amount that chance can explain",
         COUNT,
     )
@@ -235,7 +235,7 @@ class VerifyConfig:
     )
     min_float_agreement: float | None = setting(
         0.9,
-        "minimum share of unlabelled images on which the float file and INT8 make the same decision "
+        "minimum share of unlabelled samples on which the float file and INT8 make the same decision "
         "(boxes: F1) in ONNX Runtime; for a model with states, each file computes its own states "
         "from step to step",
         FRACTION,
@@ -243,18 +243,18 @@ class VerifyConfig:
     max_float_kl: float | None = setting(
         0.05,
         "maximum mean KL divergence in nats from the softmax of the float file to that of INT8, on "
-        "unlabelled images",
+        "unlabelled samples",
         POSITIVE,
     )
     min_float_sqnr: float | None = setting(
         12.0,
         "minimum signal-to-quantization-noise ratio (SQNR) of INT8's outputs against the float file's "
-        "in dB, on unlabelled images; states are treated as in verify.min_float_agreement",
+        "in dB, on unlabelled samples; states are treated as in verify.min_float_agreement",
         Range(-100, 200),
     )
     min_agreement: float | None = setting(
         0.999,
-        "minimum share of images on which the converted module and ONNX Runtime make the same decision; a "
+        "minimum share of samples on which the converted module and ONNX Runtime make the same decision; a "
         "different decision within half a step of the output counts as the same",
         FRACTION,
     )
@@ -265,7 +265,7 @@ class VerifyConfig:
         Choices(("avx2",)),
     )
     saturation_images: int = setting(
-        256, "number of images on which saturation is emulated, balanced over the classes", COUNT
+        256, "number of samples on which saturation is emulated, balanced over the classes", COUNT
     )
     max_size_ratio: float | None = setting(None, "maximum of INT8 bytes / float bytes", POSITIVE)
     min_speedup: float | None = setting(None, "minimum of float latency / INT8 latency", POSITIVE)
@@ -327,12 +327,12 @@ class AnalysisConfig:
 
     isolation: bool = setting(
         False,
-        "compare float, only weights quantized, only activations quantized, and both, on the same images",
+        "compare float, only weights quantized, only activations quantized, and both, on the same samples",
     )
     sensitivity: str = setting(
         "none",
         "sensitivity of every weight and activation. none: not computed; estimate: estimated for all "
-        "of them in one pass over the images; exact: each is also measured alone, once as the only "
+        "of them in one pass over the samples; exact: each is also measured alone, once as the only "
         "quantized one and once as the only float one",
         Choices(("none", "estimate", "exact")),
     )
@@ -348,13 +348,13 @@ class AnalysisConfig:
     )
     images: int = setting(
         1000,
-        "images of the test split for analysis.isolation and analysis.sensitivity, balanced over the classes",
+        "samples of the test split for analysis.isolation and analysis.sensitivity, balanced over the classes",
         COUNT,
     )
-    batch_size: int = setting(50, "images per batch; determines the memory use", COUNT)
+    batch_size: int = setting(50, "samples per batch; determines the memory use", COUNT)
     tensors: int = setting(
         0,
-        "number of images on which each tensor is compared between float, simulation and ONNX "
+        "number of samples on which each tensor is compared between float, simulation and ONNX "
         "Runtime; 0: no comparison",
         Range(0),
     )

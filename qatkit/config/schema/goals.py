@@ -19,11 +19,11 @@ class TargetConfig:
         Range(0, 100),
     )
     min_agreement: float = setting(
-        0.99, "minimum share of unlabelled images with the same decision as float", FRACTION
+        0.99, "minimum share of unlabelled samples with the same decision as float", FRACTION
     )
     min_sqnr: float | None = setting(
         None,
-        "minimum signal-to-quantization-noise ratio of the outputs in dB, on unlabelled images; the "
+        "minimum signal-to-quantization-noise ratio of the outputs in dB, on unlabelled samples; the "
         "higher of this and verify.min_float_sqnr applies; null: only verify.min_float_sqnr",
         Range(-100, 200),
     )
@@ -47,7 +47,7 @@ class PrecisionConfig:
         Choices(("none", "auto")),
     )
     points: int = setting(8, "maximum number of mixed-precision files that are written and measured", COUNT)
-    images: int = setting(256, "calibration images on which the loss of each operator is estimated", COUNT)
+    images: int = setting(256, "calibration samples on which the loss of each operator is estimated", COUNT)
     front: str | None = setting(
         None,
         "folder of a finished run with precision=auto; the point precision.point of its Pareto front "

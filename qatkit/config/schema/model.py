@@ -132,9 +132,9 @@ class DataConfig:
         "their training images",
         Choices(("none", "trivial_augment", "rand_augment", "auto_augment", "aug_mix")),
     )
-    batch_size: int = setting(64, "training images per step and process", COUNT)
+    batch_size: int = setting(64, "training samples per step and process", COUNT)
     eval_batch_size: int = setting(
-        100, "test images per batch; fewer if that many pictures need more than 64 MiB", COUNT
+        100, "test samples per batch; fewer if that many pictures need more than 64 MiB", COUNT
     )
     workers: int = setting(
         2,
@@ -155,12 +155,12 @@ class DataConfig:
     )
     train_images: int | None = setting(
         None,
-        "size of the subset of the train split, seeded and balanced over classes; null: all images",
+        "size of the subset of the train split, seeded and balanced over classes; null: all samples",
         COUNT,
     )
     test_images: int | None = setting(
         None,
-        "size of the subset of the test split, seeded and balanced over classes; null: all images",
+        "size of the subset of the test split, seeded and balanced over classes; null: all samples",
         COUNT,
     )
     bad: str = setting(

@@ -231,8 +231,8 @@ class CalibrationConfig:
         "qatkit.quant.observers.MovingAverageMinMaxObserver",
         "dotted path of the class that finds the range of an activation, a qatkit.quant.observers.Observer",
     )
-    images: int = setting(512, "number of calibration images from the train split", COUNT)
-    batch_size: int = setting(64, "images per batch", COUNT)
+    images: int = setting(512, "number of calibration samples from the train split", COUNT)
+    batch_size: int = setting(64, "samples per batch", COUNT)
     percentile: float | None = setting(
         None,
         "percentage of the values that lie inside the range, for observers that use it; null: the "
@@ -256,7 +256,7 @@ class CalibrationConfig:
         "choice between calibration methods. none: the observer's own method; layerwise: for each "
         "tensor, the percentile with the least error at the outputs of the operators that read it; "
         "tournament: one method for all tensors, or the best for each, whichever makes the best file "
-        "in ONNX Runtime on held-out calibration images",
+        "in ONNX Runtime on held-out calibration samples",
         Choices(("none", "layerwise", "tournament")),
     )
     mean_shifts: str = setting(
@@ -287,6 +287,6 @@ class CalibrationConfig:
     )
     random: bool = setting(
         False,
-        "calibrate on noise instead of the calibration images, if you have none; the ranges fit no "
-        "real image",
+        "calibrate on noise instead of the calibration samples, if you have none; the ranges fit no "
+        "real data",
     )

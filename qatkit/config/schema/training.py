@@ -68,7 +68,7 @@ class ScheduleConfig:
     )
     batch_norm_images: int = setting(
         0,
-        "calibration images on which the statistics of kept BatchNorms (batch_norm=freeze or train) "
+        "calibration samples on which the statistics of kept BatchNorms (batch_norm=freeze or train) "
         "are re-estimated with quantization on, before they are folded; 0: keep the statistics from "
         "training",
         Range(0),

@@ -27,7 +27,7 @@ class Argmax(Request, Decision):
 
     @property
     def title(self) -> str:
-        return f"decisions, argmax({self.axis})"
+        return f"index of the largest value along axis {self.axis}"
 
     @classmethod
     def takes(cls, seen: Seen) -> bool:
@@ -60,6 +60,10 @@ class _ClassArgmax(Argmax):
     """
 
     @property
+    def title(self) -> str:
+        return "top-1 class"
+
+    @property
     def rule(self) -> None:
         return None
 
@@ -75,7 +79,7 @@ class Threshold(Request, Decision):
 
     @property
     def title(self) -> str:
-        return f"decisions, threshold({self.limit:g})"
+        return f"side of the threshold {self.limit:g}"
 
     def fitted(self, seen: Seen) -> Decision:
         return self
@@ -95,7 +99,7 @@ class Equal(Request, Decision):
 
     @property
     def title(self) -> str:
-        return "values, equal"
+        return "values"
 
     @classmethod
     def takes(cls, seen: Seen) -> bool:
@@ -115,7 +119,7 @@ class Cosine(Request, Decision):
 
     @property
     def title(self) -> str:
-        return f"outputs (cosine {self.least:g})"
+        return f"outputs (cosine of at least {self.least:g})"
 
     def fitted(self, seen: Seen) -> Decision:
         return self
@@ -137,7 +141,7 @@ class Function(Request, Decision):
 
     @property
     def title(self) -> str:
-        return f"decisions, {self.path}"
+        return f"result of {self.path}"
 
     def fitted(self, seen: Seen) -> Decision:
         import numpy as np

@@ -31,7 +31,7 @@ class Strings(Request, Decision):
 
     @property
     def title(self) -> str:
-        return "strings"
+        return "recognized text"
 
     @classmethod
     def takes(cls, seen: Seen) -> bool:

@@ -115,8 +115,9 @@ def _chance_line(results: Results) -> str:
     if found.score > 100 * (chance + 2 * error):
         return ""
     return (
-        f"float top-1 of {found.score:.2f} % is no better than one answer for all images ({100 * chance:.2f} %), so the"
-        " comparison says nothing: the model is untrained, or its classes are in another order than the labels"
+        f"float top-1 of {found.score:.2f} % is no better than one answer for all {results.task.samples}"
+        f" ({100 * chance:.2f} %), so the comparison says nothing: the model is untrained, or its classes are in"
+        " another order than the labels"
     )
 
 

@@ -63,7 +63,7 @@ def heading(found: Mapping[str, Any], label: str) -> str:
 def columns(found: Mapping[str, Any], task: TaskNames) -> tuple[str, ...]:
     """Returns the column headings of the table of horizons."""
     outputs = found["horizons"][-1]["outputs"]
-    return ("first steps", f"same {task.decision} %", *(f"{one['name']} dB" for one in outputs))
+    return ("first steps", task.same, *(f"{one['name']} dB" for one in outputs))
 
 
 def cells(found: Mapping[str, Any]) -> list[tuple[str, ...]]:

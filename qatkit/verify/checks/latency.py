@@ -55,9 +55,10 @@ class LatencyCheck(Check):
             return [Shortfall(f"verify.min_speedup={bounds.min_speedup}: latency was not measured")]
         if int8.ratio >= bounds.min_speedup:
             return []
+        threads = counted(int8.threads, "thread")
         line = (
             f"verify.min_speedup={bounds.min_speedup}: {results.label} runs {int8.ratio:.2f} times as fast as float"
-            f" ({int8.median_ms:.2f} ms, {counted(int8.threads, 'thread')})"
+            f" ({', '.join(filter(None, [f'{int8.median_ms:.2f} ms', threads, int8.noise]))})"
         )
         return [Shortfall(line, _fixes(bounds.min_speedup, int8, results))]
 
@@ -69,7 +70,8 @@ class LatencyCheck(Check):
         if without := asked.without_kernels:
             told = f"runs in float here, at {int8.ratio:.2f} of float's speed: no kernel computes {without}"
             return [f"{results.label} {told}"]
-        slower = f"{results.label} is slower than float here ({int8.ratio:.2f} of its speed)"
+        of_float = ", ".join(filter(None, [f"{int8.ratio:.2f} of its speed", int8.noise]))
+        slower = f"{results.label} is slower than float here ({of_float})"
         if results.config and (reason := _why_float(asked)):
             return [f"{slower}: {reason}"]
         if _for_another(results):

@@ -175,7 +175,7 @@ def parity_lines(parity: Parity, task: TaskNames = NAMES) -> list[str]:
 
 def _text(comparison: Comparison, task: TaskNames) -> str:
     return (
-        f"{task.alike} agreement {agreement(comparison)}, difference max {comparison.max_abs:.3g}"
+        f"same {task.alike} {agreement(comparison)}, difference max {comparison.max_abs:.3g}"
         f" ({comparison.max_steps:.2f} steps),"
         f" mean {comparison.mean_abs:.3g} ({comparison.mean_steps:.3f} steps)"
     )

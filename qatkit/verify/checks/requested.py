@@ -114,7 +114,7 @@ class RequestedSettings:
         if self.get("data.source") == DRAWN:
             ways.append(_REAL_DATA)
         if self.get("calibration.random"):
-            ways.append(Fix(("calibration.random=false",), "ranges of real images"))
+            ways.append(Fix(("calibration.random=false",), "ranges of real data"))
         elif self.get("calibration.search") == "none":
             ways.append(Fix(("calibration=auto",)))
         if (

@@ -81,7 +81,7 @@ class RuntimesCheck(Check):
 def columns(task: TaskNames) -> tuple[str, ...]:
     """Returns the column headings of the table."""
     times = ("runtime", "INT8 ms [p10-p90]", "float ms", "speed-up")
-    return (*times, task.main.title, f"same {task.alike} as module %", "as ONNX Runtime %")
+    return (*times, task.main.title, f"same {task.alike} as module, %", "as ONNX Runtime, %")
 
 
 def rows(results: Results) -> list[tuple[str, ...]]:
@@ -103,7 +103,7 @@ def _row(name: str, results: Results) -> tuple[str, ...]:
         f"{name} {versions}".rstrip(),
         f"{int8.median_ms:.2f} [{int8.p10_ms:.2f}-{int8.p90_ms:.2f}]" if int8 else _ABSENT,
         f"{exact.median_ms:.2f}" if exact else _ABSENT,
-        f"{int8.ratio:.2f}x" if int8 else _ABSENT,
+        int8.speed if int8 else _ABSENT,
         f"{accuracy.score:.2f}" if accuracy else _ABSENT,
         _percent(module),
         _percent(None if one is None else one.with_onnxruntime),

@@ -55,4 +55,6 @@ class ValidationCheck(Check):
             for row, label in (("float", "float"), ("int8", results.label))
             if row in found["accuracy"]
         )
-        return [f"on {near.images:,} held-out training images: {scores}{fidelity_text(near, results.task)}"]
+        return [
+            f"on {near.images:,} held-out training {results.task.samples}: {scores}{fidelity_text(near, results.task)}"
+        ]

@@ -7,7 +7,7 @@ from typing import Any
 from qatkit_verify.bundle.manifest import FLOAT_FILE
 from qatkit_verify.checks.base import OK, OPEN, SHORT, CheckInputs, Found
 from qatkit_verify.errors import counted
-from qatkit_verify.int8_operators import Int8Operator, int8_operators
+from qatkit_verify.int8_operators import PRECISE, Int8Operator, int8_operators
 from qatkit_verify.kernels import CONVS, MATMULS, executed
 from qatkit_verify.latency import latency
 from qatkit_verify.proofs import never_on_arm, never_on_x86
@@ -35,7 +35,8 @@ def speed(asked: CheckInputs) -> Found:
     figures = {"int8_ms": int8.median_ms, "threads": asked.threads}
     if "float" not in files:
         return Found("speed", OK, seen, figures=figures)
-    ratio = f"{int8.ratio:.2f} times as fast as float [{int8.ratio_p10:.2f}-{int8.ratio_p90:.2f}]"
+    spread = f"{int8.ratio_p10:.2f}-{int8.ratio_p90:.2f}" + (", noisy" if int8.noise else "")
+    ratio = f"{int8.ratio:.2f} times as fast as float [{spread}]"
     seen += f"; {ratio} (float {times['float'].median_ms:.2f} ms)"
     figures |= {
         "float_ms": times["float"].median_ms,
@@ -114,7 +115,9 @@ def _signed_products(asked: CheckInputs, figures: dict[str, Any]) -> Found:
         "can_overflow_on_arm": {one.name: one.saturating for one in open_ones},
     }
     if not found:
-        return Found("saturation", OK, "no operator multiplies in int8", figures=figures)
+        exact = f" ({PRECISE}=1 makes the weights uint8)" if asked.options.get(PRECISE) == "1" else ""
+        seen = f"no operator adds products with int8 weights in 16 bits{exact}"
+        return Found("saturation", OK, seen, figures=figures)
     if not open_ones:
         seen = never_on_arm(len(found))
     else:

@@ -160,7 +160,7 @@ def main(typed: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("qatkit-measure", description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path, help="the folder that export.py placement=variants wrote")
     parser.add_argument("--threads", type=count, default=2, help="threads of ONNX Runtime (default: 2)")
-    parser.add_argument("--batch", type=count, default=1, help="images per run (default: 1)")
+    parser.add_argument("--batch", type=count, default=1, help="samples per run (default: 1)")
     parser.add_argument(
         "--runs", type=count, default=_RUNS, help=f"runs per file and session (default: {_RUNS})"
     )
