@@ -71,7 +71,7 @@ def average_pool(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
     else:
         return False
     side = sides[0]
-    if len(sides) != 2 or not side or side != sides[1] or side > _LARGEST_POOL:
+    if len(sides) != 2 or side is None or side != sides[1] or side > _LARGEST_POOL:
         return False
     k, shift = _POOLS.get(side) or best_fraction(side * side)
     return _scale(model, node, k / 2**shift * side * side)
@@ -81,7 +81,7 @@ def reduce_mean(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
     """Multiplies a mean of n values by s · n, where s is the hardware's approximation of 1 / n."""
     axes = axes_of(node) if node.op_type == "ReduceMean" else None
     sizes = [size(operand(node, 0), axis) for axis in axes or ()]
-    if not sizes or not all(sizes):  # unknown, or 0
+    if not sizes or any(one is None for one in sizes):
         return False
     count = math.prod(one or 0 for one in sizes)
     k, shift = best_fraction(count)
