@@ -7,8 +7,10 @@ save_config, load_config                         config.yaml in a run's folder
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import io
+import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -151,12 +153,24 @@ def _searching(overrides: Sequence[str], folders: Sequence[str]) -> list[str]:
 
 
 def _check_booleans(overrides: Sequence[str]) -> None:
-    """Rejects numbers other than 0 and 1 for booleans; OmegaConf would treat them as true."""
-    for key, _, value in (text.lstrip("+").partition("=") for text in overrides):
-        number = value.removeprefix("-").replace(".", "", 1)
-        node = _node(key) if number.isdecimal() and value not in ("0", "1") else None
-        if isinstance(node, BooleanNode):
-            raise ConfigError(key, value, "true, false or null" if node._is_optional() else "true or false")
+    """Rejects numbers other than 0 and 1 for booleans; OmegaConf would treat them as true.
+
+    Raises:
+        ConfigError: a value, or an entry of a mapping, is such a number.
+    """
+    parser = OverridesParser.create()
+    for text in overrides:
+        key, _, value = text.lstrip("+").partition("=")
+        if re.match(r"[{\d.-]", value):  # a mapping or a number
+            _check_boolean(key, parser.parse_override(text).value(), _node(key))
+
+
+def _check_boolean(key: str, value: Any, node: Any) -> None:
+    if isinstance(value, dict):
+        for name, one in value.items():
+            _check_boolean(f"{key}.{name}" if key else name, one, _child(node, name))
+    elif isinstance(node, BooleanNode) and type(value) in (int, float) and str(value) not in ("0", "1"):
+        raise ConfigError(key, value, "true, false or null" if node._is_optional() else "true or false")
 
 
 def check_texts(overrides: Sequence[str]) -> None:
@@ -182,18 +196,24 @@ def check_texts(overrides: Sequence[str]) -> None:
             )
 
 
-def _default(key: str) -> Any:
-    try:
-        return OmegaConf.select(_schema(), key)
-    except OmegaConfBaseException:
-        return None
-
-
 def _node(key: str) -> Any:
     """Returns the OmegaConf node of a key in the schema, which has the key's type; None for an unknown key."""
-    group, _, leaf = key.rpartition(".")
-    parent = _default(group) if group else _schema()
-    return parent._get_node(leaf, validate_access=False) if isinstance(parent, DictConfig) else None
+    return functools.reduce(_child, key.split("."), _schema())
+
+
+def _child(node: Any, name: str) -> Any:
+    """Returns the node of a key in a group of the schema; an entry of a mapping has the mapping's type of entries."""
+    if not isinstance(node, DictConfig):
+        return None
+    kind = node._metadata.element_type
+    return _entry(kind) if dataclasses.is_dataclass(kind) else node._get_node(name, validate_access=False)
+
+
+@functools.cache
+def _entry(kind: Any) -> DictConfig:
+    made = OmegaConf.structured(kind)
+    assert isinstance(made, DictConfig)
+    return made
 
 
 def to_config(node: DictConfig) -> Config:
@@ -203,11 +223,12 @@ def to_config(node: DictConfig) -> Config:
     would otherwise be dropped silently.
 
     Raises:
-        ConfigError: a value is out of range, two values exclude each other, or the file of
-            backend.overrides_file cannot be read.
+        ConfigError: a value is out of range or a number in place of a boolean, two values exclude each other, or the
+            file of backend.overrides_file cannot be read.
         OmegaConfBaseException: a required value is missing, or a key or type does not fit the schema.
     """
     values = with_overrides_file(OmegaConf.to_container(node, resolve=True))
+    _check_boolean("", values, _schema())
     config = OmegaConf.to_object(OmegaConf.merge(_schema(), values))
     assert isinstance(config, Config)
     expand_home(config)

@@ -73,10 +73,12 @@ class Numbers:
         return _REALS if step is None else round((self.high - self.low) / step) + 1
 
     def at(self, index: int) -> Value:
-        """Returns the value at an index from 0."""
+        """Returns the value at an index from 0; reals on a logarithmic scale have equal ratios, not distances."""
         if self.whole:
             return int(self.low) + index * int(self.step or 1)
         share = index / (self.count - 1)
+        if self.log:
+            return max(self.low, min(self.low ** (1 - share) * self.high**share, self.high))
         return min(self.low + share * (self.high - self.low), self.high)
 
     def place(self, value: Any) -> float:

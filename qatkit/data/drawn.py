@@ -21,7 +21,7 @@ from qatkit.data.loading import seed_of
 from qatkit.data.request import Request
 from qatkit.data.sources import Splits
 from qatkit.tasks.base import NO_TARGET
-from qatkit_verify.errors import ConfigError, counted, did_you_mean
+from qatkit_verify.errors import ConfigError, as_typed, counted, did_you_mean
 
 NOTE = (
     "the data were drawn at random (data=drawn), so the ranges do not fit real data and no figure of accuracy or "
@@ -130,7 +130,7 @@ def drawn(root: str | None, download: bool, seed: int, request: Request | None =
     count = settings.count or _COUNT
     train, test = (DrawnArrays(draws, count, seed, part) for part in ("train", "test"))
     told = f"samples drawn for each split: {count}, with {'; '.join(one.text for one in draws)}"
-    return Splits(train, test, (), notes=(NOTE, told), arrays=True, drawn=True)
+    return Splits(train, test, (), notes=(NOTE, told), arrays=True, drawn=True, advice=sizes.advice)
 
 
 def _draw(port: Port, sizes: _Sizes, settings: DataConfig, *, constant: bool) -> Draw:
@@ -179,6 +179,9 @@ def _span(port: Port, asked: Any) -> tuple[float, float]:
 class _Sizes:
     """The sizes of dynamic axes; axes with the same name have the same size by default.
 
+    Attributes:
+        assumed: the sizes of each input with a size that no setting gives, as `data.sizes` would list them.
+
     Raises:
         ConfigError: `data.sizes` is not a mapping, or has an unknown name or a size that is not a positive
             integer.
@@ -189,6 +192,7 @@ class _Sizes:
         _check_names("sizes", asked, axes | {port.name for port in ports}, _SIZES_FORM)
         self.asked: Mapping[str, Any] = asked or {}
         self.by_name: dict[str, int] = {}
+        self.assumed: dict[str, list[int]] = {}
         for name, value in self.asked.items():
             listed = value if isinstance(value, list | tuple) else [value]
             if not listed or not all(type(one) is int and one > 0 for one in listed):
@@ -218,23 +222,32 @@ class _Sizes:
         if port.axis is not None:
             found[port.axis] = 1
         for axis, size in zip(places, given, strict=True):
-            found[axis] = self._size(port, axis, places, size)
+            known = self._given(port, axis, size)
+            found[axis] = known or self._assumed(port, axis, places)
+            if known is None:
+                self.assumed[port.name] = [found[one] for one in places]
         return tuple(found)
 
-    def _size(self, port: Port, axis: int, places: Sequence[int], of_input: int | None) -> int:
-        """Returns the size of a dynamic axis.
+    @property
+    def advice(self) -> str:
+        """The end of a message about a model that fails on the samples; "" if settings give all sizes."""
+        listed = {name: one if len(one) > 1 else one[0] for name, one in self.assumed.items()}
+        known = f"data.sizes={as_typed(listed)} was assumed"
+        return f"; {known}, so set data.sizes to sizes that the model accepts" if listed else ""
 
-        The first of these that exists: the size set for the axis name, the size set for the input, the
-        default that another axis with this name already has, the default of this axis.
-        """
+    def _given(self, port: Port, axis: int, of_input: int | None) -> int | None:
+        """Returns the size that is set for the name of an axis, else that set for the input, else None."""
         name = port.names[axis] if port.names else ""
         named = self.asked.get(name) if name else None
         if named is not None and name != port.name:
             if not isinstance(named, int):
                 raise ConfigError(f"data.sizes.{name}", named, "a positive integer as the size of an axis")
             return named
-        if of_input is not None:
-            return of_input
+        return of_input
+
+    def _assumed(self, port: Port, axis: int, places: Sequence[int]) -> int:
+        """Returns the default that another axis with the same name already has, else the default of this axis."""
+        name = port.names[axis] if port.names else ""
         size = self.by_name.get(name) or _default(port, places)
         if name:
             self.by_name[name] = size

@@ -169,9 +169,13 @@ def rolled_out(
     others = tuple(port for port in ports if port.name not in states.outputs)
     parts = checked_splits(splits, source, task, ArrayBatches(source, others))
     run = states.opened()
-    train = Rollout(parts[0], own, run, progress=progress)
     continues = getattr(splits.test, "continues", False)
-    test = Rollout(parts[1], own, run, train.last if continues else None, progress)
+    try:
+        train = Rollout(parts[0], own, run, progress=progress)
+        test = Rollout(parts[1], own, run, train.last if continues else None, progress)
+    except ConfigError as error:
+        reason = f"{error.problem}{splits.advice}"
+        raise ConfigError(error.key, error.value, reason=reason) from error
     notes = (*splits.notes, *_notes(states, train, test, continues))
     return replace(splits, train=train, test=test, notes=notes)
 

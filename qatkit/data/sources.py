@@ -68,6 +68,7 @@ class Splits:
         recordings: whether items are (samples [T] of a recording at `data.rate`, target) instead of images:
             float32 in -1..1, or int16 (`qatkit.data.recordings`).
         drawn: whether samples were drawn at random, so that no figure is meaningful for real data.
+        advice: the end of a message about a model that fails on the samples: the settings that may help.
     """
 
     train: ImageDataset
@@ -79,6 +80,7 @@ class Splits:
     batched: bool = True
     drawn: bool = False
     recordings: bool = False
+    advice: str = ""
 
 
 Source = Callable[[str | None, bool, int], Splits]

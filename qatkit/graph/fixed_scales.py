@@ -6,6 +6,7 @@ symmetry or an activation after the tensor.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -159,8 +160,10 @@ def _spread(key: str, given: Any, shape: Sequence[int]) -> Tensor:
         return torch.full(tuple(shape), given)
     channels = shape[0] if shape else 1
     if len(given) != channels or len(shape) != 1:
-        several = f"one number, or a list of {channels}, one for each output channel"
-        allowed = several if len(shape) == 1 else "one number, because the weight has one scale"
+        allowed = f"one number, or a list of {channels}, one for each output channel"
+        if len(shape) != 1:
+            scales = f"{math.prod(shape)} scales, one for each block" if shape else "one scale"
+            allowed = f"one number, because the weight has {scales}"
         raise ConfigError(key, f"{len(given)} {'number' if len(given) == 1 else 'numbers'}", allowed)
     return torch.tensor(list(given))
 

@@ -330,6 +330,8 @@ def look_up(member: Any) -> Any:
     if not isinstance(member, str):
         return member
     module, _, name = member.rpartition(".")
+    if not module or module.startswith("."):
+        return None
     try:
         return getattr(importlib.import_module(module), name, None)
     except ModuleNotFoundError:

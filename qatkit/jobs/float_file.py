@@ -103,7 +103,7 @@ def with_task(config: Config, file: FloatFile) -> tuple[Config, tuple[str, ...]]
     except ConfigError:
         raise
     except Exception as error:  # ONNX Runtime's exceptions have no public common base
-        raise _does_not_run(file, data.inputs.text, error) from error
+        raise _does_not_run(file, data, data.inputs.text, error) from error
     config = replace(config, task=_task_for(config, data, outputs))
     return config, _unused_labels(config, data, outputs[0], 1)
 
@@ -174,7 +174,7 @@ def _outputs(
             if data.one_at_a_time():
                 continue
             text = data.inputs.text if data.of_arrays else f"images {list(given.shape)}"
-            raise _does_not_run(file, text, error) from error
+            raise _does_not_run(file, data, text, error) from error
         by_sample = found[0].ndim > 0 and len(found[0]) % count == 0
         if by_sample or not data.one_at_a_time():
             return given, found
@@ -184,8 +184,9 @@ def _noise(count: int, data: DataModule) -> Array:
     return np.random.default_rng(0).standard_normal((count, *data.inputs.shape), dtype=np.float32)
 
 
-def _does_not_run(file: FloatFile, inputs: str, error: Exception) -> ConfigError:
-    return ConfigError("onnx", file.path, reason=f"ONNX Runtime failed on {inputs} ({one_line(error)})")
+def _does_not_run(file: FloatFile, data: DataModule, inputs: str, error: Exception) -> ConfigError:
+    reason = f"ONNX Runtime failed on {inputs} ({one_line(error)}){data.splits.advice}"
+    return ConfigError("onnx", file.path, reason=reason)
 
 
 def _task_for(config: Config, data: DataModule, outputs: Sequence[Array]) -> str:

@@ -125,14 +125,14 @@ def _outputs_of(model: nn.Module, config: Config, data: DataModule) -> tuple[dic
         raise
     except Exception as error:  # a forward pass may raise any error
         reason = f"the model failed on {data.inputs.text}, as {data.inputs.said_by} ({described(error)})"
-        raise ConfigError("model.name", config.model.name, reason=reason) from error
+        raise ConfigError("model.name", config.model.name, reason=f"{reason}{data.splits.advice}") from error
     if isinstance(model, ImportedModel):
         try:
             prove_import(model, feeds_of(model, batch))
         except ConfigError:
             raise
         except Exception as error:  # ONNX Runtime's exceptions have no public common base
-            reason = f"ONNX Runtime failed on {data.inputs.text} ({described(error)})"
+            reason = f"ONNX Runtime failed on {data.inputs.text} ({described(error)}){data.splits.advice}"
             raise ConfigError("onnx", model.file, reason=reason) from error
         names = model.outputs
     return dict(zip(names, tensors, strict=True)), cost

@@ -44,6 +44,7 @@ _IMPATIENT = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEO
 # Minimum pause before a server that did not answer is tried again: in seconds, and as a multiple of the time that
 # the failed call took.
 _PAUSE, _TIMES = 30.0, 20.0
+_STATE = "the state of the run"
 _AWAY = "does not answer; unsent data is sent when it does"
 _NO_KEY = re.compile(r"[^A-Za-z0-9_./: -]")  # characters that MLflow rejects in names of parameters
 
@@ -90,7 +91,7 @@ class Tracker(MLFlowLogger):
 
     Attributes:
         stage: the prefix of the names of metrics.
-        waiting: the calls that are not sent yet, each with whether MLflow's own retries apply.
+        waiting: the calls that are not sent yet, each with what it sends and whether MLflow's own retries apply.
     """
 
     def __init__(self, folder: Path, uri: str, name: str) -> None:
@@ -98,7 +99,7 @@ class Tracker(MLFlowLogger):
         known = _stored(self._file).get(uri)
         super().__init__(name, folder.name, uri, run_id=known)
         self.stage, self._new, self._uri = "", known is None, uri
-        self.waiting = list[tuple[Callable[[], object], bool]]()
+        self.waiting = list[tuple[Callable[[], object], str, bool]]()
         self._again, self._told = 0.0, set[str]()
         self._begun = self._sending = False
 
@@ -117,22 +118,23 @@ class Tracker(MLFlowLogger):
             return
         self._begun = True
         if self._new:
-            self.send(self._remember)
-            self.send(partial(self.log_hyperparams, dict(told)))
+            self.send(self._remember, "the new run")
+            self.send(partial(self.log_hyperparams, dict(told)), "the settings")
         else:
-            self.send(lambda: self.experiment.update_run(self.run_id, "RUNNING"))
+            self.send(lambda: self.experiment.update_run(self.run_id, "RUNNING"), _STATE)
 
     def _remember(self) -> None:
         write_text(self._file, json.dumps(_stored(self._file) | {self._uri: self.run_id}) + "\n")
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         named = {f"{self.stage}-{key}" if self.stage else key: value for key, value in metrics.items()}
-        self.send(partial(super().log_metrics, named, step))
+        what = f"metrics of the stage {self.stage}" if self.stage else "metrics"
+        self.send(partial(super().log_metrics, named, step), what)
 
     def finalize(self, status: str = "success") -> None:
         """Sends waiting calls when Lightning calls it after a stage; ends the MLflow run only if the stage failed."""
         if status != "success":
-            self.send(partial(super().finalize, status))
+            self.send(partial(super().finalize, status), _STATE)
         self.flush()
 
     def end(self, bundle: Path | None) -> None:
@@ -142,8 +144,8 @@ class Tracker(MLFlowLogger):
         self.log_metrics(figures(read_json(folder / REPORT_FILE)))
         for path in (folder / REPORT_FILE, folder / PAGE_FILE, bundle):
             if path is not None:
-                self.send(partial(self._upload, path), patient=True)
-        self.send(partial(super().finalize, "success"))
+                self.send(partial(self._upload, path), path.name, patient=True)
+        self.send(partial(super().finalize, "success"), _STATE)
         self.flush()
 
     def _upload(self, path: Path) -> None:
@@ -152,18 +154,24 @@ class Tracker(MLFlowLogger):
         else:
             self.experiment.log_artifact(self.run_id, str(path))
 
-    def send(self, call: Callable[[], object], *, patient: bool = False) -> None:
-        """Sends a call now, or keeps it for later if the server recently did not answer."""
+    def send(self, call: Callable[[], object], what: str, *, patient: bool = False) -> None:
+        """Sends a call now, or keeps it for later if the server recently did not answer.
+
+        Args:
+            call: the call.
+            what: what it sends, for messages.
+            patient: whether MLflow's own retries apply.
+        """
         if not main_process():
             return
-        self.waiting.append((call, patient))
+        self.waiting.append((call, what, patient))
         if time.monotonic() >= self._again:
             self.flush()
 
     def flush(self) -> None:
         """Sends waiting calls until none is left or the server does not answer; drops calls that it rejects."""
         while self.waiting:
-            (call, patient), start = self.waiting[0], time.monotonic()
+            (call, what, patient), start = self.waiting[0], time.monotonic()
             try:
                 self._sending = True
                 with nullcontext() if patient else _impatient():
@@ -173,14 +181,14 @@ class Tracker(MLFlowLogger):
                     self._again = time.monotonic() + max(_PAUSE, _TIMES * (time.monotonic() - start))
                     self._say(_AWAY, error)
                     return
-                self._say("rejected a request", error)
+                self._say(f"rejected {what}", error)
             finally:
                 self._sending = False
             self.waiting.pop(0)
             self._told.discard(_AWAY)
 
     def _say(self, text: str, error: Exception) -> None:
-        """Reports each kind of problem once; an unavailable server again after it has answered in between."""
+        """Reports each text once; an unavailable server again after it has answered in between."""
         if text not in self._told:
             self._told.add(text)
             say(f"{_KEY}={self._uri}: the tracking server {text} ({first_line(error)[:200]})")

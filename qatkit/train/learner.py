@@ -115,7 +115,11 @@ class Learner(lightning.LightningModule):
         self.ready_to_validate()
 
     def on_validation_end(self) -> None:
-        self._validated.__exit__(None, None, None)
+        validated, self._validated = self._validated, nullcontext()
+        validated.__exit__(None, None, None)
+
+    def configure_callbacks(self) -> list[lightning.Callback]:
+        return [_EndFailedValidation()]
 
     def ready_to_validate(self) -> None:
         """Switches to the weights that would be exported (their average, if any); called within `untouched`."""
@@ -171,19 +175,20 @@ class Learner(lightning.LightningModule):
     def untouched(self) -> Iterator[None]:
         """Sets the graph to inference mode within the context; its weights and their average may be changed there.
 
-        Weights, averages, modes and random generators are restored afterwards; after an exception, only modes and
-        generators.
+        Weights, averages, modes and random generators are restored afterwards, even after an exception.
         """
         average, stored = self.average, self._stored_average
         values = {} if average is None else {name: one.clone() for name, one in average.state.items()}
         weights = {name: one.clone() for name, one in self.state_dict().items()}
         devices = [self.device] if self.device.type == "cuda" else []
-        with inference(self.graph), torch.random.fork_rng(devices):
-            yield
-        self.load_state_dict(weights)
-        self.average, self._stored_average = average, stored
-        if average is not None:
-            average.state.update(values)
+        try:
+            with inference(self.graph), torch.random.fork_rng(devices):
+                yield
+        finally:
+            self.load_state_dict(weights)
+            self.average, self._stored_average = average, stored
+            if average is not None:
+                average.state.update(values)
 
     def configure_optimizers(self) -> Any:
         optimizer = make_optimizer(self.graph, self.schedule, self.lr)
@@ -244,6 +249,13 @@ class Learner(lightning.LightningModule):
         self.finished = checkpoint.get("finished", False)
         if self._trainer is not None:  # Lightning's `load_from_checkpoint` has no trainer, and trains nothing
             _recount(checkpoint, self.trainer.accumulate_grad_batches)
+
+
+class _EndFailedValidation(lightning.Callback):
+    """Restores the weights if a validation raises an exception; Lightning then does not call `on_validation_end`."""
+
+    def on_exception(self, trainer: lightning.Trainer, module: Any, exception: BaseException) -> None:
+        module.on_validation_end()
 
 
 def _recount(checkpoint: dict[str, Any], accumulate: int) -> None:

@@ -323,8 +323,11 @@ class QATModule(FineTuning):
             batches: batches to calibrate tensors that were not quantized before.
 
         Raises:
-            ConfigError: nothing is left to quantize.
+            ConfigError: nothing is left to quantize, or the model was already traced.
         """
+        if not self._made_of:
+            reason = "the graph was already traced, so it can be prepared only once; pass the untraced model"
+            raise ConfigError("model", type(self.original).__name__, reason=reason)
         before, device = self.graph, next((p.device for p in self.graph.parameters()), None)
         self.overrides |= float_overrides(sites)
         self.floats += sites

@@ -72,6 +72,11 @@ MISTAKES = [
     (["schedule.max_steps=many"], "schedule.max_steps=many: expected a value of type int | None"),
     (["trainer.compile=2"], "trainer.compile=2: expected true or false"),
     (["backend.weight_symmetric=2"], "backend.weight_symmetric=2: expected true, false or null"),
+    (["+backend.overrides={conv1:{float:2}}"], "backend.overrides.conv1.float=2: expected true or false"),
+    (
+        ["+backend.overrides={conv1:{weight_symmetric:-2}}"],
+        "backend.overrides.conv1.weight_symmetric=-2: expected true, false or null",
+    ),
     (["quickstart"], "argument=quickstart: expected KEY=VALUE (did you mean recipe=quickstart?)"),
     (["train"], "argument=train: expected KEY=VALUE"),
     (["trainer.devices=null"], "trainer.devices=null: expected a value of type int"),

@@ -69,6 +69,14 @@ def test_whether_numbers_are_whole_is_the_keys_to_say(key: str, whole: bool) -> 
         assert {type(end) for end in axis.tried} == {int if whole else float}
 
 
+def test_a_logarithmic_axis_is_divided_by_ratios() -> None:
+    (axis,) = axes({"schedule.lr": {"low": 1e-4, "high": 1e-2, "log": True}})
+    last = axis.count - 1
+    found = [axis.at(index) for index in (0, last // 4, last // 2, last)]
+    assert found == pytest.approx([1e-4, 10**-3.5, 1e-3, 1e-2], rel=1e-9)
+    assert (found[0], found[-1]) == (1e-4, 1e-2)
+
+
 def test_number_types_of_an_undeclared_key_follow_the_bounds() -> None:
     found = axes({f"model.kwargs.{high}": {"low": 0, "high": high} for high in (1, 1.0)})
     assert [isinstance(one, Numbers) and one.whole for one in found] == [True, False]

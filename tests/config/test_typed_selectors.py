@@ -86,6 +86,7 @@ def test_a_file_holds_what_cannot_be_typed(suffix: str, tmp_path: Path) -> None:
     [
         ("[1, 2]", "expected a YAML or JSON file with"),
         ("{conv1: 3}", "expected a YAML or JSON file with"),
+        ("{conv1: {float: 2}}", r"^backend\.overrides\.conv1\.float=2: expected true or false$"),
         ("{conv1: {flot: true}}", "did you mean backend.overrides.conv1.float"),
         ("{", r"the file cannot be read \(while parsing"),
     ],

@@ -103,6 +103,37 @@ def test_open_axes_have_sizes(ports: tuple[Port, ...], settings: dict[str, Any],
     assert [item[port.name].shape for port in ports] == shapes
 
 
+@pytest.mark.parametrize(
+    ("ports", "sizes", "assumed"),
+    [
+        ((IDS, MASK), None, "{ids: 64, mask: 64}"),
+        ((IDS, PICTURE), {"sequence": 12}, "{picture: [224, 224]}"),
+        ((IDS, MASK), {"mask": 9}, "{ids: 64}"),
+        ((PICTURE, Port("f", "float32", (None, 5), 0)), {"picture": 32}, ""),
+    ],
+)
+def test_assumed_sizes_are_told_as_they_are_typed(ports: tuple[Port, ...], sizes: Any, assumed: str) -> None:
+    wanted = f"; data.sizes={assumed} was assumed, so set data.sizes to sizes that the model accepts"
+    assert _data(*ports, sizes=sizes).splits.advice == (wanted if assumed else "")
+
+
+def test_a_step_of_an_assumed_size_that_fails_is_told(tmp_path: Path) -> None:
+    file = save_gru(tmp_path / "gru.onnx", gru_weights())
+    model = ModelConfig(f"onnx/{file}", kwargs={"states": {"h": "hN"}})
+    state = next(port for port in models.declared(model, None).ports if port.name == "h")
+    ports = (Port("x", "float32", (None, None), 0), state)
+    with pytest.raises(
+        ConfigError, match=r"failed on a step with x \[1, 16000\].*; data.sizes={x: 16000} was assumed"
+    ):
+        _data_of_steps(model, ports)
+    assert _data_of_steps(model, ports, sizes={"x": 6}).splits.advice == ""
+
+
+def _data_of_steps(model: ModelConfig, ports: tuple[Port, ...], **settings: Any) -> DataModule:
+    told = _config(**settings)
+    return DataModule(told, drawn, 0, task=task_of("outputs"), ports=ports, states=models.states(model))
+
+
 def test_an_input_beside_the_batch_is_the_same_in_all_samples() -> None:
     data = _data(Port("x", "float32", (None, 5), 0), Port("gain", "float32", (3,), None))
     gain = [_values(data, "gain", part) for part in ("train", "test")]

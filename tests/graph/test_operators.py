@@ -49,6 +49,11 @@ def test_every_name_is_found_where_the_table_says(name: str, member: str) -> Non
     assert operators.module_classes().get(found, operators.function_classes().get(found)) == name
 
 
+@pytest.mark.parametrize("name", ["add", "", ".add", "..torch.add", "torch.", "torch.no_such", "no_such.add"])
+def test_a_name_that_cannot_be_imported_is_none(name: str) -> None:
+    assert look_up(name) is None
+
+
 def test_methods_are_tensors_and_turns_are_members() -> None:
     for record in operators.operators():
         assert all(hasattr(Tensor, method) for method in record.methods), record.name

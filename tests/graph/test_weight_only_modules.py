@@ -263,6 +263,16 @@ def test_weights_are_trained_through_their_rounding(tmp_path: Path) -> None:
         np.testing.assert_allclose(ran(path, x), graph(x).numpy(), rtol=0, atol=5e-6)
 
 
+def test_scales_of_blocks_cannot_be_listed() -> None:
+    x = noise(2, 3, 10, 12)
+    graph = Captured(Mixed().eval(), x).graph()
+    override = OverrideConfig(weight_scale=[0.1, 0.2])
+    with pytest.raises(
+        ConfigError, match=r"one number, because the weight has \d+ scales, one for each block"
+    ):
+        prepare_qat(graph, WEIGHT_ONLY, x, {"linear": override})
+
+
 @pytest.mark.parametrize(
     ("override", "shown"),
     [

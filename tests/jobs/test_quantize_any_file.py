@@ -254,6 +254,20 @@ def test_a_file_of_any_inputs_has_every_mode(name: str, mode: str, tmp_path: Pat
     assert kinds <= {one.data_type for one in after.initializer}
 
 
+@pytest.mark.parametrize("mode", ["dynamic", "static"])
+def test_sizes_that_a_file_does_not_accept_are_named(mode: str, tmp_path: Path) -> None:
+    nodes = [node("Reshape", "x shape", "r"), node("MatMul", "r w", "y")]
+    weights: Arrays = {"shape": np.array([0, 96], np.int64), "w": drawn(96, 4)}
+    source = save(tmp_path / "float.onnx", nodes, {"x": (FLOAT, ["n", "t"])}, {"y": FLOAT}, weights)
+    config = settings(source, mode, tmp_path / "run", tmp_path)
+    config.data = DataConfig("qatkit.data.drawn.drawn", workers=0)
+    said = r"ONNX Runtime failed on .*; data.sizes={x: 16000} was assumed, so set data.sizes to sizes that the model"
+    with pytest.raises(ConfigError, match=said):
+        quantize_file.quantize(config)
+    config.data.sizes = {"x": 96}
+    assert quantize_file.quantize(config) == 0
+
+
 def test_labels_make_rows_of_logits_a_classifier(tmp_path: Path) -> None:
     source, given = int32_ids(tmp_path / "float.onnx")
     labels = outputs(source, given)["scores"].argmax(1)

@@ -30,7 +30,7 @@ import pytest
 from command_line import ROOT, python, run_script
 from tiny_run import report_of, sha256
 
-from qatkit.run.tracking import TRACKED_FILE, main, parameters
+from qatkit.run.tracking import TRACKED_FILE, Tracker, main, parameters
 
 slow = [pytest.mark.slow, pytest.mark.timeout(1800)]
 TYPED = (
@@ -324,6 +324,26 @@ def test_names_of_parameters_are_such_as_mlflow_takes() -> None:
     assert parameters(settings) == {
         "name": "n", "backend.overrides.blocks._._ab_.dtype": "int4", "backend.empty": "{}"
     }  # fmt: skip
+
+
+def test_each_kind_of_rejected_request_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exceptions = pytest.importorskip("mlflow.exceptions", reason="the extra mlflow is not installed")
+    uri = "http://127.0.0.1:1"
+
+    def rejected() -> None:
+        raise exceptions.MlflowException("too long", error_code=exceptions.INVALID_PARAMETER_VALUE)
+
+    logger = Tracker(tmp_path, uri, "name")
+    for what in ("the settings", "metrics", "metrics", "bundle"):
+        logger.send(rejected, what)
+    told = capsys.readouterr().err.splitlines()
+    assert told == [
+        f"trainer.mlflow={uri}: the tracking server rejected {what} (too long)"
+        for what in ("the settings", "metrics", "bundle")
+    ]
+    assert not logger.waiting
 
 
 @pytest.mark.parametrize("report", [None, "{", "[]", '{"name": "n"}', '{"name": "n", "config": []}'])

@@ -4,6 +4,7 @@ outputs of any form, and the error about divergence.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -94,6 +95,31 @@ def test_what_ships_is_the_average_of_the_weights(kind: str, moves: bool) -> Non
     found = module.graph.get_parameter("body.weight").detach().numpy()
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-7)
     assert not np.allclose(found, kept.weights[-1], atol=1e-4)
+
+
+def test_a_failed_validation_restores_weights_and_average() -> None:
+    class Failing(FloatModule):
+        def validation_step(self, batch: Any, _: int) -> None:
+            raise RuntimeError("out of memory")
+
+    batches, kept = DataLoader(TensorDataset(IMAGES, LABELS), batch_size=8), Keep()
+    module = Failing(Small(), ScheduleConfig(ema=0.9, float_lr=0.05))
+    trainer = lightning.Trainer(
+        accelerator="cpu", max_epochs=1, logger=False, enable_progress_bar=False, callbacks=[kept],
+        enable_model_summary=False, enable_checkpointing=False, num_sanity_val_steps=0,
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trainer.fit(module, batches, batches)
+    weight = module.graph.get_parameter("body.weight")
+    np.testing.assert_array_equal(weight.detach().double().numpy(), kept.weights[-1])
+    assert module.average is not None
+    mean = module.average.state["body.weight"].clone()
+    with contextlib.suppress(ZeroDivisionError), module.untouched():
+        module.ready_to_validate()
+        assert torch.equal(weight, mean) and not torch.equal(weight, module.average.state["body.weight"])
+        raise ZeroDivisionError
+    np.testing.assert_array_equal(weight.detach().double().numpy(), kept.weights[-1])
+    assert torch.equal(module.average.state["body.weight"], mean)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])

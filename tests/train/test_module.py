@@ -24,6 +24,7 @@ from qatkit.graph.pass_result import PassResult
 from qatkit.graph.prepare import prepare_qat
 from qatkit.graph.quantizers import fake_quantizers
 from qatkit.graph.stub import stub
+from qatkit.graph.trace import trace
 from qatkit.quant.backends import QNNPACK
 from qatkit.quant.fake_quantize import FakeQuantize
 from qatkit.quant.weight_fake_quantize import WeightFakeQuantize
@@ -115,6 +116,15 @@ def test_a_subclass_may_override_every_hook() -> None:
     assert ("body.conv2", "float by override 'body.conv2'") in module.skipped
     quantized = {n for n, m in converted.named_modules() if isinstance(m, Quantized)}
     assert quantized == {"body.conv1", "body.conv3"}
+
+
+def test_more_operators_of_a_traced_graph_cannot_be_left_float() -> None:
+    example = noise(2, 3, 12, 12)
+    module = QATModule(trace(_model(), example), example)
+    graph = module.graph
+    with pytest.raises(ConfigError, match="model=Classify: the graph was already traced, "):
+        module.leave_float(["body.conv2"])
+    assert module.graph is graph and not module.overrides and not module.floats
 
 
 def test_the_float_model_is_left_untouched() -> None:

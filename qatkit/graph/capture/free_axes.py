@@ -12,6 +12,7 @@ fixed axis is an error. If the model needs multiples (of 8 rows, say), so does t
 
 from __future__ import annotations
 
+import itertools
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -279,7 +280,7 @@ class FreeAxes:
 
         Sizes that no run had are tried first, then those of the last run.
         """
-        between = [{axis: _between(axis, i + more) for i, axis in enumerate(axes)} for more in range(3)]
+        between = [_sizes_between(axes, more) for more in range(3)]
         for sizes in (*between, {axis: axis.others[-1] for axis in axes}):
             tensors = self._inputs(sizes, batch)
             try:
@@ -393,8 +394,17 @@ def _far(size: int, number: int, rank: int) -> list[int]:
     return [size + step for step in dict.fromkeys(steps) if size + step > 0]
 
 
-def _between(axis: FreeAxis, number: int) -> int:
-    """Returns a size for the comparison, usually one that no run had; it differs between axes (`number`)."""
-    far = max(axis.others[0], axis.size)
-    steps = axis.step * (3 + 2 * number)
-    return axis.size + steps if axis.size + steps <= far else max(axis.step, axis.size - steps)
+def _sizes_between(axes: Sequence[FreeAxis], number: int) -> dict[FreeAxis, int]:
+    """Returns sizes for the comparison: no run had them, and no two are equal; `number` counts attempts."""
+    found: dict[FreeAxis, int] = {}
+    for i, axis in enumerate(axes, number):
+        size, step, far = axis.size, axis.step, max(axis.others[0], axis.size)
+        known = {size, *axis.others, *found.values()}
+        near = (
+            one
+            for least in (step * (3 + 2 * i), step)
+            for one in (*range(size + least, far, step), *range(size - least, 0, -step))
+        )
+        sizes = itertools.chain(near, itertools.count(far + step, step))
+        found[axis] = next(one for one in sizes if one not in known)
+    return found

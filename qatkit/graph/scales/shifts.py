@@ -11,7 +11,6 @@ Bounds: the refinement passes of AMD Quark's quantizer for NPUs (adjust_shift_cu
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import cast
 
@@ -100,7 +99,7 @@ def adjusted_scales(graph_module: fx.GraphModule) -> list[tuple[str, str]]:
         weight = operator.effective()[0].detach()
         wanted, scale = fake.unbounded(weight), fake.scale(weight)
         if not torch.equal(wanted, scale):
-            moved = _moved("the scale of its weight", wanted, scale)
+            moved = _moved(" of its weight", wanted, scale)
             lines.append((site(node), f"{moved}, to keep the shift within bounds"))
     return lines
 
@@ -114,9 +113,15 @@ def _activation_line(quantizer: FakeQuantize, name: str, others: Sequence[str]) 
         if others
         else "to keep the shifts around it within bounds"
     )
-    return [(name, f"{_moved('the scale', own, quantizer.scale)}, {why}")]
+    return [(name, f"{_moved('', own, quantizer.scale)}, {why}")]
 
 
 def _moved(what: str, before: Tensor, after: Tensor) -> str:
-    first, last = (math.log2(float(one.max())) for one in (before, after))
-    return f"{what} was changed from 2^{first:g} to 2^{last:g}"
+    """Returns the change of a scale; of several scales, it is the largest change, with the number of changes."""
+    first, last = (one.double().log2().flatten() for one in (before, after))
+    apart = (last - first).abs()
+    most = int(apart.argmax())
+    change = f"from 2^{first[most]:g} to 2^{last[most]:g}"
+    if len(apart) == 1:
+        return f"the scale{what} was changed {change}"
+    return f"{int(apart.count_nonzero())} of {len(apart)} scales{what} were changed (the most {change})"

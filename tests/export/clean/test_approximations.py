@@ -48,6 +48,7 @@ CASES: dict[str, tuple[str, Callable[[Values], Values]]] = {
     "average_pool of 2": (_POOL.format(2), lambda x: _pooled(x, 2)),
     "reduce_mean": (_MEAN, lambda x: x.mean((1, 2), keepdims=True) * 18 * 57 / 1024),
     "clip": (_CLIP.format(-1.6, 300.0), lambda x: np.clip(x, -2, 127)),
+    "clip at infinity": (_CLIP.format("-inf", "inf"), lambda x: np.clip(x, -128, 127)),
 }
 
 

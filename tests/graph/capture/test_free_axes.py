@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qatkit.graph.capture.free_axes import FreeAxis, with_sizes
+from qatkit.graph.capture.free_axes import FreeAxis, _sizes_between, with_sizes
 from qatkit.graph.signature import Example, call, flatten, output_leaves, resized, unflatten
 from qatkit.graph.trace import trace
 from qatkit_verify.errors import ConfigError
@@ -257,6 +257,24 @@ def test_without_a_wish_the_graph_is_of_the_example() -> None:
     graph = captured(resizable.Detector(), drawn(*IMAGE), "none")
     assert graph.meta["free_axes"] == ()
     assert not any(node.target == "size" and node.args[1] > 1 for node in graph.graph.nodes)
+
+
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize(
+    "axes",
+    [
+        [FreeAxis("", ((0, 1),), 2, (1, 3), 1)],
+        [FreeAxis("", ((0, 2),), 64, (224, 96), 32)],
+        [FreeAxis("", ((0, 2),), 16, (144, 17), 1), FreeAxis("", ((0, 3),), 14, (174, 15), 1)],
+        [FreeAxis("", ((0, 2),), 4, (3, 5), 1), FreeAxis("", ((0, 3),), 4, (2, 5), 1)],
+    ],
+    ids=["small", "far", "two", "small ones"],
+)
+def test_the_graph_is_compared_at_new_and_different_sizes(axes: list[FreeAxis], number: int) -> None:
+    found = _sizes_between(axes, number)
+    for axis, size in found.items():
+        assert size not in (axis.size, *axis.others) and size > 0 and size % axis.step == 0
+    assert len(set(found.values())) == len(axes)
 
 
 def test_given_names_are_the_only_free_axes() -> None:

@@ -17,6 +17,7 @@ from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.importing import import_onnx
 from qatkit.importing.write_back import write_back
 from qatkit.quant.backends import NPU_CNN, NPU_TRANSFORMER
+from qatkit.quant.granularity import PerChannel
 from qatkit.verify.audit import audit
 from qatkit_verify.errors import ConfigError
 
@@ -115,6 +116,21 @@ def test_shifts_are_within_the_bounds_of_the_hardware() -> None:
     assert lines["fine"].startswith("the scale of its weight was changed from 2^")
     assert "to keep the shift within bounds" in lines["fine"]
     assert any("to keep the shifts around it within bounds" in line for line in lines.values())
+
+
+def test_the_report_counts_the_moved_scales_of_a_weight() -> None:
+    """Only the scales of the two finer channels move; the largest one stays."""
+    net = OutOfBounds().eval()
+    with torch.no_grad():
+        net.fine.weight[0] = 1.0
+    backend = replace(NPU_CNN, weight=replace(NPU_CNN.weight, granularity=PerChannel(0)))
+    module = QATModule(net, OutOfBounds.images(2), backend=backend)
+    module.calibrate([OutOfBounds.images(16)])
+    line = dict(module.convert().skipped)["fine"]
+    # 1e-4 / 127 is nearest to 2^-20; the shift of 16 allows 2^-14.
+    assert line.startswith(
+        "2 of 3 scales of its weight were changed (the most from 2^-20 to 2^-14), to keep "
+    )
 
 
 def test_the_audit_names_a_shift_out_of_bounds() -> None:

@@ -97,7 +97,7 @@ def clip(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
     if node.op_type != "Clip" or x is None or x.dtype != ir.DataType.FLOAT or not known:
         return False
     low, high = (
-        default if bound is None else max(_LOWEST, min(_HIGHEST, round(bound)))
+        default if bound is None else round(max(_LOWEST, min(_HIGHEST, bound)))
         for bound, default in zip(clip_bounds(node), (_LOWEST, _HIGHEST), strict=True)
     )
     bounds = [
