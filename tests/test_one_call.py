@@ -74,6 +74,8 @@ MISTAKES = [
     ("batches[0]", torch.ones(1, 3), [(torch.ones(2, 3), torch.ones(3))], ["task=classification"]),
     ("schedule.epochs", torch.ones(1, 3), [torch.ones(4, 3)], ["schedule.epochs=-1"]),
     ("backend", torch.ones(1, 3), [torch.ones(4, 3)], ["backend=nothing"]),
+    ("trainer", torch.ones(1, 3), [torch.ones(4, 3)], ["trainer=ddp", "rescue=ladder"]),
+    ("model", torch.ones(1, 4), [torch.ones(4, 4)], []),
     ("backend.exclude", torch.ones(1, 3), [torch.ones(4, 3)], ["backend.exclude=[op/lineer]"]),
 ]
 
