@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from qatkit.cli.scripts import conf
 from qatkit.cli.train_command import train_run
 from qatkit.config.compose import compose_config, without_hydra_around
+from qatkit.config.origins import named_as_typed
 from qatkit.config.schema import Config
 from qatkit.data.arrays import LONE
 from qatkit.data.sources import Splits
@@ -125,13 +126,34 @@ def quantize(
     Raises:
         ConfigError: a setting, the model or a batch is unsuitable; this is raised before the long stages.
     """
+    with _named_as_given(model, config):
+        return _quantized(model, example, batches, config, test_batches)
+
+
+@contextmanager
+def _named_as_given(model: nn.Module | str | Path, config: Sequence[str]) -> Iterator[None]:
+    """Raises a ConfigError again that names the model, or an option of `config`, as the script gave them."""
+    try:
+        with named_as_typed(conf(), config):
+            yield
+    except ConfigError as error:
+        if error.key not in ("model.name", "onnx") or any(one.startswith("model") for one in config):
+            raise
+        value = error.value if isinstance(model, nn.Module) and error.value != _MODEL else model
+        given = type(model).__name__ if isinstance(value, nn.Module) else value
+        raise ConfigError("model", given, reason=error.problem) from error
+
+
+def _quantized(
+    model: nn.Module | str | Path,
+    example: Inputs | None,
+    batches: Iterable[Any],
+    config: Sequence[str],
+    test_batches: Iterable[Any] | None,
+) -> Result:
     of_module = isinstance(model, nn.Module)
-    typed = [
-        *_DEFAULTS,
-        *([f"model.name={_MODEL}", "name=model"] if of_module else [f"onnx={model}"]),
-        *config,
-    ]
-    composed = _composed(typed)
+    own = [f"model.name={_MODEL}", "name=model"] if of_module else [f"onnx={model}"]
+    composed = _composed([*_DEFAULTS, *own, *config])
     names = _names(model, example) if isinstance(model, nn.Module) else ()
     labelled = composed.task != "outputs"
     train = list(_samples(batches, names, labelled))

@@ -75,7 +75,7 @@ LOADED = [
 LIGHT = "qatkit_verify"  # below all layers
 # Packages of qatkit, lowest layer first. A module imports from its own layer and from those below it.
 LAYERS = (
-    ("progress", "former_names", "encryption"),
+    ("progress", "former_names", "encryption", "warning"),
     ("quant",),
     ("records", "config"),
     ("tasks",),

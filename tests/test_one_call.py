@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from qatkit import one_call, quantize
 from qatkit.config.compose import compose_config
 from qatkit.one_call import given_data, given_model
+from qatkit.warning import QatkitWarning
 from qatkit_verify.errors import ConfigError
 
 
@@ -52,7 +53,10 @@ def test_a_module_and_its_float_file_become_verified_files(tmp_path: Path) -> No
     assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
 
     mappings = [{"image": image, "vector": vector.numpy()} for image, vector in batches]
-    again = quantize(result.float_file, None, mappings, [f"output_dir={tmp_path / 'file'}"])
+    typed = [f"output_dir={tmp_path / 'file'}", "calibration.images=100"]
+    with pytest.warns(QatkitWarning, match=r"calibration\.images=100: the train split has only 24") as told:
+        again = quantize(result.float_file, None, mappings, typed)
+    assert {one.filename for one in told if one.category is QatkitWarning} == {__file__}
     (got,) = ort.InferenceSession(str(again.file)).run(None, feeds)
     assert 10 * np.log10((expected**2).mean() / ((expected - got) ** 2).mean()) > 20
 
@@ -70,6 +74,8 @@ MISTAKES = [
     ("batches[0]", torch.ones(1, 3), [(torch.ones(2, 3), torch.ones(3))], ["task=classification"]),
     ("schedule.epochs", torch.ones(1, 3), [torch.ones(4, 3)], ["schedule.epochs=-1"]),
     ("backend", torch.ones(1, 3), [torch.ones(4, 3)], ["backend=nothing"]),
+    ("trainer", torch.ones(1, 3), [torch.ones(4, 3)], ["trainer=ddp", "rescue=ladder"]),
+    ("model", torch.ones(1, 4), [torch.ones(4, 4)], []),
     ("backend.exclude", torch.ones(1, 3), [torch.ones(4, 3)], ["backend.exclude=[op/lineer]"]),
 ]
 

@@ -11,7 +11,6 @@ calibration.random   noise instead of images, with a warning
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -42,6 +41,7 @@ from qatkit.run.build import holds_out
 from qatkit.run.encodings import digest_of_encodings, fix_encodings
 from qatkit.run.folder import say
 from qatkit.train.module import QATModule
+from qatkit.warning import warn
 from qatkit_verify.errors import counted
 from qatkit_verify.fitting import LEVELS
 from qatkit_verify.placement.sites import FloatSites, read_float_sites
@@ -194,7 +194,7 @@ def _observe(
 ) -> Calibrated:
     chosen, progress = config.calibration, config.trainer.progress
     if chosen.random:
-        warnings.warn(_RANDOM, stacklevel=2)
+        warn(_RANDOM)
         module.mixed_scales = module.mean_shifts = "report"  # noise has no information on them either
         noise = shown(_noise(data, chosen, config.seed), "calibrating on noise", progress)
         module.calibrate(images for images, _ in noise)
@@ -211,7 +211,7 @@ def _observe(
     shifts = {one.site: one.shift for one in module.shifted} if module.mean_shifts == "correct" else {}
     found = Calibrated(notes, floats=tuple(module.floats), shifts=shifts)
     for note in found.notes if method is None else ():  # the same images have already caused this warning
-        warnings.warn(note, stacklevel=2)
+        warn(note)
     if not ranges:
         return found
     if chosen.search == "layerwise":

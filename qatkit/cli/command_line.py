@@ -51,6 +51,7 @@ from qatkit.config.compose import (
     without_hydra_around,
 )
 from qatkit.config.hydra_errors import translate
+from qatkit.config.origins import error_as_typed, named_as_typed
 from qatkit.config.paths import at_places
 from qatkit.config.quoting import calls_quoted, quoted
 from qatkit.config.schema import Config
@@ -162,14 +163,17 @@ def _check_command_line(conf: Path, arguments: argparse.Namespace, from_checkpoi
     check_texts(overrides)
     jobs = jobs_of(conf, overrides) if arguments.multirun else [overrides]
     adapt = export_run if from_checkpoint else train_run
-    configs = [compose_config(conf, one, adapt, folders) for one in jobs]
+    configs = []
+    for one in jobs:
+        with named_as_typed(conf, one, folders):
+            configs.append(compose_config(conf, one, adapt, folders))
     asked = next((one for one in overrides if one.startswith(("launcher=", "hydra/launcher="))), None)
     if (asked or arguments.multirun) and launcher_of(conf, jobs[0], folders) == slurm.HYDRAS:
         slurm.take_over(asked or slurm.LAUNCHER, bool(arguments.multirun))
     if arguments.cfg is None and arguments.info is None:
-        for config in configs:
+        for config, one in zip(configs, jobs, strict=True):
             try:
-                with at_places(config):
+                with named_as_typed(conf, one, folders), at_places(config):
                     check_job(config, from_checkpoint)
             except ConfigError as error:
                 if config.trainer.debug:
@@ -211,6 +215,7 @@ def _run(job: Job, node: DictConfig, from_checkpoint: bool, conf: Path) -> sweep
                 return ended(_called(job, config, overrides, from_checkpoint, conf), folder)
     except ConfigError as error:
         stopping.check()
+        error = error_as_typed(error, conf, overrides, _folders())
         return ended(complain(error, debug=node.trainer.debug), reason=str(error))
     except Exception as error:
         stopping.check()
@@ -300,18 +305,19 @@ def _flags() -> list[str]:
 
 def _composer(conf: Path, typed: Sequence[str]) -> Callable[[Sequence[str]], Config]:
     """Returns a function that composes `typed` and more overrides, with this job's configuration folders."""
-    mine = [
-        source.path
-        for source in HydraConfig.get().runtime.config_sources
-        if source.provider == "command-line"
-    ]
-    searched = _searched()
+    mine, searched = _folders(), _searched()
 
     def composed(more: Sequence[str]) -> Config:
         with without_hydra_around():
             return compose_config(conf, [*typed, *more, *searched], folders=mine)
 
     return composed
+
+
+def _folders() -> list[str]:
+    """Returns the user's configuration folders (--config-dir)."""
+    sources = HydraConfig.get().runtime.config_sources
+    return [source.path for source in sources if source.provider == "command-line"]
 
 
 def _searched() -> list[str]:

@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from qatkit.config.field_types import Setting, settings_of
+from qatkit.config.fields import Place
 from qatkit.config.schema import Config, OverrideConfig
 from qatkit_verify.dotted import resolve
 from qatkit_verify.errors import ConfigError
@@ -121,6 +122,7 @@ def help_text(program: str, folders: Sequence[Path], notes: Sequence[str] = ()) 
     lines += [
         "",
         "Keys: KEY=VALUE, applied after the groups; listed as `TYPE = DEFAULT`, then the allowed values",
+        f"`a path` is {Place().expected()}",
     ]
     for one in groups(folders):
         lines += [
@@ -153,7 +155,7 @@ def _index(conf: Path, own: Sequence[Group], parts: Mapping[str, Sequence[Group]
         "A run's configuration is the schema's defaults, then one option of each group (`conf/GROUP/OPTION.yaml`), then"
         " the recipe, then what is typed: `uv run train.py recipe=vit_qat backend=qnnpack schedule.lr=2e-5`. Null is"
         " typed `null` and means that nothing is set. `--cfg job` shows what a command line makes, and `--help` prints"
-        " all keys at once.",
+        f" all keys at once. In the tables, `a path` is {Place().expected()}.",
         "",
         "| keys | what they are |",
         "|---|---|",

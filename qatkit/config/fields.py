@@ -217,11 +217,15 @@ class Place(Limit):
             and sum(sizes) + len(sizes) <= _PATH_BYTES
         )
 
-    def __str__(self) -> str:
+    def expected(self) -> str:
+        """Returns what a path may contain."""
         return (
             f"a path without control characters, of at most {_PATH_BYTES} bytes, with "
             f"names of at most {_NAME_BYTES} bytes"
         )
+
+    def __str__(self) -> str:
+        return "a path"
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ the train split only, so they cannot be test images.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +24,7 @@ from qatkit.data.loading import (
 from qatkit.data.pace import pace_of
 from qatkit.data.prepared_splits import PreparedSplits
 from qatkit.data.sources import ImageDataset
+from qatkit.warning import warn
 from qatkit_verify.errors import ConfigError
 
 
@@ -135,7 +135,7 @@ class DataModule(PreparedSplits, lightning.LightningDataModule):
         COUNT.check(key, images)
         if images > len(self._train):
             text = f"{key}={images}: the train split has only {len(self._train)}, and all of them are used"
-            warnings.warn(text, stacklevel=2)
+            warn(text)
         return balanced(self._train_images.groups, self._train, images, "calibration", self.seed)
 
     def check_calibration(self, images: int, batch_size: int, least: int = 1) -> None:

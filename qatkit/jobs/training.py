@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -33,6 +32,7 @@ from qatkit.run.plan import stage
 from qatkit.run.tracking import tracker
 from qatkit.train.learner import FloatModule, Learner
 from qatkit.train.module import QATModule
+from qatkit.warning import warn
 from qatkit_verify.errors import counted
 
 _SGD_AND_SCALES = (
@@ -231,7 +231,7 @@ def fine_tune(
     module.learn(data.task)  # this task includes what `Task.of_data` found in the data
     classes = data.num_classes or _own_width(module, config.model)
     if config.schedule.epochs and config.schedule.optimizer == "sgd" and module.of_stage(OBSERVED):
-        warnings.warn(_SGD_AND_SCALES, stacklevel=2)
+        warn(_SGD_AND_SCALES)
     module.about |= {**data.inputs.stored(), "num_classes": classes}
     with run.stage(
         title.replace(" ", "_"), f"fine-tuning: {title}{_from(path)}" if config.schedule.epochs else ""

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from qatkit.config.schema import ModelConfig
 from qatkit.encryption.vault import readable
+from qatkit.warning import warn
 from qatkit_verify.errors import ConfigError, did_you_mean, first_line
 
 State = Mapping[str, Tensor]
@@ -193,7 +194,7 @@ def load(model: nn.Module, checkpoint: Checkpoint, config: ModelConfig) -> None:
     if kinds:
         said.append(f"{' and '.join(sorted(kinds))} values were converted to float32")
     if said:
-        warnings.warn(f"model.checkpoint={checkpoint.path}: {'; '.join(said)}", stacklevel=2)
+        warn(f"model.checkpoint={checkpoint.path}: {'; '.join(said)}")
 
 
 def _below_prefix(stored: State, own: Mapping[str, Any]) -> tuple[str, dict[str, Tensor], list[str]]:

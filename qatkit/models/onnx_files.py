@@ -117,7 +117,7 @@ def _path(name: str) -> Path:
         os.path.expanduser(name.removeprefix(PREFIX))
     )  # unlike Path.expanduser, it accepts a folder called "~run"
     if not path.is_file():
-        raise ConfigError("model.name", name, f"{PREFIX}FILE, a float ONNX file that exists")
+        raise ConfigError("model.name", name, "a float ONNX file that exists")
     return path
 
 

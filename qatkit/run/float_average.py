@@ -5,7 +5,6 @@ Such a fine-tuning ends with the weights of a single step, which are often worse
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from qatkit.config.schema import Config
 from qatkit.encryption.vault import readable
 from qatkit.records.run_files import CONFIG_FILE, FLOAT_CHECKPOINT
 from qatkit.train.learner import EMA
+from qatkit.warning import warn
 from qatkit_verify.errors import ConfigError
 
 
@@ -27,10 +27,9 @@ def warn_of_average(config: Config) -> None:
         return  # verify.every keeps the best epoch, where the start counts as one
     decay = decay_of(Path(path))
     if decay:
-        warnings.warn(
+        warn(
             f"model.checkpoint={path}: the float weights are an average over steps (schedule.ema={decay:g}), but this"
             f" fine-tuning ends with the weights of its last step; add schedule.ema={decay:g} to average them too",
-            stacklevel=2,
         )
 
 

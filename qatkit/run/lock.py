@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import os
 import platform
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from qatkit.warning import warn
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.files import clear_parts, lives
 
@@ -84,9 +84,8 @@ def _acquired(folder: Path) -> int | None:
         except FileNotFoundError:
             pass
         except OSError as error:
-            warnings.warn(
+            warn(
                 f"{folder} cannot be locked ({error.strerror}): do not start a second run there",
-                stacklevel=2,
             )
             return descriptor
         os.close(descriptor)

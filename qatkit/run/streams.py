@@ -16,6 +16,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from qatkit.warning import QatkitWarning
+
 _PACKAGE, _PYTHONS_OWN = Path(__file__).parents[1], warnings.formatwarning
 
 
@@ -38,8 +40,8 @@ def prepare() -> None:
 def _plain_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
-    """Formats qatkit's own warnings as one line for users."""
-    if Path(filename).is_relative_to(_PACKAGE):
+    """Formats qatkit's own warnings, and those of libraries about its calls, as one line for users."""
+    if issubclass(category, QatkitWarning) or Path(filename).is_relative_to(_PACKAGE):
         return f"warning: {message}\n"
     return _PYTHONS_OWN(message, category, filename, lineno, line)
 

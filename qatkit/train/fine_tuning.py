@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -27,6 +26,7 @@ from qatkit.graph.signature import Example, flatten, graph_inputs, in_float32, l
 from qatkit.quant.learned.oscillation import FIRST_THRESHOLD, annealed
 from qatkit.train.distillation import Feature, feature_loss, tapped, watched
 from qatkit.train.learner import Batch, Learner
+from qatkit.warning import warn
 from qatkit_verify.errors import ConfigError
 
 
@@ -187,7 +187,7 @@ class FineTuning(Learner):
     def on_train_start(self) -> None:
         super().on_train_start()
         if self.quantize and self.global_rank == 0 and (note := idle(self.graph)):
-            warnings.warn(note, stacklevel=1)  # warnings of Lightning, the caller, are filtered
+            warn(note)
         self._align_what_is_learned()
 
     def _align_what_is_learned(self) -> None:

@@ -16,7 +16,6 @@ The input sizes of a file are those of its part's inputs for the example, with a
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,6 +44,7 @@ from qatkit.graph.trace import copy_of
 from qatkit.quant.backends import FBGEMM, Backend
 from qatkit.quant.observers import MinMaxObserver
 from qatkit.quant.weight_fake_quantize import Quantizers
+from qatkit.warning import warn
 from qatkit_verify.errors import ConfigError, did_you_mean
 
 # With a larger ratio between the inputs of a part's calls, the smallest input gets 5 bits or fewer.
@@ -154,7 +154,7 @@ class Parts:
             calibrate_parts(self.graphs, self.model, calls.counted(self.model), batches)
         for path, reason in calls.far_apart():
             self.skipped.append((path, reason))
-            warnings.warn(f"{path}: {reason}", stacklevel=2)
+            warn(f"{path}: {reason}")
 
     def convert(self) -> nn.Module:
         """Returns a copy of the model, in inference mode, with int8 parts."""

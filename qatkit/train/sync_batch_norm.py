@@ -13,7 +13,6 @@ The modules are not replaced, so that passes and checkpoints find the usual type
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -26,6 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from qatkit.quant.observers.base import in_one_process
+from qatkit.warning import warn
 
 
 class _Normalize(torch.autograd.Function):
@@ -103,10 +103,9 @@ def _own_forward(norm: _BatchNorm, *given: Any, **named: Any) -> Any:
     with _OfAllRanks() as mode:
         result = own(norm, *given, **named)
     if not mode.called:
-        warnings.warn(
+        warn(
             f"{type(norm).__name__} computes its statistics without torch.nn.functional.batch_norm, so each process"
-            " uses only its own samples",
-            stacklevel=2,
+            " uses only its own samples"
         )
     return result
 

@@ -66,6 +66,12 @@ MISTAKES = [
         ["+backend.overrides={conv1:{flot:true}}"],
         "backend.overrides.conv1.flot=...: the key does not exist (did you mean backend.overrides.conv1.float, ",
     ),
+    # keys that an option sets
+    (
+        ["trainer=ddp", "rescue=ladder"],
+        "trainer=ddp: the option sets trainer.devices=-1; expected 1 with rescue.climb=true; "
+        "rescue=ladder sets rescue.climb=true",
+    ),
     # wrong type
     (["schedule.lr=abc"], "schedule.lr=abc: expected a value of type float"),
     (["schedule.epochs=1.5"], "schedule.epochs=1.5: expected a value of type int"),
@@ -237,7 +243,8 @@ def test_a_gpu_that_is_not_there_is_refused(launch: Launch, capfd: pytest.Captur
     assert launch(no_job, "trainer=gpu") == 2
     assert (
         capfd.readouterr().err
-        == "error: trainer.accelerator=gpu: expected auto or cpu, since no such device is visible\n"
+        == "error: trainer=gpu: the option sets trainer.accelerator=gpu; expected auto or cpu, since no such device "
+        "is visible\n"
     )
 
 

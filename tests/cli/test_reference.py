@@ -55,6 +55,16 @@ def test_help_lists_every_key_and_option(
     assert os.listdir() == []
 
 
+@pytest.mark.parametrize("from_checkpoint", [False, True])
+def test_help_describes_paths_once(
+    launch: Launch, capsys: pytest.CaptureFixture[str], from_checkpoint: bool
+) -> None:
+    assert launch(no_job, "--help", from_checkpoint=from_checkpoint) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("of at most 4000 bytes") == 1
+    assert "output_dir: str | None = null (a path) folder of the run" in said
+
+
 def test_help_lists_the_options_of_a_folder_of_ones_own(
     launch: Launch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -131,7 +131,7 @@ def test_a_run_edits_the_file_and_uses_its_names(tmp_path: Path) -> None:
     [
         (
             ("model.name=onnx/absent.onnx",),
-            "model.name=onnx/absent.onnx: expected onnx/FILE, a float ONNX file that exists",
+            "model.name=onnx/absent.onnx: expected a float ONNX file that exists",
         ),
         (("model.weights=DEFAULT",), "model.weights=DEFAULT: expected null with model.name=onnx/"),
         (

@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -26,6 +25,7 @@ import torch
 from torch import Tensor
 
 from qatkit.encryption.vault import readable, secret
+from qatkit.warning import warn
 
 Found = dict[str, Tensor]  # the result of a block
 
@@ -135,7 +135,7 @@ class Journal:
         except Exception as error:  # any content is possible
             reason = f"the file cannot be read ({type(error).__name__})"
         if reason:
-            warnings.warn(f"{path}: {reason}; its block and all later ones are computed again", stacklevel=3)
+            warn(f"{path}: {reason}; its block and all later ones are computed again")
             return None
         return found
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from qatkit.algorithms.blocks.partition import Block
 from qatkit.graph.quantizers import quantized_weights, sorted_out
 from qatkit.quant.computed_weights import Computed
 from qatkit.quant.qat_layers import QATEmbedding, QATOperator
+from qatkit.warning import warn
 
 Tensors = tuple[Any, ...]
 
@@ -100,5 +100,5 @@ def rounded(algorithm: object, operators: dict[str, QATOperator]) -> int:
     count = sum(fake is not None and fake.rounding is not None for fake in fakes)
     if not count:
         found = "nothing better than rounding to nearest" if operators else "no operator that it can change"
-        warnings.warn(f"{type(algorithm).__name__} found {found} and changed nothing", stacklevel=3)
+        warn(f"{type(algorithm).__name__} found {found} and changed nothing")
     return count

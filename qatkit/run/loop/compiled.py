@@ -7,13 +7,13 @@ A call that cannot be compiled breaks the graph in two, which is slower; such br
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import nn
 
+from qatkit.warning import warn
 from qatkit_verify.errors import counted
 
 
@@ -54,4 +54,4 @@ def compiled(graph: nn.Module, wanted: bool) -> Iterator[Compiled]:
         found.graphs = int(counters["stats"]["unique_graphs"])
         found.breaks = sum(counters["graph_break"].values())
         if found.breaks:
-            warnings.warn(f"{found.note}: {', '.join(counters['graph_break'])[:300]}", stacklevel=2)
+            warn(f"{found.note}: {', '.join(counters['graph_break'])[:300]}")
