@@ -58,16 +58,17 @@ class CheckedImages:
         arrays: ArrayBatches | Recordings | None = None,
     ) -> None:
         self.dataset, self.part, self.source, self.task, self.arrays = dataset, part, source, task, arrays
+        self._sample = "image" if arrays is None else "sample"  # the name in messages
         with calling("data.source", source, dataset):
             count, targets = len(dataset), getattr(dataset, "targets", None)
             values = (
                 [] if targets is None else targets.tolist() if hasattr(targets, "tolist") else list(targets)
             )
         if targets is None:
-            raise self._wrong(f"{part}.targets is missing; it must list the label of each image")
+            raise self._wrong(f"{part}.targets is missing; it must list the label of each {self._sample}")
         if len(values) != count or not values:
-            told = f"{part}.targets has {counted(len(values), 'label')} for {counted(count, 'image')}"
-            raise self._wrong(f"{told}; it must have one label per image, and at least one label")
+            told = f"{part}.targets has {counted(len(values), 'label')} for {counted(count, self._sample)}"
+            raise self._wrong(f"{told}; it must have one label per {self._sample}, and at least one label")
         self.targets = [self._target(value, f"{part}.targets[{i}]") for i, value in enumerate(values)]
         self.groups = [task.group(target) for target in self.targets]
 
@@ -85,7 +86,7 @@ class CheckedImages:
             item: Any = self.dataset[index]
         name = f"{self.part}[{index}]"
         if not isinstance(item, tuple | list) or len(item) != 2:
-            raise self._wrong(f"{name} must be a pair (image, label), not {_kind(item)}")
+            raise self._wrong(f"{name} must be a pair ({self._sample}, label), not {_kind(item)}")
         label = self._target(item[1], f"the label of {name}")
         if label != self.targets[index]:
             told = f"{name} has the label {label}, but {self.part}.targets[{index}] is {self.targets[index]}"

@@ -11,6 +11,7 @@ import torch
 
 from qatkit.config.schema import DataConfig
 from qatkit.data.arrays import ArrayBatches, Port, arrays
+from qatkit.data.checked import CheckedImages
 from qatkit.data.inputs import inputs_of
 from qatkit.data.module import DataModule
 from qatkit.tasks import task_of
@@ -185,3 +186,15 @@ def test_complex_values_of_a_source_are_refused() -> None:
         ConfigError, match=r"a\['ids'\] has values of type complex64, but the type of this input"
     ):
         batches.fitted(np.ones((1, 4), np.complex64), port, "a")
+
+
+def test_mistakes_in_a_source_of_arrays_speak_of_samples() -> None:
+    class Source(list[Any]):
+        targets = (0,)
+
+    batches = ArrayBatches("my.source")
+    with pytest.raises(ConfigError, match="has 1 label for 2 samples; it must have one label per sample"):
+        CheckedImages(Source([(_sample(0), 0)] * 2), "train", "my.source", arrays=batches)
+    found = CheckedImages(Source([_sample(0)]), "train", "my.source", arrays=batches)
+    with pytest.raises(ConfigError, match=r"must be a pair \(sample, label\), not"):
+        found[0]

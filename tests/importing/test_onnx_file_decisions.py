@@ -101,7 +101,7 @@ def test_a_run_judges_a_detector_by_its_boxes(recipe: str, settings: tuple[str, 
     wanted = _f1(tmp_path / "detector.onnx", run / "model.int8.onnx", images, 0.7)
     assert 0.5 < wanted < 1 and near["agreement"] == pytest.approx(wanted)
     assert f"same boxes (F1 at IoU 0.5) {100 * wanted:.2f} %" in done.stdout
-    assert "values within a step agreement" in done.stdout
+    assert "same values within a step 1" in done.stdout
 
 
 def test_no_boxes_are_a_note(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_no_boxes_are_a_note(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     notes = json.loads((tmp_path / "run" / "report.json").read_text())["notes"]
     (note,) = [one for one in notes if "boxes" in one]
-    assert "says nothing about these 48 images, since no box has a score above 1" in note
+    assert "says nothing about these 48 samples, since no box has a score above 1" in note
 
 
 def test_a_decision_that_does_not_fit_ends_before_calibration(tmp_path: Path) -> None:
