@@ -68,38 +68,36 @@ def _try_module(run: Run, model: Captured, module: QATModule, data: DataModule) 
         ConfigError: the model cannot be exported, loaded, or trained as scheduled.
     """
     config, inputs = run.config, data.inputs
-    with (
-        run.stage("export_first", "exporting once, before the long stages"),
-        tempfile.TemporaryDirectory() as new,
-    ):
-        module.check_gradients()
-        files = {"int8": Path(new) / run.int8_name}
-        converted = module.convert().graph
-        write_file(converted, config, inputs, files["int8"])
-        if config.export.io == "uint8":
-            check_integer_ends(module)
-            channels = data.preprocessing.channels
-            to_integer_io(files["int8"], files["int8"], [0.0] * channels, [1.0] * channels, (-1.0, 1.0))
-        judges_size = config.verify.audit and config.verify.max_size_ratio is not None
-        if judges_size or config.export.stream:
-            files["float"] = Path(new) / FLOAT_FILE
-            write_float_file(model, config, inputs, files["float"])
-        if config.export.stream:
-            _prove_stream(files["float"], data, config.verify.threads)
-        subject = Subject(
-            folder=Path(new),
-            files=files,
-            batches=lambda: (),
-            timed=inputs.timed,
-            settings=config.verify,
-            options=module.backend.session_options,
-            allow_float=float_on_purpose(module, model.model),
-            other_runtime=module.backend.other_runtime,
-            label=module.backend.label,
-            labelled=data.labelled,
-            task=data.task,
-        )
-        goes_on = _go_on(config, subject)
+    with tempfile.TemporaryDirectory() as new:
+        with run.stage("export_first", "exporting once, before the long stages"):
+            module.check_gradients()
+            files = {"int8": Path(new) / run.int8_name}
+            converted = module.convert().graph
+            write_file(converted, config, inputs, files["int8"])
+            if config.export.io == "uint8":
+                check_integer_ends(module)
+                channels = data.preprocessing.channels
+                to_integer_io(files["int8"], files["int8"], [0.0] * channels, [1.0] * channels, (-1.0, 1.0))
+            judges_size = config.verify.audit and config.verify.max_size_ratio is not None
+            if judges_size or config.export.stream:
+                files["float"] = Path(new) / FLOAT_FILE
+                write_float_file(model, config, inputs, files["float"])
+            if config.export.stream:
+                _prove_stream(files["float"], data, config.verify.threads)
+            subject = Subject(
+                folder=Path(new),
+                files=files,
+                batches=lambda: (),
+                timed=inputs.timed,
+                settings=config.verify,
+                options=module.backend.session_options,
+                allow_float=float_on_purpose(module, model.model),
+                other_runtime=module.backend.other_runtime,
+                label=module.backend.label,
+                labelled=data.labelled,
+                task=data.task,
+            )
+            goes_on = _go_on(config, subject)
         if goes_on and main_process():
             run.speeds = of_first_file(files["int8"], converted, config, inputs, subject.options)
         return goes_on

@@ -66,7 +66,8 @@ def quantized(config: Config, folder: Path, file: FloatFile, made: Path) -> int:
     quantizing = stage(
         "quantize", f"{mode}, by ONNX Runtime's tools", "it depends on the size of the weights"
     )
-    announce(run, [quantizing, *planned_verification(config, data, pace, ["float", "int8"])])
+    rows = [quantizing, *planned_verification(config, data, pace, ["float", "int8"])]
+    announce(run, rows, crowded=pace.crowded)
     with run.stage("quantize", f"quantizing: {mode}"):
         left = make(config, made / FLOAT_FILE, made / file_name(mode), given, _batches(config, batch, data))
     run.folder.mkdir(parents=True, exist_ok=True)

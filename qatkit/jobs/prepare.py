@@ -110,7 +110,7 @@ class Announce(Conditional):
         run = state.run
         pace = Pace(run.config, state.data, state.model, state.module, run.speeds)
         self._rows(state, pace)  # measures, so that the second call knows the speed of the machine
-        announce(run, self._rows(state, pace))
+        announce(run, self._rows(state, pace), crowded=pace.crowded)
         return state
 
     def _rows(self, state: State, pace: Pace) -> list[Planned]:

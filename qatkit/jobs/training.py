@@ -27,8 +27,9 @@ from qatkit.run.build import chooses_epochs
 from qatkit.run.folder import Run, read_checkpoint
 from qatkit.run.loop.fit import Stage, batches_a_step, fit
 from qatkit.run.loop.validation import Validating
-from qatkit.run.pace import Pace, Parts
+from qatkit.run.pace import Pace
 from qatkit.run.plan import stage
+from qatkit.run.timing import Parts
 from qatkit.run.tracking import tracker
 from qatkit.train.learner import FloatModule, Learner
 from qatkit.train.module import QATModule

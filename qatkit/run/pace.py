@@ -5,19 +5,20 @@
                    ├─ copy of the prepared graph: calibration, simulation, training steps of two batch sizes
                    └─ first exported file, in ONNX Runtime (`of_first_file`)
 
-Each speed is measured when it is first needed, so a resumed run measures only the speeds of its remaining
-stages. Measurements use copies, and the random generators are restored afterwards, so the run's results do
-not change.
+Processor time is measured in one thread, and elapsed time with all threads (`qatkit.run.timing`). Each speed is
+measured when it is first needed, so a resumed run measures only the speeds of its remaining stages. Measurements use
+copies, and the random generators are restored afterwards, so the run's results do not change.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -36,30 +37,20 @@ from qatkit.graph.trace import copy_of
 from qatkit.run.build import examples
 from qatkit.run.loop.fit import on_gpu
 from qatkit.run.memory import available_memory
-from qatkit.run.timing import Span, clocks, timed, undisturbed
+from qatkit.run.timing import Parts, Span, Timing, clocks, timed, undisturbed
 from qatkit.train.learner import FloatModule, Learner, make_optimizer
 from qatkit.train.module import QATModule
 from qatkit.verify.accuracy import all_cores
 from qatkit_verify.feeds import rows
 from qatkit_verify.session import open_session, run_outputs
 
-_SHORT = 0.15  # seconds that a forward pass over the measured samples should take
+_SHORT = 0.15  # processor seconds that a forward pass over the measured samples should take
+_LONG = 0.1  # seconds after which a call is not repeated
+_REPEATS = 3
 _FEWEST, _MOST = 4, 32  # number of measured samples
 _CROWDED = 1.3  # ratio of elapsed to processor time above which the machine counts as shared
 _VALUES = 2**18  # values of the inputs with which a file is timed
 _COPIES = 4  # copies of the weights for a training step on a copy: weights, gradients, two moments
-
-
-class Parts(NamedTuple):
-    """The time of a calibration or of a training step in seconds.
-
-    Attributes:
-        each: the time per sample.
-        once: the constant part.
-    """
-
-    each: float
-    once: float
 
 
 class Unknown(Exception):  # noqa: N818  no error: a stage without an estimate
@@ -88,48 +79,61 @@ class Pace:
         self.config, self.data, self.files = config, data, files
         self._model, self._module = model, module
         self._failed = dict[str, str]()
-        self._total = Span(sum(one.wall for one in files.values()), sum(one.work for one in files.values()))
+        self._total = Span(0.0, 0.0)  # of all calls in one thread
+
+    @property
+    def crowded(self) -> bool:
+        """Returns whether other programs use the processor, so that estimates are rough."""
+        return self._device.type == "cpu" and self._total.wall > _CROWDED * self._total.work > 0
 
     @property
     def load(self) -> float:
         """Returns the seconds to load and preprocess a sample with all worker processes."""
-        return self._loaded.wall / max(1, self.config.data.workers)  # loading also waits for the disk
+        return self._loaded / max(1, min(self.config.data.workers, all_cores()))
 
     @property
     def forward(self) -> float:
         """Returns the seconds of a sample in the float model on the CPU."""
-        return self._seconds(self._forward)
+        if "float" in self.files:
+            return self._seconds(self.files["float"])
+        return self._of_batch(self._forward, self.config.data.eval_batch_size)
 
     @property
     def calibration(self) -> Parts:
         """Returns the seconds of a calibration with the run's observer."""
-        return Parts(*map(self._seconds, self._copied[1:]))
+        _, passed, end, searched = self._copied
+        once = self._seconds(end)
+        if searched is not None:
+            search = searched.parts(self._wait)
+            once += SAMPLE * search.each + SAMPLE / AT_ONCE * search.once
+        return Parts(self._of_batch(passed, self.config.calibration.batch_size), once)
 
     @property
     def simulated(self) -> float:
         """Returns the seconds of a sample in the simulation on the training device."""
-        return self._seconds(self._simulated)
+        return self._of_batch(self._simulated, self.config.data.eval_batch_size)
 
     @property
     def float_step(self) -> Parts:
         """Returns the seconds of a training step of the float model."""
-        return Parts(*map(self._seconds, self._float_step))
+        return self._float_step.parts(self._wait)
 
     @property
     def step(self) -> Parts:
         """Returns the seconds of a fine-tuning step of the quantized model, including the observers."""
-        return Parts(*map(self._seconds, self._qat_step))
+        return self._qat_step.parts(self._wait)
 
     def file(self, name: str) -> float:
         """Returns the seconds of a sample in a file: "int8", "unoptimized", "converted", or "float".
 
-        For "int8" and "unoptimized" without a measurement, they are those of the float model.
+        For "float", and for "int8" and "unoptimized" without a measurement, they are those of the float model,
+        without the time that PyTorch's threads wait for each other.
         """
-        if name == "float" or (name not in self.files and name != "converted"):
-            return self.forward
-        if name not in self.files:
+        if name in self.files:
+            return self.files[name].wall if name == "converted" else self._seconds(self.files[name])
+        if name == "converted":
             raise Unknown("the file was not run")
-        return self._seconds(self.files[name])
+        return self.forward if "float" in self.files else self._forward.parts(self._wait).each
 
     @staticmethod
     def known(seconds: float | None) -> float:
@@ -138,55 +142,87 @@ class Pace:
             raise Unknown("")
         return seconds
 
+    @property
+    def _wait(self) -> float:
+        """The elapsed seconds per processor second of one thread, from all measurements; infinite on a GPU."""
+        measured = self._device.type == "cpu" and self._total.work > 0
+        return max(1.0, self._total.wall / self._total.work) if measured else math.inf
+
     def _seconds(self, span: Span) -> float:
-        """Returns the expected duration of a call that took `span`.
+        """Returns the elapsed seconds of a call without the gaps in which other programs ran longer than usual."""
+        return min(span.wall, span.work * self._wait) if span.work else span.wall
 
-        On a shared machine, the processor time of a short call is more reliable than its waiting time. The
-        duration is then its processor time, multiplied by the ratio of elapsed to processor time of all
-        measurements so far.
-        """
-        total = self._total
-        crowded = self._device.type == "cpu" and total.wall > _CROWDED * total.work > 0
-        return span.work * total.wall / total.work if crowded else span.wall
+    def _of_batch(self, timing: Timing, size: int) -> float:
+        """Returns the seconds of a sample in batches of `size`, or of the measured samples if they are more."""
+        each, once = timing.parts(self._wait)
+        return each + once / max(self.data.rows(size), timing.samples)
 
-    def _timed(self, run: Callable[[], Any]) -> Span:
-        span = timed(run, self._device)
+    def _alone(self, run: Callable[[], Any]) -> float:
+        """Returns the processor seconds of a call in one thread, or its elapsed seconds on a GPU."""
+        if self._device.type == "cuda":
+            return timed(run, self._device).wall
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        span = timed(run)
+        torch.set_num_threads(threads)
         self._total = Span(self._total.wall + span.wall, self._total.work + span.work)
-        return span
+        return span.work
+
+    def _elapsed(self, run: Callable[[], Any]) -> float:
+        """Returns the elapsed seconds of a call with all threads; the fastest of a few if the call is short."""
+        fastest = math.inf
+        for _ in range(_REPEATS):
+            fastest = min(fastest, timed(run, self._device).wall)
+            if fastest > _LONG:
+                break
+        return fastest
+
+    def _timing(self, run: Callable[[], Any]) -> Timing:
+        """Returns the timing of a call with the measured samples."""
+        return Timing(self._alone(run) / self._count, 0.0, self._count, self._elapsed(run))
+
+    def _of_sizes(self, few: int, count: int, call_of: Callable[[int], Callable[[], Any]]) -> Timing:
+        """Returns the timing of a call that is made with two numbers of samples."""
+        small, large = call_of(few), call_of(count)
+        self._alone(small)
+        less = self._alone(small) if few < count else 0.0
+        return Timing.of_two(less, few, self._alone(large), count, self._elapsed(large))
 
     @cached_property
-    def _loaded(self) -> Span:
-        count = self._count
+    def _loaded(self) -> float:
+        """The elapsed seconds to load a sample, which includes waiting for the disk."""
+        count, seconds, calls = self._count, 0.0, 0
         with self._measuring("loading of data"):
-            return timed(lambda: self.data.first_batch(count)).times(1 / count)
+            while seconds < _LONG:
+                seconds += timed(lambda: self.data.first_batch(count)).wall
+                calls += 1
+        return seconds / (calls * count)
 
     @cached_property
-    def _forward(self) -> Span:
-        if "float" in self.files:
-            return self.files["float"]
+    def _forward(self) -> Timing:
         model = self._float
         with self._measuring("forward pass"), inference(model):
-            return self._timed(lambda: call(model, self._batch)).times(1 / self._count)
+            return self._timing(lambda: call(model, self._batch))
 
     @cached_property
-    def _simulated(self) -> Span:
+    def _simulated(self) -> Timing:
         module = self._copied[0]
         with self._measuring("simulation"), inference(module.graph):
             set_phase(module.graph, observe=False, quantize=True)
             graph = settled_graph(module.graph.to(self._device)).eval()
             tensors = [one.to(self._device) for one in module.tensors(self._batch)]
             graph(*tensors)
-            return self._timed(lambda: graph(*tensors)).times(1 / self._count)
+            return self._timing(lambda: graph(*tensors))
 
     @cached_property
-    def _float_step(self) -> tuple[Span, Span]:
+    def _float_step(self) -> Timing:
         self._check_room()
         with self._measuring("float step"):
             schedule = self.config.schedule
             return self._steps(FloatModule(copy_of(self._float), schedule, self.data.task), schedule.float_lr)
 
     @cached_property
-    def _qat_step(self) -> tuple[Span, Span]:
+    def _qat_step(self) -> Timing:
         module, schedule = self._copied[0], self.config.schedule
         with self._measuring("step"):
             module.learn(self.data.task)
@@ -218,7 +254,7 @@ class Pace:
             with self._measuring("model"), inference(model):
                 few = self.data.first_batch(2)
                 call(model, few)
-                each = self._timed(lambda: call(model, few)).work / 2
+                each = self._alone(lambda: call(model, few)) / 2
         return self.data.rows(int(min(_MOST, max(_FEWEST, _SHORT / max(each, 1e-9)))))
 
     @cached_property
@@ -226,8 +262,11 @@ class Pace:
         return self.data.first_batch(self._count)
 
     @cached_property
-    def _copied(self) -> tuple[QATModule, Span, Span]:
-        """A copy of the module, calibrated on a few samples; its calibration time per sample, and the constant part."""
+    def _copied(self) -> tuple[QATModule, Timing, Span, Timing | None]:
+        """A calibrated copy of the module, and the times of the parts of a calibration.
+
+        The parts are a pass over samples, the choice of the ranges, and the search for mixed scales if there is one.
+        """
         self._check_room()
         if self._module is None:
             raise Unknown("there is no module")
@@ -235,37 +274,34 @@ class Pace:
             module = copy.copy(self._module)
             module._modules = dict(self._module._modules)
             module.graph, module._tapped = cast(fx.GraphModule, copy_of(self._module.graph)), ()
-            few, now = self.data.first_batch(2), list[Span]()
+            few, threads, now = self.data.first_batch(2), torch.get_num_threads(), list[Span]()
 
             def batches() -> Iterator[Any]:
-                for batch in (few, self._batch):
+                for batch, used in ((few, 1), (self._batch, 1), (self._batch, threads)):
+                    torch.set_num_threads(used)
                     now.append(clocks())
                     yield module.tensors(batch)
                 now.append(clocks())
+                torch.set_num_threads(1)
 
             calibrate(module.graph, batches())
-            once = clocks().less(now[2])
-            if module.quantize and not module.backend.simulated and fake_quantizers(module.graph):
-                searched = self._search(module)
-                once = Span(once.wall + searched.wall, once.work + searched.work)
-        return module, now[2].less(now[1]).times(1 / self._count), once
+            end, alone = clocks().less(now[3]), now[2].less(now[1])
+            torch.set_num_threads(threads)
+            passed = Timing(alone.work / self._count, 0.0, self._count, now[3].less(now[2]).wall)
+            searches = module.quantize and not module.backend.simulated and fake_quantizers(module.graph)
+            return module, passed, end, self._search(module) if searches else None
 
-    def _search(self, module: QATModule) -> Span:
-        """Returns the time of the search for mixed scales, including the constant cost of its passes."""
+    def _search(self, module: QATModule) -> Timing:
+        """Returns the timing of a pass of the search for mixed scales."""
 
-        def taken(samples: int) -> Span:
+        def of(samples: int) -> Callable[[], Any]:
             given = [module.tensors(self.data.first_batch(samples))]
-            return self._timed(lambda: mixed_scales(module.graph, given))
+            return lambda: mixed_scales(module.graph, given)
 
-        if self.data.rows(2) == 1:
-            return taken(1).times(SAMPLE)
-        one, two = taken(1), taken(2)
-        each = two.less(one)
-        once = one.less(each).times(SAMPLE / AT_ONCE)
-        return Span(once.wall + SAMPLE * each.wall, once.work + SAMPLE * each.work)
+        return self._of_sizes(1, self.data.rows(2), of)
 
-    def _steps(self, learner: Learner, lr: float) -> tuple[Span, Span]:
-        """Returns a training step's time per sample and its constant part, from two batch sizes.
+    def _steps(self, learner: Learner, lr: float) -> Timing:
+        """Returns the timing of a training step.
 
         The steps change the weights of the learner, which has to be a copy.
         """
@@ -273,9 +309,8 @@ class Pace:
             raise Unknown("trainer.compile")
         learner.graph.to(self._device).train()
         optimizer = make_optimizer(learner.graph, self.config.schedule, lr)
-        few, count = self.data.rows(2), self._count
 
-        def taken(samples: int) -> Span:
+        def of(samples: int) -> Callable[[], Any]:
             images, targets = self._training_batch(samples)
 
             def step() -> None:
@@ -285,14 +320,9 @@ class Pace:
                 loss.backward()
                 optimizer.step()
 
-            return self._timed(step)
+            return step
 
-        taken(few)
-        small, large = taken(few), taken(count)
-        if count == few:
-            return large.times(1 / count), Span(0.0, 0.0)
-        each = large.less(small).times(1 / (count - few))
-        return each, small.less(each.times(few))
+        return self._of_sizes(self.data.rows(2), self._count, of)
 
     def _training_batch(self, samples: int) -> tuple[Any, Any]:
         loader = self.data.train_dataloader()

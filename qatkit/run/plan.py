@@ -11,6 +11,7 @@ from qatkit.run.pace import Unknown
 from qatkit.run.timing import undisturbed
 
 _TITLE = "plan, with times estimated from a few samples on this machine:"
+_ROUGH = "plan, with rough times, since other programs use this machine's processor at the moment:"
 
 
 def stage(name: str, about: str, estimate: Callable[[], float] | str, *, done: bool = False) -> Planned:
@@ -34,14 +35,15 @@ def stage(name: str, about: str, estimate: Callable[[], float] | str, *, done: b
         return Planned(name, about, why=str(error))
 
 
-def announce(run: Run, plan: Iterable[Planned]) -> None:
+def announce(run: Run, plan: Iterable[Planned], *, crowded: bool) -> None:
     """Keeps the plan for the report, and prints it unless the job is part of a larger one (`one_of_many`).
 
     Args:
         run: the run at its start.
         plan: the stages in order.
+        crowded: whether other programs used the processor during the measurements.
     """
     run.plan = tuple(plan)
     if run.plan and announces_plan():
-        for line in lines(_TITLE, run.plan):
+        for line in lines(_ROUGH if crowded else _TITLE, run.plan):
             say(line)

@@ -86,10 +86,18 @@ def test_one_of_many_runs_is_not_announced_again(tmp_path: Path, capfd: pytest.C
     run = Run(short(tmp_path / "run"), tmp_path / "run")
     rows = [stage("verify", "every check", lambda: 3.0)]
     with one_of_many():
-        announce(run, rows)
+        announce(run, rows, crowded=False)
     assert capfd.readouterr().err == "" and run.plan == tuple(rows)
-    announce(run, rows)
+    announce(run, rows, crowded=False)
     assert "  verify  every check   3.0 s" in capfd.readouterr().err.splitlines()
+
+
+@pytest.mark.parametrize("crowded", [False, True])
+def test_the_title_says_if_estimates_are_rough(
+    crowded: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    announce(Run(short(tmp_path / "run"), tmp_path / "run"), [stage("verify", "", "")], crowded=crowded)
+    assert ("rough" in capfd.readouterr().err) == crowded
 
 
 def test_random_numbers_go_on_after_a_measurement() -> None:
