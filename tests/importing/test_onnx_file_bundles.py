@@ -182,7 +182,7 @@ def test_the_program_of_the_card_runs(run: Path, tmp_path: Path) -> None:
     bundle = run / "run" / "bundle"
     card = (bundle / "card.md").read_text()
     assert "| Input | state float32 \\[2, N, 8\\] |" in card
-    assert "figures are for the test samples named above" in card and "pictures" not in card
+    assert "Measured on 20 test samples of qatkit.data.arrays.arrays" in card and "pictures" not in card
     (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
     assert 'stored["input:0/ids"],  # ids int64 [N, 6]' in code
     done = subprocess.run(
