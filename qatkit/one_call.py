@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from qatkit.cli.scripts import conf
 from qatkit.cli.train_command import train_run
+from qatkit.config.argv import setting
 from qatkit.config.compose import compose_config, without_hydra_around
 from qatkit.config.origins import named_as_typed
 from qatkit.config.schema import Config
@@ -126,7 +127,7 @@ def quantize(
     Raises:
         ConfigError: a setting, the model or a batch is unsuitable; this is raised before the long stages.
     """
-    with _named_as_given(model, config):
+    with _named_as_given(model, config), setting(config):
         return _quantized(model, example, batches, config, test_batches)
 
 

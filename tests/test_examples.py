@@ -10,6 +10,7 @@ import onnxruntime as ort
 import pytest
 import torch
 from chain import noise, run_ort, run_torch, settle, ship
+from torch import Tensor, nn
 
 from qatkit.models.ds_cnn import DSCNN
 from qatkit.verify.audit import audit
@@ -69,6 +70,35 @@ def test_keywords_from_waveforms_to_a_verified_file(tmp_path: Path) -> None:
 def test_a_file_of_ones_own_is_quantized_in_one_call(tmp_path: Path) -> None:
     result = onnx_file(None, str(tmp_path / "run"))
     assert result.met and audit(result.file).int8_share == 1.0
+
+
+class _Mixed(nn.Module):
+    """A model with token ids [n, length], a mask [n, length] and a vector [n, 16] as inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(50, 16), nn.Linear(16, 4)
+
+    def forward(self, ids: Tensor, mask: Tensor, vector: Tensor) -> Tensor:
+        kept = self.table(ids) * mask.unsqueeze(2).float()
+        logits: Tensor = self.head(kept.mean(1) + vector)
+        return logits
+
+
+@pytest.mark.parametrize("batch", [1, "n"])
+def test_shapes_and_types_of_samples_are_those_of_the_file(batch: int | str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    file, length = tmp_path / "mixed.onnx", "length"
+    given = torch.ones(1, 6, dtype=torch.int64), torch.ones(1, 6, dtype=torch.bool), torch.ones(1, 16)
+    axes = {0: batch} if batch == "n" else {}
+    torch.onnx.export(_Mixed().eval(), given, str(file), input_names=["ids", "mask", "vector"], dynamo=False,
+                      dynamic_axes={"ids": axes | {1: length}, "mask": axes | {1: length}, "vector": axes})  # fmt: skip
+    result = onnx_file(str(file), str(tmp_path / "run"))
+    session = ort.InferenceSession(result.file)
+    assert {one.name: (one.type, one.shape[1:]) for one in session.get_inputs()} == {
+        "ids": ("tensor(int64)", [length]), "mask": ("tensor(bool)", [length]), "vector": ("tensor(float)", [16]),
+    }  # fmt: skip
+    assert result.met and result.report["audit"]["int8_share"] == 1.0
 
 
 @pytest.mark.slow

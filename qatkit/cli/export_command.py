@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,8 @@ PACKED_KEYS = (
     "backend.overrides",
     "weights",
 )
+# Keys that say where the data of a run are now and how they are read, but not what is read.
+_PLACES = ("data.root", "data.tokenizer", "data.download", "data.workers")
 _DRAWN = 64  # samples of `data=drawn`
 _GPTQ = {"gptq": {"target": "qatkit.algorithms.GPTQ"}}
 _STATIC_BATCH = 8  # as in the recipes of ONNX files, since a few dozen samples suffice for calibration
@@ -212,14 +214,23 @@ def _saved_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
         OmegaConf.update(saved, key, OmegaConf.select(node, key), force_add=True)
         if _within(key, ("data",)):
             of_data[key] = override.get_value_element_as_str()
-    if of_data and saved.export.io != "uint8":
-        key, value = next(iter(of_data.items()))
-        reason = (
-            "the key can only be set with export.io=uint8, where images determine the range of the outputs"
-        )
-        raise ConfigError(key, value, reason=reason)
+    _check_data_keys(of_data, saved)
     assert isinstance(saved, DictConfig)
     return saved
+
+
+def _check_data_keys(typed: Mapping[str, str], saved: Any) -> None:
+    """Rejects keys of the data that the export does not read, or that would make a bundle differ from its run."""
+    if saved.export.io == "uint8":
+        return
+    allowed = _PLACES if saved.export.bundle else ()
+    for key, value in typed.items():
+        if key not in allowed:
+            places = (
+                f"; with export.bundle=true, so can {', '.join(_PLACES)}" if key in _PLACES or allowed else ""
+            )
+            reason = "the key can only be set with export.io=uint8, where images determine the range of the outputs"
+            raise ConfigError(key, value, reason=reason + places)
 
 
 def _export_keys_text() -> str:

@@ -37,6 +37,7 @@ class _Typed:
 
 
 _TYPED: ContextVar[_Typed | None] = ContextVar("typed", default=None)
+_SET: ContextVar[frozenset[str] | None] = ContextVar("set", default=None)
 _ALIKE: ContextVar[bool] = ContextVar("alike", default=False)
 
 
@@ -59,9 +60,29 @@ def typing(
     typed = None if overrides is None else _Typed(program, tuple(overrides), tuple(flags), swept)
     token = _TYPED.set(typed)
     try:
-        yield
+        with contextlib.nullcontext() if overrides is None else setting(overrides):
+            yield
     finally:
         _TYPED.reset(token)
+
+
+@contextlib.contextmanager
+def setting(overrides: Sequence[str]) -> Iterator[None]:
+    """Sets the overrides that a user has chosen, on a command line or in a call, within the context.
+
+    They also apply to the parts of a larger job, which have no command line of their own.
+    """
+    token = _SET.set(frozenset(map(_key, overrides)))
+    try:
+        yield
+    finally:
+        _SET.reset(token)
+
+
+def left_open(key: str) -> bool:
+    """Returns whether the user's overrides are known and do not set the key, so that a default may be adapted."""
+    chosen = _SET.get()
+    return chosen is not None and key not in chosen
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ the train split only, so they cannot be test images.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import lightning
@@ -25,7 +26,7 @@ from qatkit.data.pace import pace_of
 from qatkit.data.prepared_splits import PreparedSplits
 from qatkit.data.sources import ImageDataset
 from qatkit.warning import warn
-from qatkit_verify.errors import ConfigError
+from qatkit_verify.errors import ConfigError, counted
 
 
 class DataModule(PreparedSplits, lightning.LightningDataModule):
@@ -73,6 +74,23 @@ class DataModule(PreparedSplits, lightning.LightningDataModule):
     def steps_per_epoch(self, batches: int = 1) -> int:
         """Returns the number of optimizer steps of an epoch (`qatkit.data.loading.steps_per_epoch`)."""
         return steps_per_epoch(len(self._train), self.config.batch_size, batches, self.task.names.samples)
+
+    def adapt_batch(self, batches: int) -> None:
+        """Reduces the batch size of training so that the samples suffice for one step, with a note.
+
+        Args:
+            batches: batches per step, as for `steps_per_epoch`.
+        """
+        images, size = len(self._train), self.config.batch_size
+        most = images // batches
+        if 0 < most < size:
+            of_step = f" for {batches} batches per step" if batches > 1 else ""
+            why = f"since there are {counted(images, f'training {self.task.names.sample}')}{of_step}"
+            self._note_batch("data.batch_size", size, most, why)
+            self.config = replace(self.config, batch_size=most)
+
+    def _note_batch(self, key: str, size: int, used: int, why: str) -> None:
+        self.notes = (*self.notes, f"{key}={size}: {used} is used instead, {why}")
 
     def val_dataloader(self) -> ImageLoader:
         """Returns the held-out images, preprocessed as for evaluation; if there are none, the test split."""
@@ -138,8 +156,10 @@ class DataModule(PreparedSplits, lightning.LightningDataModule):
             warn(text)
         return balanced(self._train_images.groups, self._train, images, "calibration", self.seed)
 
-    def check_calibration(self, images: int, batch_size: int, least: int = 1) -> None:
+    def check_calibration(self, images: int, batch_size: int, least: int = 1, *, adapt: bool = False) -> None:
         """Checks that `images` calibration images fill a batch and are at least `least`.
+
+        With `adapt`, all of them are one smaller batch instead, and a note says so.
 
         Raises:
             ConfigError: `images`, or all training images if there are fewer, do not fill one batch, or are
@@ -147,7 +167,10 @@ class DataModule(PreparedSplits, lightning.LightningDataModule):
         """
         there = min(images, len(self._train))
         kind = "training" if images > there else "calibration"
-        if there < batch_size:
+        if there < batch_size and adapt:
+            why = f"the number of {kind} {self.task.names.samples}"
+            self._note_batch("calibration.batch_size", batch_size, there, why)
+        elif there < batch_size:
             allowed = f"at most {there}, the number of {kind} {self.task.names.samples}"
             raise ConfigError("calibration.batch_size", batch_size, allowed)
         if there < least:

@@ -6,16 +6,31 @@ The card only states facts from the report: it does not invent a license, and it
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from qatkit.config.schema.model import DRAWN
+from qatkit.handover.limits import limits
 from qatkit_verify.bundle.ports import Port
 from qatkit_verify.classification import names_of
 from qatkit_verify.errors import counted
 from qatkit_verify.fitting import by_sides
 
-_WORST = 10  # largest number of classes, and of skipped operators, that are listed
+_WORST = 10  # largest number of classes that are listed
+_GIVEN = "qatkit.one_call.given_model"
+# Hugging Face's names of tasks, by our own; other tasks have none.
+_TAGS = {
+    "classification": "image-classification",
+    "segmentation": "image-segmentation",
+    "detection": "object-detection",
+    "embedding": "image-feature-extraction",
+    "audio_classification": "audio-classification",
+    "text_classification": "text-classification",
+    "text_pairs": "sentence-similarity",
+    "causal_lm": "text-generation",
+}
 
 Report = Mapping[str, Any]
 
@@ -26,6 +41,8 @@ def card(
     snippets: str = "",
     arrays: Mapping[str, Any] | None = None,
     stream: str = "",
+    requires: Mapping[str, Any] | None = None,
+    shapes: Mapping[str, Sequence[int | str]] | None = None,
 ) -> str:
     """Returns the model card as Markdown, with the front matter that Hugging Face reads.
 
@@ -36,36 +53,51 @@ def card(
         arrays: the content of model.json for a model of arrays, or of preprocess.json for a model of
             recordings; None for a model of images.
         stream: the section on the file that reads recordings in chunks, as Markdown; "" to omit it.
+        requires, shapes: facts about the file, as for `limits`.
     """
-    by_class = _by_class(report, labels, arrays)
+    found = limits(report, labels, "image" if arrays is None else "sample", requires, shapes)
     sections = (
         _head(report, labels, arrays),
         _accuracy(report, arrays),
-        by_class,
+        _by_class(report, labels, arrays),
         _calibration(report, arrays),
         _speed(report),
         _decoder(report),
         stream,
-        _limits(report, arrays, by_class=bool(by_class)),
+        "## Limits\n\n" + "\n".join(f"- {_plain(line)}" for line in found),
         _versions(report),
         "## Verify\n\n    qatkit-verify BUNDLE\n\nThis needs only onnxruntime and numpy. It checks the "
         "digests, the golden answers, and the speed and int8 kernels on the machine where it runs.",
         f"## Load\n\n{snippets}" if snippets else "",
     )
-    return _front_matter(report) + "\n" + "\n\n".join(filter(None, sections)) + "\n"
+    return _front_matter(report, arrays) + "\n" + "\n\n".join(filter(None, sections)) + "\n"
 
 
-def _front_matter(report: Report) -> str:
-    tag = names_of(report).description.replace(" ", "-")
-    lines = ["library_name: onnx", f"pipeline_tag: {tag}", "tags:", "- quantized"]
+def _front_matter(report: Report, arrays: Mapping[str, Any] | None) -> str:
+    tag = _TAGS.get(names_of(report).name, "")
+    if tag.startswith("image-") and arrays is not None:
+        tag = ""  # classes or vectors of samples that are not images
+    lines = ["library_name: onnx", *([f"pipeline_tag: {tag}"] if tag else []), "tags:", "- quantized"]
     lines += ["- int8"] if str(report["label"]).startswith("INT8") else []
-    return "\n".join(["---", *lines, f"- {json.dumps(str(report['model']))}", "---", ""])
+    return "\n".join(["---", *lines, f"- {json.dumps(_model(report))}", "---", ""])
+
+
+def _model(report: Report) -> str:
+    """Returns the model's name without local paths: the stem of a file, or the name of a class or function."""
+    name = str(report["model"])
+    if name == _GIVEN:  # a script has passed a module to qatkit.quantize
+        return str(report["name"])
+    if name.endswith(".onnx") or name.startswith("onnx/"):
+        return Path(name).stem
+    if "//" in name or name.startswith(("/", ".", "~")):
+        return Path(name).name
+    return name if "/" in name else re.split("[.:]", name)[-1]
 
 
 def _head(report: Report, labels: Sequence[str], arrays: Mapping[str, Any] | None) -> str:
     data, task = report["config"].get("data", {}), names_of(report)
     prepared = report["preprocessing"] or {}
-    rows = [("Model", _plain(report["model"]) + f", quantized ({_plain(report['label'])})")]
+    rows = [("Model", _plain(_model(report)) + f", quantized ({_plain(report['label'])})")]
     classes = "1 class" if len(labels) == 1 else f"{len(labels)} classes"
     rows.append(("Task", f"{task.description}, {classes}" if labels else task.description))
     rows.append(("Data", _plain(data.get("source", "unknown"))))
@@ -145,7 +177,9 @@ def _calibration(report: Report, arrays: Mapping[str, Any] | None) -> str:
     count, samples = settings.get("images"), "image" if arrays is None else "sample"
     samples += "" if count == 1 else "s"
     drawn = report["config"].get("data", {}).get("source") == DRAWN
-    kind = f"random {samples}, not from real data" if drawn else f"training {samples}"
+    kind = (
+        f"random {samples}, not from real data" if drawn or settings.get("random") else f"training {samples}"
+    )
     return f"## Calibration\n\nRanges come from at most {count} {kind}."
 
 
@@ -186,31 +220,6 @@ def _decoder(report: Report) -> str:
         '\n\n    pip install onnxruntime numpy tokenizers\n    python decoder/generate.py "Once upon a time" --tokens'
         " 200\n\nonnxruntime-genai runs the folder unchanged."
     )
-
-
-def _limits(report: Report, arrays: Mapping[str, Any] | None, *, by_class: bool) -> str:
-    images, pictures = ("images", "pictures") if arrays is None else ("samples", "samples")
-    lines = [
-        f"The figures are for the test {images} named above and say nothing about other kinds of {pictures}."
-    ]
-    if by_class:
-        lines.append(
-            f"Figures of classes with few test {images} are uncertain: with 35 {images}, each one is 3 points."
-        )
-    lines.append(
-        "On x86 CPUs without VNNI, sums of two products of uint8 and int8 may saturate and change answers; "
-        "`qatkit-verify` reports whether this applies to a CPU."
-    )
-    if _speed(report):
-        lines.append("Speed was measured only on the machine named above.")
-    if not report["runtimes"]:
-        lines.append("Only ONNX Runtime on a CPU was measured.")
-    missing = [name for name in ("parity", "audit") if report[name] is None]
-    lines += [f"Not checked: {name}." for name in missing]
-    lines += [f"A bound was not met: {_plain(line)}" for line in report["shortfalls"]]
-    lines += [f"Skipped: {_plain(site)}: {_plain(reason)}" for site, reason in report["skipped"][:_WORST]]
-    lines += [f"{_plain(note)}" for note in report["notes"]]
-    return "## Limits\n\n" + "\n".join(f"- {line}" for line in lines)
 
 
 def _versions(report: Report) -> str:

@@ -254,7 +254,9 @@ def _write_card(
     snippets: str,
     told: Mapping[str, Any] | None = None,
 ) -> None:
-    text = card(report, source.data.classes, snippets, told, stream_section(new, told or {}))
+    inputs = open_session(new / INT8_FILE, threads=source.threads).get_inputs()
+    text = card(report, source.data.classes, snippets, told, stream_section(new, told or {}),
+                _requires(read_onnx(new / INT8_FILE)), {one.name: one.shape for one in inputs})  # fmt: skip
     (new / CARD_FILE).write_text(text, encoding="utf-8")
 
 
@@ -337,13 +339,18 @@ def _has_several_zero_points(file: OnnxFile) -> bool:
     return any(name in file.graph.tensors and not file.graph.tensors[name].uniform for name in found)
 
 
+def _requires(file: OnnxFile) -> dict[str, Any]:
+    """Returns what a runtime must support to run the file, for the manifest and the card."""
+    opset = file.opsets.get("", 0)
+    return {"onnxruntime": oldest_runtime(file), "opset": opset, "ir_version": file.ir_version}
+
+
 def _manifest(source: BundleSource, new: Path, signer: str | None) -> Manifest:
     file = read_onnx(new / INT8_FILE)
     files = tuple(
         entry(new, path.relative_to(new).as_posix()) for path in sorted(new.rglob("*")) if path.is_file()
     )
-    opset = file.opsets.get("", 0)
-    requires = {"onnxruntime": oldest_runtime(file), "opset": opset, "ir_version": file.ir_version}
+    requires = _requires(file)
     report = read_json(new / REPORT_FILE)
     kind = FORMAT_OF_ARRAYS if source.data.of_arrays else FORMAT
     return Manifest(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,8 @@ def _exported(config: Config) -> int:
     if integer:
         check_integer_ends(module)
     data = _opened(config, inputs)
+    if data is not None and config.export.bundle:
+        _check_moved(config, run, data, stored)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / file_name(config.mode)
     say(f"exporting {path}")
@@ -110,6 +113,13 @@ def _opened(config: Config, inputs: Inputs) -> DataModule | None:
         )
         raise ConfigError("data.image_size", config.data.image_size, reason=reason)
     return data
+
+
+def _check_moved(config: Config, run: Path, data: DataModule, stored: Mapping[str, Any]) -> None:
+    """Rejects other data than the run's in a bundle, whose labels and golden answers come from them."""
+    root, told = config.data.root, stored.get("DataModule", {}).get("fingerprint", data.fingerprint)
+    if root != load_config(run / CONFIG_FILE).data.root and told != data.fingerprint:
+        raise ConfigError("data.root", root, f"the data of the run in {run}; those in this folder differ")
 
 
 def _bundle(config: Config, path: Path, data: DataModule) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from qatkit.config.argv import left_open
 from qatkit.config.compose import save_config
 from qatkit.config.schema import Config, VerifyConfig
 from qatkit.data import DataModule
@@ -118,7 +119,8 @@ def _data(config: Config, file: FloatFile) -> DataModule:
     chosen = config.calibration
     if config.mode == "static":
         batch = None if data.of_arrays else file.inputs[0].shape[0]
-        data.check_calibration(chosen.images, batch or data.rows(chosen.batch_size))
+        adapt = batch is None and left_open("calibration.batch_size")
+        data.check_calibration(chosen.images, batch or data.rows(chosen.batch_size), adapt=adapt)
     return data
 
 

@@ -148,7 +148,7 @@ class Length:
             load: the seconds to load a sample.
         """
         config = self.state.run.config
-        each = config.data.batch_size * (step.each + load) * config.trainer.accumulate
+        each = self.state.data.config.batch_size * (step.each + load) * config.trainer.accumulate
         return self._share * self.steps * (each + step.once)
 
     @property
@@ -157,8 +157,7 @@ class Length:
 
     @property
     def _images(self) -> int:
-        config = self.state.run.config
-        return config.data.batch_size * batches_a_step(config.trainer)
+        return self.state.data.config.batch_size * batches_a_step(self.state.run.config.trainer)
 
     @property
     def _an_epoch(self) -> int:

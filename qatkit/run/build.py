@@ -9,6 +9,7 @@ from torch import nn
 
 from qatkit import models
 from qatkit.algorithms.base import algorithms_of
+from qatkit.config.argv import left_open
 from qatkit.config.float_overrides import float_overrides
 from qatkit.config.schema import Config
 from qatkit.config.schema.model import TEXT
@@ -36,23 +37,27 @@ LEAST_IMAGES = 32  # images needed to choose methods or algorithms: of fewer, fe
 def data_of(config: Config) -> DataModule:
     """Returns the data of a run after checking that it suffices for the stages of the run.
 
+    A batch size that the user has not set is reduced to the number of images, with a note.
+
     Raises:
         ConfigError: the data do not suffice for a stage, do not fit into memory, or lack labels or pictures that a
             setting needs; or `opened_data` raises it.
     """
     data = opened_data(config)
-    for note in data.notes:
-        say(f"note: {note}")
     if not data.labelled:
         check_unlabelled(config)
     if not data.of_pictures:
         check_arrays(config)
     if config.schedule.epochs or config.schedule.float_epochs:
+        if left_open("data.batch_size"):
+            data.adapt_batch(batches_a_step(config.trainer))
         data.steps_per_epoch(batches_a_step(config.trainer))  # at least one image
     if config.export.mode == "static":
-        chooses = holds_out(config)
-        least = LEAST_IMAGES if chooses else 1
-        data.check_calibration(config.calibration.images, config.calibration.batch_size, least)
+        chosen, least = config.calibration, LEAST_IMAGES if holds_out(config) else 1
+        adapt = left_open("calibration.batch_size")
+        data.check_calibration(chosen.images, chosen.batch_size, least, adapt=adapt)
+    for note in data.notes:
+        say(f"note: {note}")
     check_inputs(config, data)
     return data
 

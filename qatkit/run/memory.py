@@ -175,7 +175,7 @@ def check_model(config: Config, data: DataModule, cost: Cost) -> None:
     if config.calibration.random:
         _check_time("calibration.images", config.calibration.images, cost.seconds)
     if _on_cpu(config) and (schedule.epochs or schedule.float_epochs):
-        steps, step = data.steps_per_epoch(), config.data.batch_size * cost.seconds * _BACKWARD
+        steps, step = data.steps_per_epoch(), data.config.batch_size * cost.seconds * _BACKWARD
         most = schedule.max_steps or math.inf
         _check_time("schedule.float_epochs", schedule.float_epochs, steps * step)
         if schedule.epochs * steps <= most:
@@ -207,7 +207,7 @@ def _batches(config: Config, data: DataModule) -> Iterator[tuple[str, int]]:
     """Yields the keys that decide how many images are in memory at once, with the number that is used at most."""
     tests = min(len(data.splits.test), config.data.test_images or math.inf)
     if config.schedule.epochs or config.schedule.float_epochs:
-        yield "data.batch_size", config.data.batch_size
+        yield "data.batch_size", data.config.batch_size
     yield "data.eval_batch_size", int(min(data.eval_rows, tests))
     yield "calibration.batch_size", min(config.calibration.batch_size, config.calibration.images)
     yield "verify.latency_batch", config.verify.latency_batch

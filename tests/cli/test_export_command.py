@@ -53,6 +53,15 @@ def test_an_export_takes_the_configuration_of_the_run(launch: Launch, checkpoint
             ["checkpoint=CKPT", "data.mean=[0.1]"],
             "data.mean=[0.1]: the key can only be set with export.io=uint8",
         ),
+        (
+            ["checkpoint=CKPT", "data.root=/moved"],
+            "data.root=/moved: the key can only be set with export.io=uint8, where images determine the range of the "
+            "outputs; with export.bundle=true, so can data.root, data.tokenizer, data.download, data.workers",
+        ),
+        (
+            ["checkpoint=CKPT", "export.bundle=true", "data.root=/moved", "data.mean=[0.1]"],
+            "data.mean=[0.1]: the key can only be set with export.io=uint8",
+        ),
         ([], "checkpoint=null: expected a checkpoint written by train.py"),
     ],
 )

@@ -16,7 +16,9 @@ from qatkit.config.argv import (
     announces_plan,
     command,
     command_with,
+    left_open,
     one_of_many,
+    setting,
     typing,
 )
 
@@ -75,6 +77,14 @@ def test_an_installed_command_names_installed_commands(monkeypatch: pytest.Monke
     monkeypatch.setattr("sys.argv", ["/bin/qatkit-export"])
     assert command(TRAIN, "recipe=a") == "qatkit-train recipe=a"
     assert command("qatkit compare", "my runs") == "qatkit compare 'my runs'"
+
+
+def test_a_key_is_open_unless_the_user_has_set_it() -> None:
+    assert not left_open("data.batch_size")  # nothing is known about the user's choices
+    with typing(["recipe=a", "+data.batch_size=4"]), typing(None):
+        assert not left_open("data.batch_size") and left_open("calibration.batch_size")
+    with setting(["data.batch_size=4"]):
+        assert left_open("schedule.lr") and command_with() == ""
 
 
 def test_a_plan_is_announced_once_for_many() -> None:

@@ -73,6 +73,20 @@ def test_more_than_the_training_images_in_a_batch_is_refused() -> None:
         data.train_dataloader()
 
 
+def test_a_batch_is_adapted_to_few_images_and_noted() -> None:
+    data = DataModule(DataConfig(batch_size=41, workers=0, train_images=17), in_memory(), 0)
+    data.adapt_batch(3)
+    data.check_calibration(512, 64, adapt=True)
+    assert (data.config.batch_size, data.steps_per_epoch(3)) == (5, 1)
+    assert list(data.notes) == [
+        "data.batch_size=41: 5 is used instead, since there are 17 training images for 3 batches per step",
+        "calibration.batch_size=64: 17 is used instead, the number of training images",
+    ]
+    data.adapt_batch(3)
+    data.check_calibration(512, 17, adapt=True)
+    assert data.config.batch_size == 5 and len(data.notes) == 2
+
+
 def test_preprocessing_that_nobody_knows_is_asked_for(tmp_path: Path) -> None:
     for folder in ("train/cat", "val/cat"):
         (tmp_path / folder).mkdir(parents=True)

@@ -63,6 +63,44 @@ def test_a_file_of_two_inputs_is_quantized_from_arrays(recipe: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (
+            ("train.py", "recipe=onnx_qat"),  # holds out one of the three
+            [
+                "data.batch_size=8: 2 is used instead, since there are 2 training images",
+                "calibration.batch_size=8: 2 is used instead, the number of training images",
+            ],
+        ),
+        (
+            ("export.py", "mode=static", "data=arrays"),
+            ["calibration.batch_size=8: 3 is used instead, the number of training images"],
+        ),
+    ],
+    ids=["train", "export"],
+)
+def test_few_samples_are_one_smaller_batch(
+    command: tuple[str, ...], expected: list[str], tmp_path: Path
+) -> None:
+    file, root, draw = _two_inputs(tmp_path / "two.onnx"), tmp_path / "data", np.random.default_rng(1)
+    root.mkdir()
+    for index in range(6):  # three of them are for training and calibration
+        ids, vector = draw.integers(0, 50, (1, 6)), draw.normal(size=(1, 16)).astype(np.float32)
+        np.savez(root / f"{index}.npz", ids=ids, vector=vector)
+    command = (*command, f"onnx={file}", f"data.root={root}", "data.workers=0", "verify.latency_runs=3",
+               "verify.threads=1", "trainer.progress=false")  # fmt: skip
+    done = run_script(*command, f"output_dir={tmp_path / 'run'}")
+    assert (tmp_path / "run" / "report.json").is_file(), done.stdout[-2000:] + done.stderr[-2000:]
+    notes = json.loads((tmp_path / "run" / "report.json").read_text())["notes"]
+    assert [one for one in notes if "_size=" in one] == expected
+    assert all(one in done.stderr for one in expected)
+
+    refused = run_script(*command, "calibration.batch_size=8", f"output_dir={tmp_path / 'other'}")
+    assert refused.returncode == 2
+    assert "error: calibration.batch_size=8: expected at most " in refused.stderr
+
+
+@pytest.mark.parametrize(
     ("settings", "message"),
     [
         (("recipe=onnx_ptq",), "onnx=null: expected a float ONNX file"),

@@ -107,6 +107,30 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def _bundled_again(run: Path, out: Path, *settings: str) -> subprocess.CompletedProcess[str]:
+    checkpoint = f"checkpoint={run / 'run' / 'last.ckpt'}"
+    return run_script("export.py", checkpoint, "export.bundle=true", f"output_dir={out}", *settings)
+
+
+def test_a_bundle_is_made_of_data_that_have_moved(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run / "data", tmp_path / "moved")
+    done = _bundled_again(run, tmp_path / "out", f"data.root={tmp_path / 'moved'}", "export.golden_images=3")
+    assert done.returncode == 0, done.stderr[-2000:]
+    for name in ("golden.npz", "model.json", "model.onnx"):
+        assert (tmp_path / "out" / "bundle" / name).read_bytes() == (
+            run / "run" / "bundle" / name
+        ).read_bytes()
+
+
+def test_a_bundle_is_not_made_of_other_data(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run / "data", tmp_path / "other")
+    (tmp_path / "other" / "000.npz").unlink()
+    done = _bundled_again(run, tmp_path / "out", f"data.root={tmp_path / 'other'}")
+    told = f"expected the data of the run in {run / 'run'}; those in this folder differ"
+    assert done.returncode == 2 and done.stderr.endswith(f"error: data.root={tmp_path / 'other'}: {told}\n")
+    assert not (tmp_path / "out" / "bundle").exists()
+
+
 def seal(bundle: Path) -> None:
     """Rewrites the manifest for the present contents of the bundle."""
     told = read_manifest(bundle)
@@ -158,7 +182,7 @@ def test_the_program_of_the_card_runs(run: Path, tmp_path: Path) -> None:
     bundle = run / "run" / "bundle"
     card = (bundle / "card.md").read_text()
     assert "| Input | state float32 \\[2, N, 8\\] |" in card
-    assert "figures are for the test samples named above" in card and "pictures" not in card
+    assert "Measured on 20 test samples of qatkit.data.arrays.arrays" in card and "pictures" not in card
     (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
     assert 'stored["input:0/ids"],  # ids int64 [N, 6]' in code
     done = subprocess.run(
