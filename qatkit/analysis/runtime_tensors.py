@@ -36,17 +36,22 @@ class RuntimeTensors:
         reference: the converted module.
         options: the session config entries of the backend.
         threads: the number of intra-op threads.
+        pairs: the names of QuantizeLinear outputs by the path of their quantizer, for a file in which node names do
+            not tell (`qatkit.importing.tensor_names.pairs_in_file`).
     """
 
     file: Path
     reference: ConvertedReference
     options: Mapping[str, str] = field(default_factory=dict)
     threads: int = 2
+    pairs: Mapping[str, str] = field(default_factory=dict)
 
-    def images(self, batches: Iterable[Any]) -> list[Tensor]:
-        """Returns the normalized images of each batch; for a file with uint8 input, pixels are rounded to integers."""
+    def images(self, batches: Iterable[Any]) -> list[Any]:
+        """Returns the inputs of each batch; for a file with uint8 input, pixels are rounded to integers."""
         session = open_session(self.file, threads=self.threads, optimize=False, options=self.options)
         ends = integer_io(session)
+        if ends is None:
+            return list(batches)
         return [torch.as_tensor(np.asarray(whole_pixels(one, ends), np.float32)) for one in batches]
 
     def values(self, batches: Iterable[Any]) -> Iterator[dict[str, Tensor]]:
@@ -54,22 +59,22 @@ class RuntimeTensors:
 
         If a quantizer is called several times, only its first call is included.
         """
-        first = {path: calls[0] for path, calls in self.reference.file_names(self.file).items() if 0 in calls}
+        named = self.reference.file_names(self.file)
+        first = {**self.pairs, **{path: calls[0] for path, calls in named.items() if 0 in calls}}
         for images in batches:
             found = dequantized(
-                self.file, set(first.values()), np.asarray(images), options=self.options, threads=self.threads
+                self.file, set(first.values()), images, options=self.options, threads=self.threads
             )
             yield {path: torch.as_tensor(found[name]) for path, name in first.items() if name in found}
 
     def divergence(self, images: Any) -> Divergence:
         """Compares the file with the converted module on one batch; returns the first tensor that differs, if any."""
-        given = np.asarray(images)
-        recorded = self.reference.integers(given, self.file)
-        output = self.reference(given)
+        recorded = self.reference.integers(images, self.file)
+        output = self.reference(images)
         step = float(np.ptp(output)) / 255 or 1.0
         return first_divergence(
             self.file,
-            given,
+            images,
             recorded,
             output=(output, step),
             options=self.options,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 
 import onnx_ir as ir
 from torch import fx
@@ -29,19 +30,44 @@ def names_of_file(model: ImportedModel, graph_module: fx.GraphModule) -> TensorN
         ConfigError: the file can no longer be read, or a node of the graph belongs to no node of the file.
     """
     regions = Regions(model, graph_module)
-    makers = Makers(model, regions)
     found: dict[str, list[tuple[bool, int, str]]] = defaultdict(list)
-    for name, source in _tensors(model):
-        way = makers.way(source)
-        quantizer, moved = _quantizer(regions, way.region)
-        if quantizer is not None:
-            found[str(quantizer.meta[QUANTIZES])].append((moved or way.moved, way.absorbed, name))
+    for quantizer, one in _with_ranges(model, regions):
+        found[str(quantizer.meta[QUANTIZES])].append(one)
     graph = read(model.file).graph
     made = (value.name for node in graph for value in node.outputs)
     known = (*(value.name for value in graph.inputs), *graph.initializers, *made)
     activations = {place: best_first(names) for place, names in found.items()}
     weights = dict(_weights(regions, graph_module, graph))
     return TensorNames(activations, weights, frozenset(str(name) for name in known if name), {})
+
+
+def pairs_in_file(model: ImportedModel, graph_module: fx.GraphModule, path: Path) -> dict[str, str]:
+    """Returns the outputs of QuantizeLinear nodes in the file that was written back, by the path of their quantizer.
+
+    Quantizers of which the file has no pair, or several, are omitted.
+
+    Args:
+        model, graph_module: see `names_of_file`.
+        path: the file that `qatkit.importing.write_back` has written.
+    """
+    found: dict[str, list[str]] = defaultdict(list)
+    made: dict[str, list[str]] = defaultdict(list)
+    for node in ir.load(path).graph:
+        if node.op_type == "QuantizeLinear" and node.inputs[0] is not None:
+            made[str(node.inputs[0].name)].append(str(node.outputs[0].name))
+    for quantizer, (moved, _, name) in _with_ranges(model, Regions(model, graph_module)):
+        found[str(quantizer.target)] += [] if moved else made[name]
+    return {target: names[0] for target, names in found.items() if len(set(names)) == 1}
+
+
+def _with_ranges(model: ImportedModel, regions: Regions) -> Iterator[tuple[fx.Node, tuple[bool, int, str]]]:
+    """Yields the quantizer of each tensor that has a range, and the tensor as in `best_first`."""
+    makers = Makers(model, regions)
+    for name, source in _tensors(model):
+        way = makers.way(source)
+        quantizer, moved = _quantizer(regions, way.region)
+        if quantizer is not None:
+            yield quantizer, (moved or way.moved, way.absorbed, name)
 
 
 def _tensors(model: ImportedModel) -> Iterator[tuple[str, str]]:

@@ -29,6 +29,8 @@ from qatkit.calibration.cache import fingerprint
 from qatkit.config.schema import AnalysisConfig
 from qatkit.data import DataModule
 from qatkit.export.converted_reference import ConvertedReference
+from qatkit.importing import ImportedModel
+from qatkit.importing.tensor_names import pairs_in_file
 from qatkit.jobs.stages import State
 from qatkit.records.analysis import Analysis, Comparison, SensitivityRow
 from qatkit.records.plan import Planned
@@ -41,6 +43,7 @@ from qatkit.run.pace import Pace
 from qatkit.run.plan import stage
 from qatkit.train.module import QATModule
 from qatkit.verify.divergence import IMAGES
+from qatkit_verify.feeds import rows
 from qatkit_verify.installed import install_extra
 from qatkit_verify.session import fixed_batch, open_session, run_images
 
@@ -185,16 +188,18 @@ class _Stage:
         return key_of(self._graph, fingerprint(settings, first), counted)
 
     def _comparison(self, found: Analysis) -> Comparison:
+        model = self._module.original
         runtime = RuntimeTensors(
             self._file,
             ConvertedReference(self._written.converted.graph),
             self._module.backend.session_options,
             self._run.config.verify.threads,
+            pairs_in_file(model, self._graph, self._file) if isinstance(model, ImportedModel) else {},
         )
         fixed = fixed_batch(open_session(self._file, threads=1, optimize=False))
-        size = fixed or IMAGES
+        size = self._data.rows(fixed or IMAGES)
         batches = [images for images, _ in self._data.test_subset(max(size, self._asked.tensors), size)]
-        batches = [images for images in batches if fixed is None or len(images) == fixed]
+        batches = [images for images in batches if fixed is None or size == 1 or rows(images) == size]
         compared = compared_with_file(self._graph, runtime, batches, self._sites)
         if self._asked.histograms:
             with self._timed("histograms"):
