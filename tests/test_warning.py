@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ PACKAGE = Path(qatkit.__file__).parent
 
 def _function(path: Path, call: Callable[[], None]) -> Callable[[], None]:
     """Returns a function that calls `call` and whose code lies in the file `path`."""
-    names = {"call": call, "__name__": path.stem}
+    names: dict[str, Any] = {"call": call, "__name__": path.stem}
     exec(compile("def function():\n    call()\n", str(path), "exec"), names)
     function: Callable[[], None] = names["function"]
     return function
