@@ -24,7 +24,7 @@ class Sentence(nn.Module):
         self.encoder = encoder
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        found = self.encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        found: Tensor = self.encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
         mask = attention_mask[..., None].to(found.dtype)
         return (found * mask).sum(1) / mask.sum(1)
 

@@ -22,7 +22,7 @@ from tiny_run import digits_test, report_of, tiny
 from qatkit.config.schema import Config, VerifyConfig
 from qatkit.data.inputs import ImageInputs
 from qatkit.jobs.pipeline import train
-from qatkit.records.fixes import either
+from qatkit.records.fixes import Fix, either
 from qatkit.records.results import Fidelity, Results
 from qatkit.verify.checks.base import Check, Shortfall, Subject
 from qatkit.verify.checks.saturation import GUARDS, SaturationCheck
@@ -211,7 +211,7 @@ def test_where_saturation_is_the_cause_its_fix_is_the_only_one(
             return results
 
         def shortfalls(self, bounds: VerifyConfig, results: Results) -> list[Shortfall]:
-            return [Shortfall(line, "another fix")]
+            return [Shortfall(line, [Fix(note="another fix")])]
 
     bounds = VerifyConfig(min_agreement=None)
     (short,) = shortfalls([Other(), SaturationCheck()], bounds, results)
@@ -219,7 +219,7 @@ def test_where_saturation_is_the_cause_its_fix_is_the_only_one(
         assert short.explained and either(short.fixes).startswith("backend.reduce_range=auto")
         assert short.line == f"{line}; the cause is saturation, on this processor"
     else:
-        assert short == Shortfall(line, "another fix")
+        assert short == Shortfall(line, [Fix(note="another fix")])
 
 
 def test_weights_that_rule_it_out_need_no_images(tmp_path: Path) -> None:
