@@ -206,8 +206,9 @@ def _child(node: Any, name: str) -> Any:
     if not isinstance(node, DictConfig):
         return None
     kind = node._metadata.element_type
-    of_entries: bool = dataclasses.is_dataclass(kind)
-    return _entry(kind) if of_entries else node._get_node(name, validate_access=False)
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        return _entry(kind)
+    return node._get_node(name, validate_access=False)
 
 
 @functools.cache

@@ -78,8 +78,7 @@ class Numbers:
             return int(self.low) + index * int(self.step or 1)
         share = index / (self.count - 1)
         if self.log:
-            value: float = self.low ** (1 - share) * self.high**share
-            return max(self.low, min(value, self.high))
+            return max(self.low, min(math.pow(self.low, 1 - share) * math.pow(self.high, share), self.high))
         return min(self.low + share * (self.high - self.low), self.high)
 
     def place(self, value: Any) -> float:

@@ -38,7 +38,8 @@ from qatkit.export.shift_weights import shift_weights
 from qatkit.export.size_constraints import quotients_divided_term_by_term, unsolved_constraints_allowed
 from qatkit.export.translations import translations
 from qatkit.export.write_model import write_model
-from qatkit.graph.capture.free_axes import FreeAxis, with_sizes
+from qatkit.graph.capture.axis_sizes import FreeAxis
+from qatkit.graph.capture.free_axes import with_sizes
 from qatkit.graph.convert.integer_modules import QuantizeDequantize
 from qatkit.graph.signature import (
     Example,

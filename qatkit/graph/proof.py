@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
+from qatkit.graph.capture.axis_sizes import FreeAxis
 from qatkit.graph.capture.differences import relative_difference
-from qatkit.graph.capture.free_axes import FreeAxis, with_sizes
+from qatkit.graph.capture.free_axes import with_sizes
 from qatkit.graph.capture.run import plain_contexts
 from qatkit.graph.capture.training_paths import PATHS, follow_paths
 from qatkit.graph.fuse import fuse

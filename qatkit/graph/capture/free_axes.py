@@ -12,13 +12,13 @@ fixed axis is an error. If the model needs multiples (of 8 rows, say), so does t
 
 from __future__ import annotations
 
-import itertools
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch import Tensor, nn
 
+from qatkit.graph.capture.axis_sizes import FreeAxis, Place, distant_sizes, sizes_between
 from qatkit.graph.capture.batch import merge_with
 from qatkit.graph.capture.calls import UntraceableError
 from qatkit.graph.capture.differences import relative_difference
@@ -30,33 +30,10 @@ from qatkit_verify.errors import ConfigError
 from qatkit_verify.foreign import described
 
 Wanted = str | Mapping[str, Mapping[int, str]]  # "auto", "none", or names of axes by input
-Place = tuple[int, int]  # an input and its axis
 _DECIDES = "the size decides what is computed"
-_STRIDES = {4: 128, 5: 32}  # by rank: the largest stride in pyramids for images, and for clips or volumes
 _STEPS = (1, 2, 4, 8, 16, 32, 64)
 _NAMES = {4: {2: "height", 3: "width"}, 5: {2: "depth", 3: "height", 4: "width"}}
 _CLOSE = 1e-3  # relative to the largest output; a larger difference is not rounding
-
-
-@dataclass(frozen=True)
-class FreeAxis:
-    """An axis of one or more inputs for which a graph accepts any multiple of `step`.
-
-    Attributes:
-        name: the name of its size in the ONNX file.
-        places: the axes (input, axis) that always have this size together.
-        size: the size in the example.
-        others: other sizes that the model was run with: a distant one, then a near one if there is any.
-        step: the number that the size must be a multiple of.
-        asked: whether the configuration names this axis.
-    """
-
-    name: str
-    places: tuple[Place, ...]
-    size: int
-    others: tuple[int, ...]
-    step: int
-    asked: bool = False
 
 
 Check = Callable[[FreeAxis], None]  # raises where an axis is not free
@@ -215,7 +192,7 @@ class FreeAxes:
         """
         size = self._size(places[0])
         reason: Exception = _NotFreeError("the model accepts no other size")
-        for other in _far(size, number, self.tensors[places[0][0]].ndim):
+        for other in distant_sizes(size, number, self.tensors[places[0][0]].ndim):
             axis = FreeAxis("", places, size, (other,), 1)
             try:
                 check(axis)
@@ -280,7 +257,7 @@ class FreeAxes:
 
         Sizes that no run had are tried first, then those of the last run.
         """
-        between = [_sizes_between(axes, more) for more in range(3)]
+        between = [sizes_between(axes, more) for more in range(3)]
         for sizes in (*between, {axis: axis.others[-1] for axis in axes}):
             tensors = self._inputs(sizes, batch)
             try:
@@ -378,33 +355,3 @@ def with_sizes(tensors: Sequence[Tensor], sizes: Mapping[Place, int]) -> tuple[T
     for (i, axis), size in sizes.items():
         found[i] = resized((found[i],), size, (axis,))[0]
     return tuple(found)
-
-
-def _far(size: int, number: int, rank: int) -> list[int]:
-    """Returns sizes to try: distant ones first, then nearer and smaller ones.
-
-    A distant size differs from `size` after all strides of a pyramid, too, but a table of positions may be too
-    short. Distances vary with the axis (`number`) and are smaller for clips and volumes, to save time.
-    """
-    each = 8 if rank > 4 else 32
-    unit = each * (number + 1)
-    half = unit * max(1, size // 64)
-    far = max(_STRIDES.get(rank, 0) + each * number, half)
-    steps = [far, half, unit, -unit * max(1, size // 128), 2 * (number + 1), -(number + 1)]
-    return [size + step for step in dict.fromkeys(steps) if size + step > 0]
-
-
-def _sizes_between(axes: Sequence[FreeAxis], number: int) -> dict[FreeAxis, int]:
-    """Returns sizes for the comparison: no run had them, and no two are equal; `number` counts attempts."""
-    found: dict[FreeAxis, int] = {}
-    for i, axis in enumerate(axes, number):
-        size, step, far = axis.size, axis.step, max(axis.others[0], axis.size)
-        known = {size, *axis.others, *found.values()}
-        near = (
-            one
-            for least in (step * (3 + 2 * i), step)
-            for one in (*range(size + least, far, step), *range(size - least, 0, -step))
-        )
-        sizes = itertools.chain(near, itertools.count(far + step, step))
-        found[axis] = next(one for one in sizes if one not in known)
-    return found

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from qatkit.graph.capture.axis_sizes import FreeAxis
 from qatkit.graph.capture.calls import IN_TRAINING, RANDOM, UntraceableError
 from qatkit.graph.capture.complex_numbers import open_complex
-from qatkit.graph.capture.free_axes import FreeAxes, FreeAxis, Wanted
+from qatkit.graph.capture.free_axes import FreeAxes, Wanted
 from qatkit.graph.capture.notes import code_at, notes_of, notes_of_opaque, notes_of_state
 from qatkit.graph.capture.run import Recording
 from qatkit.graph.capture.runs import Runs

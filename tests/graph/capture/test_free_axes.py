@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qatkit.graph.capture.free_axes import FreeAxis, _sizes_between, with_sizes
+from qatkit.graph.capture.axis_sizes import FreeAxis, sizes_between
+from qatkit.graph.capture.free_axes import with_sizes
 from qatkit.graph.signature import Example, call, flatten, output_leaves, resized, unflatten
 from qatkit.graph.trace import trace
 from qatkit_verify.errors import ConfigError
@@ -271,7 +272,7 @@ def test_without_a_wish_the_graph_is_of_the_example() -> None:
     ids=["small", "far", "two", "small ones"],
 )
 def test_the_graph_is_compared_at_new_and_different_sizes(axes: list[FreeAxis], number: int) -> None:
-    found = _sizes_between(axes, number)
+    found = sizes_between(axes, number)
     for axis, size in found.items():
         assert size not in (axis.size, *axis.others) and size > 0 and size % axis.step == 0
     assert len(set(found.values())) == len(axes)
