@@ -45,8 +45,10 @@ from qatkit_verify.feeds import rows
 from qatkit_verify.session import open_session, run_outputs
 
 _SHORT = 0.15  # processor seconds that a forward pass over the measured samples should take
-_LONG = 0.1  # seconds after which a call is not repeated
-_REPEATS = 3
+_LONG = 0.1  # seconds of a call that is not repeated
+_LOST = (
+    4  # ratio of elapsed seconds to those expected in one thread above which a call is repeated in any case
+)
 _FEWEST, _MOST = 4, 32  # number of measured samples
 _CROWDED = 1.3  # ratio of elapsed to processor time above which the machine counts as shared
 _VALUES = 2**18  # values of the inputs with which a file is timed
@@ -168,25 +170,32 @@ class Pace:
         self._total = Span(self._total.wall + span.wall, self._total.work + span.work)
         return span.work
 
-    def _elapsed(self, run: Callable[[], Any]) -> float:
-        """Returns the elapsed seconds of a call with all threads; the fastest of a few if the call is short."""
-        fastest = math.inf
-        for _ in range(_REPEATS):
-            fastest = min(fastest, timed(run, self._device).wall)
-            if fastest > _LONG:
-                break
-        return fastest
+    def _elapsed(self, run: Callable[[], Any], work: float) -> float:
+        """Returns the elapsed seconds of a call with all threads.
+
+        The call is made again if it was short, or much slower than in one thread; the faster of both calls counts.
+
+        Args:
+            run: the call.
+            work: the processor seconds of the call in one thread.
+        """
+        first = timed(run, self._device).wall
+        if _LONG < first < _LOST * work * self._wait:
+            return first
+        return min(first, timed(run, self._device).wall)
 
     def _timing(self, run: Callable[[], Any]) -> Timing:
         """Returns the timing of a call with the measured samples."""
-        return Timing(self._alone(run) / self._count, 0.0, self._count, self._elapsed(run))
+        work = self._alone(run)
+        return Timing(work / self._count, 0.0, self._count, self._elapsed(run, work))
 
     def _of_sizes(self, few: int, count: int, call_of: Callable[[int], Callable[[], Any]]) -> Timing:
         """Returns the timing of a call that is made with two numbers of samples."""
         small, large = call_of(few), call_of(count)
         self._alone(small)
         less = self._alone(small) if few < count else 0.0
-        return Timing.of_two(less, few, self._alone(large), count, self._elapsed(large))
+        more = self._alone(large)
+        return Timing.of_two(less, few, more, count, self._elapsed(large, more))
 
     @cached_property
     def _loaded(self) -> float:

@@ -35,7 +35,7 @@ def stage(name: str, about: str, estimate: Callable[[], float] | str, *, done: b
         return Planned(name, about, why=str(error))
 
 
-def announce(run: Run, plan: Iterable[Planned], *, crowded: bool) -> None:
+def announce(run: Run, plan: Iterable[Planned], *, crowded: bool = False) -> None:
     """Keeps the plan for the report, and prints it unless the job is part of a larger one (`one_of_many`).
 
     Args:

@@ -41,7 +41,8 @@ class Counted(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         Counted.samples = len(x)
-        return self.last(x.flatten(1))
+        found: torch.Tensor = self.last(x.flatten(1))
+        return found
 
 
 class Busy:

@@ -86,9 +86,9 @@ def test_one_of_many_runs_is_not_announced_again(tmp_path: Path, capfd: pytest.C
     run = Run(short(tmp_path / "run"), tmp_path / "run")
     rows = [stage("verify", "every check", lambda: 3.0)]
     with one_of_many():
-        announce(run, rows, crowded=False)
+        announce(run, rows)
     assert capfd.readouterr().err == "" and run.plan == tuple(rows)
-    announce(run, rows, crowded=False)
+    announce(run, rows)
     assert "  verify  every check   3.0 s" in capfd.readouterr().err.splitlines()
 
 
