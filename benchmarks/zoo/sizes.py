@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from qatkit.graph.capture.free_axes import FreeAxis
+from qatkit.graph.capture.axis_sizes import FreeAxis
 from zoo.compare import File, arrays, difference, leaves, snr
 from zoo.entry import Entry, call
 

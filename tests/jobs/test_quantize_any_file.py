@@ -160,10 +160,7 @@ def contrib(path: Path) -> tuple[Path, Arrays]:
 
 
 def energies(path: Path) -> tuple[Path, Arrays]:
-    """Returns a file like a speech recognizer's front end, and its samples.
-
-    Squares exceed float16's maximum, and sums of which a logarithm is taken are small.
-    """
+    """Returns a file like a speech recognizer's front end, with squares above float16's maximum, and its samples."""
     nodes = [
         node("Mul", "signal gain", "x"),
         node("Mul", "x x", "power"),
