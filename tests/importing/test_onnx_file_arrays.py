@@ -68,13 +68,13 @@ def test_a_file_of_two_inputs_is_quantized_from_arrays(recipe: str, tmp_path: Pa
         (
             ("train.py", "recipe=onnx_qat"),  # holds out one of the three
             [
-                "data.batch_size=8: 2 is used instead, since there are 2 training images",
-                "calibration.batch_size=8: 2 is used instead, the number of training images",
+                "data.batch_size=8: 2 is used instead, since there are 2 training samples",
+                "calibration.batch_size=8: 2 is used instead, the number of training samples",
             ],
         ),
         (
             ("export.py", "mode=static", "data=arrays"),
-            ["calibration.batch_size=8: 3 is used instead, the number of training images"],
+            ["calibration.batch_size=8: 3 is used instead, the number of training samples"],
         ),
     ],
     ids=["train", "export"],
