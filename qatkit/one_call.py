@@ -15,7 +15,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +70,8 @@ class Result:
     file: Path
     float_file: Path
     met: bool
-    report: Mapping[str, Any]
-    module: nn.Module
+    report: Mapping[str, Any] = field(repr=False)
+    module: nn.Module = field(repr=False)
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class Watch:
         return (
             f"calibration: {len(moved)} of {len(moves)} ranges moved by more than {100 * _MOVED:.0f} % between"
             f" {self.at:,} and {self.count:,} {self.samples} ({worst}:"
-            f" {100 * moves[worst]:.0f} %); raise calibration.images if there are more, which would move them"
+            f" {100 * moves[worst]:.0f} %); raise calibration.images if there are more"
         )
 
     def _unwatched(self) -> str:

@@ -17,7 +17,7 @@ from hydra.core.override_parser.types import Override, RangeSweep
 
 from qatkit.cli.hydra_flags import flags_parser
 from qatkit.config.hydra_errors import translate
-from qatkit_verify.errors import ConfigError, first_line
+from qatkit_verify.errors import ConfigError, did_you_mean, first_line
 from qatkit_verify.untrusted import read_yaml
 
 LARGEST_AXIS = 10_000  # maximum number of values of one key of a sweep
@@ -35,7 +35,9 @@ def typed_arguments() -> argparse.Namespace:
     parser.error = _refuse  # type: ignore[method-assign]  # argparse prints its usage over many lines
     arguments, unknown = parser.parse_known_args()
     if unknown:
-        raise ConfigError("argument", unknown[0], "KEY=VALUE, after all flags (such as -m)")
+        flags = [one for action in parser._actions for one in action.option_strings]
+        near = did_you_mean(unknown[0].partition("=")[0], flags, n=1) if unknown[0].startswith("-") else ""
+        raise ConfigError("argument", unknown[0], f"KEY=VALUE, after all flags such as -m{near}")
     _check_flags(arguments)
     return arguments
 

@@ -53,7 +53,7 @@ def _open_bounds(report: Report) -> Iterator[str]:
         f"verify.{key}" for key in (*keys, "max_size_ratio", "min_speedup") if bounds.get(key, 0) is None
     ]
     if unset:
-        yield f"No bound was set: {', '.join(unset)}."
+        yield f"These bounds were not set: {', '.join(unset)}."
 
 
 def _data(report: Report, samples: str) -> Iterator[str]:
@@ -138,7 +138,9 @@ def _form(
         yield f"The file accepts only batches of {report['fixed_batch']}."
     for name, shape in shapes.items():
         if any(isinstance(size, int) for size in shape[1:]):
-            yield f"Input {name} has the shape [{', '.join(map(str, shape))}]; its numbers are fixed."
+            free = [size for size in shape if isinstance(size, str)]
+            any_size = f", with any size for {' and '.join(free)}" if free else ""
+            yield f"Input {name} accepts only the shape [{', '.join(map(str, shape))}]{any_size}."
     if requires:
         tested = report["versions"].get("onnxruntime")
         used = f"; measured with {tested}" if tested else ""

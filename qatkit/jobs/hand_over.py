@@ -66,9 +66,7 @@ def hand_over(run: Run, data: DataModule, status: int, int8: str) -> int:
     if status:
         checkpoint = run.folder / CHECKPOINT_FILE  # exists if the run trains or calibrates
         made = f"; export.py checkpoint={checkpoint} export.bundle=true writes one regardless"
-        say(
-            f"no bundle was written, since the file misses a bound (see above){made if checkpoint.is_file() else ''}"
-        )
+        say(f"no bundle was written, since the file misses a bound{made if checkpoint.is_file() else ''}")
         track_end(run, None)
         return status
     with run.stage("bundle", "bundling"):

@@ -212,7 +212,7 @@ def _compares(results: Results) -> NextStep | None:
 def _places(results: Results) -> NextStep | None:
     """Suggests a measured placement for a file that is slower than float."""
     asked, int8 = RequestedSettings(results), results.latency.get("int8")
-    if int8 is None or int8.ratio >= 1 or results.shortfalls or not asked.has_module:
+    if int8 is None or int8.ratio >= 1 or int8.noise or results.shortfalls or not asked.has_module:
         return None
     if asked.without_kernels or asked.weights_alone or asked.get("placement") != "fixed":
         return None

@@ -131,7 +131,7 @@ def _tiles(results: Results) -> str:
         )
     if results.parity is not None:
         trained, whole = results.parity.against_float is None, results.parity.agreement
-        other = "as the trained module" if trained else "with and without optimizations"
+        other = "as the converted module" if trained else "with and without optimizations"
         note = f"same {task.alike} {other}"
         tiles.append((f"{100 * whole:.2f} %", note))
     if results.audit is not None and results.audit.packed_bits is not None and not results.audit.int8_macs:

@@ -184,6 +184,10 @@ MISTAKES = [
         "checkpoint=a=b: expected KEY=VALUE, with special characters in quotes: \"checkpoint='a=b'\"",
     ),
     (["--epochs", "3"], "argument=--epochs: expected KEY=VALUE"),
+    (
+        ["--confg-dir=mine"],
+        "argument=--confg-dir=mine: expected KEY=VALUE, after all flags such as -m (did you mean --config-dir?)",
+    ),
     (["~schedule.lrr"], "~schedule.lrr=: Could not delete from config. 'schedule.lrr' does not exist."),
     (["data.root=${nothing}"], "data.root=${nothing}: Interpolation key 'nothing' not found"),
     # sweeps

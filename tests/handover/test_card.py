@@ -68,14 +68,14 @@ def test_limits_name_data_processor_drop_and_form_of_the_file() -> None:
     assert _limits(
         results, requires={"onnxruntime": "1.23", "opset": 13}, shapes={"x": ["n", 3, 8, 8], "flags": ["n"]}
     ) == [
-        "No bound was set: verify.min_speedup.",
+        "These bounds were not set: verify.min_speedup.",
         "Measured on 10 test images of my.pictures.",
         "The largest drop of a class is 50.0 points in top-1: class owl, 2 test images.",
         "Checked in ONNX Runtime on one CPU: EPYC (avx2, avx512_vnni), with VNNI.",
         "Not checked: saturation on x86 CPUs without VNNI.",
         "Left in float or skipped: neck: unknown operator",
         "The file accepts only batches of 4.",
-        "Input x has the shape [n, 3, 8, 8]; its numbers are fixed.",
+        "Input x accepts only the shape [n, 3, 8, 8], with any size for n.",
         "Opset 13 needs ONNX Runtime 1.23 or newer; measured with 1.31.1.",
         "Not checked: parity.",
         "Not checked: audit.",

@@ -13,7 +13,7 @@ from quantized_resnet import Files, quantized_resnet18
 
 from qatkit.records.results import Results
 from qatkit.verify.accuracy import accuracy, module_accuracy
-from qatkit.verify.checks.accuracy import AccuracyCheck
+from qatkit.verify.checks.accuracy import PAIRED, AccuracyCheck, chance_line
 from qatkit_verify.classification import classified
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.session import open_session
@@ -94,6 +94,16 @@ def test_no_images_is_an_error(resnet18: Files) -> None:
 def test_a_float_model_at_chance_is_reported(right: tuple[int, ...], told: bool) -> None:
     images = (50, 80, 60)
     scores = classified(100 * sum(right) / sum(images), 100.0, sum(images), images, right)
-    lines = AccuracyCheck().lines(Results("run", "m", "out", accuracy={"float": scores, "int8": scores}))
+    line = chance_line(Results("run", "m", "out", accuracy={"float": scores, "int8": scores}))
 
-    assert any("no better than one answer for all images (42.11 %)" in line for line in lines) == told
+    assert ("not measurably better than one answer for all images (42.11 %)" in line) == bool(line) == told
+
+
+@pytest.mark.parametrize(
+    ("lost", "change"), [(0.0, "+0.00"), (0.001, "+0.00"), (-0.25, "+0.25"), (0.25, "-0.25")]
+)
+def test_a_change_of_nothing_has_no_minus(lost: float, change: str) -> None:
+    results = Results("run", "m", "out").with_measured(PAIRED, {"lost": lost, "interval": 0.2})
+    (line,) = AccuracyCheck().lines(results)
+
+    assert f"top-1 against float: {change} points" in line

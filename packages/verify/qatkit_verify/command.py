@@ -171,7 +171,9 @@ def _peak_mb() -> int | None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("qatkit-verify", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        "qatkit-verify", description=__doc__.partition("\n")[0], allow_abbrev=False
+    )
     parser.add_argument("paths", nargs="+", type=Path, help="a bundle (folder or zip), or two ONNX files")
     parser.add_argument("--key", type=Path, help="PEM file of the public key that the signature must match")
     parser.add_argument("--threads", type=count, default=2, help="threads of ONNX Runtime (default: 2)")

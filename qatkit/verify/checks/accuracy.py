@@ -46,7 +46,8 @@ class AccuracyCheck(Check):
         for name, key in ((PAIRED, "int8"), (DYNAMIC, DYNAMIC)):
             if key in values:
                 results = results.with_measured(name, _paired(values, found, subject.task, key))
-        return results
+        doubt = chance_line(results)
+        return replace(results, notes=(*results.notes, doubt)) if doubt else results
 
     def estimate(self, settings: VerifyConfig, speeds: Speeds) -> float:
         return speeds.images * speeds.each(*speeds.files, *speeds.predictors) if speeds.labelled else 0.0
@@ -56,7 +57,7 @@ class AccuracyCheck(Check):
         return subject.predictors
 
     def lines(self, results: Results) -> list[str]:
-        lines = (_chance_line(results), _paired_line(results), dynamic_line(results), class_line(results))
+        lines = (_paired_line(results), dynamic_line(results), class_line(results))
         return [line for line in lines if line]
 
     def shortfalls(self, bounds: VerifyConfig, results: Results) -> list[Shortfall]:
@@ -96,7 +97,7 @@ def _paired_line(results: Results) -> str:
     found, metric = results.measured.get(PAIRED), results.task.main
     if found is None:
         return ""
-    change, interval = metric.change(found["lost"]), found["interval"]
+    change, interval = round(metric.change(found["lost"]), 2) + 0.0, found["interval"]  # never "-0.00"
     unit = f" {metric.points}" if metric.points else ""
     return (
         f"{results.label} {metric.name} against float: {change:+.2f}{unit}, +/- {interval:.2f} (two standard errors,"
@@ -104,8 +105,8 @@ def _paired_line(results: Results) -> str:
     )
 
 
-def _chance_line(results: Results) -> str:
-    """Returns a line if the float model's top-1 is no better than naming one class for all images; else ""."""
+def chance_line(results: Results) -> str:
+    """Returns a line if the float model's top-1 is not measurably better than naming one class for all; else ""."""
     found = results.accuracy.get("float")
     if found is None or results.task.main.key != TOP1.key or not sum(found.class_images):
         return ""
@@ -115,7 +116,7 @@ def _chance_line(results: Results) -> str:
     if found.score > 100 * (chance + 2 * error):
         return ""
     return (
-        f"float top-1 of {found.score:.2f} % is no better than one answer for all {results.task.samples}"
+        f"float top-1 of {found.score:.2f} % is not measurably better than one answer for all {results.task.samples}"
         f" ({100 * chance:.2f} %), so the comparison says nothing: the model is untrained, or its classes are in"
         " another order than the labels"
     )
