@@ -85,7 +85,9 @@ def main(folder: Path) -> dict[str, float]:
     agreed = parity(converted, files["int8"], batches)
     audited = audit(files["int8"])
     print(f"top-1 in ONNX Runtime: float {found['float']:.2f} %, INT8 {found['int8']:.2f} %")
-    print(f"the file agrees with the converted module on {100 * agreed.agreement:.2f} % of {agreed.images}")
+    print(
+        f"the file agrees with the converted module on {100 * agreed.agreement:.2f} % of {agreed.images} samples"
+    )
     print(f"{100 * audited.int8_share:.1f} % of multiply-accumulates in int8; files: {folder}")
     return found
 

@@ -237,7 +237,7 @@ def _about_scales(module: QATModule) -> list[str]:
 
 
 def _about_shifts(module: QATModule) -> list[str]:
-    """Returns a line on the operators whose output means shift due to rounded weights; empty if there are none."""
+    """Returns a line about operators whose mean output shifts because weights are rounded; [] if there are none."""
     if not module.shifted:
         return []
     worst = min(module.shifted, key=lambda one: one.before_db)

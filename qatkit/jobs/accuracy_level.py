@@ -1,12 +1,12 @@
-"""Sets the accuracy level of a file's products with packed weights (`export.accuracy_level`).
+"""Sets the accuracy level of the MatMulNBits nodes of a file (`export.accuracy_level`).
 
-Level 0 computes what the simulation does, and level 4 rounds activations to 8 bits.
+At level 0, activations stay float, as in the simulation. At level 4, ONNX Runtime rounds them to 8 bits.
 
-    file at level 0 ── copy at level 4 ── with auto: both in turns on calibration samples ──> the chosen file
+    file at level 0 ── copy at level 4 ── with auto: latency and accuracy of both on calibration samples ──> chosen file
 
-The module computes level 0, so parity is always checked at level 0 (`qatkit.verify.checks.exact`). The level
-of a language model's decoder is chosen separately (`qatkit.jobs.decoder`). The model's file for whole windows
-stays at level 0.
+The converted PyTorch module computes level 0, so parity is always checked at level 0 (`qatkit.verify.checks.exact`).
+The level of a language model's decoder is chosen separately (`qatkit.jobs.decoder`). The model's file for whole
+windows stays at level 0.
 """
 
 from __future__ import annotations

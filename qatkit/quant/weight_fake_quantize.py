@@ -137,11 +137,11 @@ class WeightFakeQuantize(WeightQuantizerState):
 
     @torch.no_grad()
     def times(self, weight: Tensor, factors: Tensor) -> Tensor:
-        """Returns `weight`, whose scales must be per channel, with its output channels multiplied by `factors` [out].
+        """Multiplies the output channels of `weight` by `factors` [out]; its scales must be per channel.
 
-        A frozen scale is multiplied too, so that the integers stay the same except for their sign. If scales are
-        restricted (`QuantSpec.scale_type`), the product may not be an allowed scale. The scale then is no longer
-        frozen, and the weight that is multiplied is the rounded one.
+        A frozen scale is multiplied too, so that the integers stay the same except for their sign. Restricted scales
+        (`QuantSpec.scale_type`) are an exception, since a product is not always an allowed scale: the rounded weight
+        is multiplied, and its scale is no longer frozen.
         """
         rows = along(factors, 0, weight.ndim)
         if self.fixed_scale is None:

@@ -152,7 +152,8 @@ def _only_edited(graph: nn.Module, config: Config) -> bool:
     if path is None:
         return False
     if any(isinstance(module, RoundToFormat) for module in graph.modules()):
-        reason = f"number formats need a new export, but only ONNX Runtime can compute '{path}'"
+        reason = f"its number formats need a new export, but only ONNX Runtime can compute '{path}'"
+        reason += "; choose a backend with integers, such as backend=fbgemm"
         raise ConfigError("backend.target", config.backend.target, reason=reason)
     wanted = config.export
     options = {

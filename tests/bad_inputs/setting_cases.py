@@ -305,7 +305,10 @@ _SEARCH = [
                     ("/x?host=a&sslpassword=secret&b=1", "/x?host=a&sslpassword=***&b=1"),
                 )
             ),
-            ([_SPACE, "rescue=ladder"], "rescue.climb=true: expected false with search.trials=30"),
+            (
+                [_SPACE, "rescue=ladder"],
+                "rescue=ladder: the option sets rescue.climb=true; expected false with search.",
+            ),
             ([_SPACE, "trainer.devices=2"], "trainer.devices=2: expected 1 with search.trials=30"),
             (
                 [_SPACE, "verify.checks=[qatkit.verify.checks.latency.LatencyCheck]"],

@@ -191,7 +191,7 @@ def test_other_architectures_are_quantized(kind: str, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"embedding_size": 48} if kind in ("Albert", "Electra") else {}
     if kind == "DistilBert":
         changes = {"dim": 48, "n_layers": 2, "n_heads": 4, "hidden_dim": 96}
-    changes |= {"pad_token_id": 1} if kind in ("Roberta", "MPNet") else {}
+    changes |= {"pad_token_id": 1} if kind in ("Roberta", "MPNet", "ModernBert") else {}
     model = saved(tmp_path / "model", f"{kind}ForSequenceClassification", **changes)
     root = labelled(tmp_path / "pairs", ("0", "1"))
     config = asked(tmp_path / "run", model, root, "verify.max_drop=100", "verify.dynamic=false")
@@ -211,7 +211,7 @@ def test_a_classifier_is_fine_tuned(made: tuple[Path, Path], tmp_path: Path) -> 
     _, root = made
     model = saved(tmp_path / "model")
     config = asked(
-        tmp_path / "run", model, root, *TRAINED, "backend.overrides={'*': {weight_dtype: int4}}",
+        tmp_path / "run", model, root, *TRAINED, "backend.overrides={*: {weight_dtype: int4}}",
         "schedule.epochs=2", "schedule.lr=5e-4",
     )  # fmt: skip
     assert pipeline.train(config) == 0

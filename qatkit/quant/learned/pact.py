@@ -50,7 +50,7 @@ class PACTFakeQuantize(LearnedFakeQuantize):
 
     @property
     def _high(self) -> int:
-        """The largest integer, counted from the type's smallest, which represents zero."""
+        """The type's largest integer minus its smallest; the smallest represents zero."""
         low, high = self.spec.type_range
         return high - low
 
