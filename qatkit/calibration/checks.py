@@ -1,11 +1,14 @@
-"""Reports if a calibration set has too few images, or none of some classes."""
+"""Reports if a calibration set has too few images, none of some classes, or the same image again and again."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
 
 from qatkit.graph.quantizers import fake_quantizers
 from qatkit.quant.observers import HistogramObserver
@@ -37,20 +40,37 @@ class Watch:
         self.seen, self.count = Counter[int](), 0
         self.before: dict[str, Ends] = {}
         self.at = 0
+        self.first: list[Tensor] = []
+        self.equal = True
 
     def __call__(self, batches: Iterable[Batch]) -> Iterator[Tensor]:
         for images, labels in batches:
             if not self.before and self.count >= _SHARE * self.images:
                 self.before, self.at = ranges(self.graph_module), self.count
             self.count += len(labels)
+            self.equal = self.equal and self._repeats_first(images)
             if self.classes:
                 self.seen.update(labels.unique().tolist())
             yield images
 
     def notes(self) -> list[str]:
         """Returns notes on the calibration set, one line each; it must be called after the ranges were chosen."""
-        lines = [self._movement() if self.before else self._unwatched(), self._missing()]
+        lines = [self._movement() if self.before else self._unwatched(), self._missing(), self._repeated()]
         return [line for line in lines if line]
+
+    def _repeats_first(self, images: Any) -> bool:
+        """Returns whether every sample of a batch equals the first sample that passed."""
+        leaves = [one for one in tree_leaves(images) if isinstance(one, Tensor)]
+        self.first = self.first or [one[:1].clone() for one in leaves]
+        return all(
+            one.shape[1:] == first.shape[1:] and torch.equal(one, first.expand_as(one))
+            for one, first in zip(leaves, self.first, strict=True)
+        )
+
+    def _repeated(self) -> str:
+        if not self.equal or self.count < 2:
+            return ""
+        return f"calibration: all {self.count:,} {self.samples} are equal; check the data"
 
     def _movement(self) -> str:
         after = ranges(self.graph_module)

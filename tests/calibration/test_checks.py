@@ -1,4 +1,4 @@
-"""Tests of the notes on calibration sets that are too small or lack classes."""
+"""Tests of the notes on calibration sets that are too small, lack classes or repeat one sample."""
 
 from __future__ import annotations
 
@@ -67,6 +67,16 @@ def test_classes_without_a_sample_are_named() -> None:
     watch = Watch(prepared, 80, ["a", "b", "c", "d"], "recordings")
     calibrate(prepared, watch(batches(1.0, 2)))
     assert watch.notes() == ["calibration: 2 of 4 classes have no recordings in the calibration set (c, d)"]
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_equal_samples_are_reported(differs: bool) -> None:
+    prepared = graph(MinMaxObserver)
+    given = [(torch.full((8, 3, 12, 12), 0.5), torch.arange(8) % 2) for _ in range(10)]
+    given[9][0][7, 2, 11, 11] += 1e-3 * differs
+    watch = Watch(prepared, 80, ["a", "b"])
+    calibrate(prepared, watch(given))
+    assert watch.notes() == ([] if differs else ["calibration: all 80 images are equal; check the data"])
 
 
 def test_a_movement_is_a_share_of_the_length() -> None:

@@ -211,7 +211,7 @@ def test_a_classifier_is_fine_tuned(made: tuple[Path, Path], tmp_path: Path) -> 
     _, root = made
     model = saved(tmp_path / "model")
     config = asked(
-        tmp_path / "run", model, root, *TRAINED, "backend.overrides={*: {weight_dtype: int4}}",
+        tmp_path / "run", model, root, *TRAINED, "+backend.overrides={*: {weight_dtype: int4}}",
         "schedule.epochs=2", "schedule.lr=5e-4",
     )  # fmt: skip
     assert pipeline.train(config) == 0
