@@ -56,7 +56,7 @@ def error_as_typed(
 
 @dataclass(frozen=True)
 class _Typed:
-    """What was typed: the options of groups, the recipe first, and the values of keys."""
+    """The typed overrides: options of groups, the recipe first, and the values of keys."""
 
     folders: Sequence[Path]
     options: Sequence[tuple[str, str]]

@@ -118,7 +118,7 @@ def test_a_weight_is_quantized_and_dequantized_as_numpy_does(
 
 
 def test_each_block_is_clipped_for_its_own_least_error() -> None:
-    """Of two 2-bit blocks, only the one with an outlier is clipped, by the share that a search finds."""
+    """The search must clip only the block with an outlier; the other 2-bit block keeps its range."""
     spec = QuantSpec("int2", symmetric=True, granularity=PerBlock(50))
     weight = noise(1, 100).clamp(-1.5, 1.5)
     weight[0, :50] = weight[0, :50].sign()
