@@ -76,7 +76,7 @@ def test_a_bundle_hears_a_recording_frame_by_frame(words: Path, made: Config, tm
     answer = tmp_path / "answer.json"
     assert verify_bundle([str(bundle), "--min-speedup", "0.01", "--json", str(answer)]) == 0
     seen = {one["check"]: one["seen"] for one in json.loads(answer.read_text())["checks"]}
-    assert seen["answers, in chunks"].startswith("model.stream.onnx and model.onnx: 8 samples, ")
+    assert seen["answers, in chunks"].startswith("model.stream.onnx against model.onnx on 8 samples: ")
     assert "## In chunks\n\n`model.stream.onnx` takes a recording" in (bundle / "card.md").read_text()
     prepare = SoundPreprocess.from_dict(json.loads((bundle / "preprocess.json").read_text()))
     whole, stream = (ort.InferenceSession(bundle / name) for name in ("model.onnx", "model.stream.onnx"))
