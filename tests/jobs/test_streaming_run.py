@@ -77,7 +77,7 @@ def test_a_bundle_hears_a_recording_frame_by_frame(words: Path, made: Config, tm
     assert verify_bundle([str(bundle), "--min-speedup", "0.01", "--json", str(answer)]) == 0
     seen = {one["check"]: one["seen"] for one in json.loads(answer.read_text())["checks"]}
     assert seen["answers, in chunks"].startswith("model.stream.onnx against model.onnx on 8 samples: ")
-    assert "## In chunks\n\n`model.stream.onnx` takes a recording" in (bundle / "card.md").read_text()
+    assert "## In chunks\n\n`model.stream.onnx` reads a recording" in (bundle / "card.md").read_text()
     prepare = SoundPreprocess.from_dict(json.loads((bundle / "preprocess.json").read_text()))
     whole, stream = (ort.InferenceSession(bundle / name) for name in ("model.onnx", "model.stream.onnx"))
     features = prepare(read_sound(str(words / "rise_ann_0.wav")).samples)
