@@ -8,7 +8,8 @@ from typing import Any
 
 from qatkit.config.schema import UNLABELLED_BOUNDS
 from qatkit.config.schema.model import DRAWN
-from qatkit_verify.classification import names_of
+from qatkit.verify.checks.accuracy import chance_text
+from qatkit_verify.classification import TOP1, names_of
 from qatkit_verify.errors import counted
 
 _LISTED = 10  # maximum number of operators that are listed
@@ -37,6 +38,7 @@ def limits(
         *(f"A bound was not met: {line}" for line in report["shortfalls"]),
         *_open_bounds(report),
         *_data(report, samples),
+        *_doubt(report),
         *_drops(report, labels, samples),
         *_processors(report, samples),
         *_float(report),
@@ -67,6 +69,14 @@ def _data(report: Report, samples: str) -> Iterator[str]:
         known = "" if report["labelled"] else " without labels"
         source, tested = data.get("source", "unknown data"), counted(measured["images"], f"test {samples}")
         yield f"Measured on {tested} of {source}{known}."
+
+
+def _doubt(report: Report) -> Iterator[str]:
+    names, found = names_of(report), report["accuracy"].get("float") or {}
+    if names.main.key == TOP1.key and found:
+        text = chance_text(found[TOP1.key], found.get("class_images") or (), names.samples)
+        if text:
+            yield f"{text[:1].upper()}{text[1:]}."
 
 
 def _drops(report: Report, labels: Sequence[str], samples: str) -> Iterator[str]:

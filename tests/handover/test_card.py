@@ -82,6 +82,14 @@ def test_limits_name_data_processor_drop_and_form_of_the_file() -> None:
     ]
 
 
+def test_limits_name_a_float_model_at_chance_level() -> None:
+    untrained = classified(30.0, None, 10, (4, 4, 2), (1, 1, 1))
+    said = _limits(replace(DEMO, accuracy={"float": untrained, "int8": untrained}))
+    assert any(
+        line.startswith("Float top-1 of 30.00 % is not measurably better than one answer") for line in said
+    )
+
+
 def test_limits_without_labels_name_the_farthest_output() -> None:
     results = replace(
         DEMO, labelled=False, task=task_of("outputs").names,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -46,8 +46,7 @@ class AccuracyCheck(Check):
         for name, key in ((PAIRED, "int8"), (DYNAMIC, DYNAMIC)):
             if key in values:
                 results = results.with_measured(name, _paired(values, found, subject.task, key))
-        doubt = chance_line(results)
-        return replace(results, notes=(*results.notes, doubt)) if doubt else results
+        return results
 
     def estimate(self, settings: VerifyConfig, speeds: Speeds) -> float:
         return speeds.images * speeds.each(*speeds.files, *speeds.predictors) if speeds.labelled else 0.0
@@ -57,7 +56,7 @@ class AccuracyCheck(Check):
         return subject.predictors
 
     def lines(self, results: Results) -> list[str]:
-        lines = (_paired_line(results), dynamic_line(results), class_line(results))
+        lines = (_chance_line(results), _paired_line(results), dynamic_line(results), class_line(results))
         return [line for line in lines if line]
 
     def shortfalls(self, bounds: VerifyConfig, results: Results) -> list[Shortfall]:
@@ -105,18 +104,29 @@ def _paired_line(results: Results) -> str:
     )
 
 
-def chance_line(results: Results) -> str:
-    """Returns a line if the float model's top-1 is not measurably better than naming one class for all; else ""."""
+def _chance_line(results: Results) -> str:
     found = results.accuracy.get("float")
-    if found is None or results.task.main.key != TOP1.key or not sum(found.class_images):
+    if found is None or results.task.main.key != TOP1.key:
         return ""
-    images = sum(found.class_images)
-    chance = max(found.class_images) / images
-    error = math.sqrt(chance * (1 - chance) / images)
-    if found.score > 100 * (chance + 2 * error):
+    return chance_text(found.score, found.class_images, results.task.samples)
+
+
+def chance_text(score: float, class_images: Sequence[int], samples: str) -> str:
+    """Returns a clause if float's top-1 is not measurably better than naming one class for all; else "".
+
+    Args:
+        score: the top-1 accuracy of the float model in percent.
+        class_images: the number of test samples of each class.
+        samples: what samples are called, in the plural.
+    """
+    if not sum(class_images):
+        return ""
+    chance = max(class_images) / sum(class_images)
+    error = math.sqrt(chance * (1 - chance) / sum(class_images))
+    if score > 100 * (chance + 2 * error):
         return ""
     return (
-        f"float top-1 of {found.score:.2f} % is not measurably better than one answer for all {results.task.samples}"
+        f"float top-1 of {score:.2f} % is not measurably better than one answer for all {samples}"
         f" ({100 * chance:.2f} %), so the comparison says nothing: the model is untrained, or its classes are in"
         " another order than the labels"
     )
