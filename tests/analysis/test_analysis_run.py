@@ -149,7 +149,7 @@ def test_pictures_without_labels_are_told_apart_by_agreement(tmp_path: Path) -> 
     assert found["isolation"]["outcomes"]["both"]["top1"] is None
     assert found["isolation"]["outcomes"]["both"]["images"] == 40
     assert "of float's top-1" in found["isolation"]["advice"]
-    assert "Without labels" in (tmp_path / "run" / "report.html").read_text()
+    assert "Judged without labels" in (tmp_path / "run" / "report.html").read_text()
     assert found["sensitivity"] == [] and all(row["loss"] >= 0 for row in found["estimate"])
 
 

@@ -154,9 +154,9 @@ def test_too_old_an_onnx_runtime_is_one_line_with_the_needed_one(
 
 @pytest.mark.parametrize(
     ("packages", "told"),
-    [(("numpy",), r"onnxruntime=missing: .* \(No module named 'onnxruntime'\)"),
+    [(("numpy",), r"onnxruntime=missing: .* \(No module named 'onnxruntime'\); run pip install --upgrade .*"),
      (("onnxruntime==1.17.3", "numpy==2.0.0"),
-      r"onnxruntime=1.17.3: .* \(A module that was compiled using NumPy 1.x .*\)")],
+      r"onnxruntime=1.17.3: .* \(A module that was compiled using NumPy 1.x .*\); run pip install --upgrade .*")],
     ids=["missing", "of another NumPy"],
 )  # fmt: skip
 @pytest.mark.parametrize("module", ["command", "placement.measure"])
