@@ -55,14 +55,21 @@ class DataModule(PreparedSplits, lightning.LightningDataModule):
         if self.trainer is None or self.trainer.max_steps != 0:  # else the trainer only writes a checkpoint
             self.steps_per_epoch(batches)
         sampler = EpochSampler(self._train, self.seed, rank, world_size, batches * config.batch_size)
-        dataset = TrainImages(
-            self._train_loaded, self._prepared, config.augment, self.seed, config.policy, self.task
-        )
-        self._loader = TrainLoader(dataset, sampler, self.rows(config.batch_size), config.workers)
+        self._loader = TrainLoader(self._augmented(), sampler, self.rows(config.batch_size), config.workers)
         if self._resume is not None:
             self._loader.load_state_dict(self._resume)
             self._resume = None
         return self._loader
+
+    def _augmented(self) -> TrainImages:
+        config = self.config
+        return TrainImages(
+            self._train_loaded, self._prepared, config.augment, self.seed, config.policy, self.task
+        )
+
+    def training_batch(self, samples: int) -> Any:
+        """Returns a batch of augmented samples and targets. The loader, whose state checkpoints have, stays unset."""
+        return self._augmented().__getitems__([(0, one) for one in self.calibration_indices(samples)])
 
     @property
     def pace(self) -> str:

@@ -334,9 +334,7 @@ class Pace:
         return self._of_sizes(self.data.rows(2), self._count, of)
 
     def _training_batch(self, samples: int) -> tuple[Any, Any]:
-        loader = self.data.train_dataloader()
-        keys = [(0, index) for index in self.data.calibration_indices(samples)]
-        images, targets = loader.dataset.__getitems__(keys)  # type: ignore[attr-defined]
+        images, targets = self.data.training_batch(samples)
         return _on(images, self._device), _on(targets, self._device)
 
     def _precision(self) -> AbstractContextManager[Any]:
