@@ -27,7 +27,7 @@ class Entry:
         build: returns the model, with random weights.
         feeds: its inputs.
         twin: returns a model that computes the same function as the given one with the same weights, but calls modules
-            in place of functions; None if there is none.
+            in place of functions; None if the entry has no such model.
         refused: why no INT8 file of the model can be correct, or "". With a reason, the run must end with a one-line
             error.
         opset: the lowest opset that can express the model.

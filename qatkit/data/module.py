@@ -68,7 +68,7 @@ class DataModule(PreparedSplits, lightning.LightningDataModule):
         )
 
     def training_batch(self, samples: int) -> Any:
-        """Returns a batch of augmented samples and targets. The loader, whose state checkpoints have, stays unset."""
+        """Returns a batch of augmented samples and targets without an epoch, whose state checkpoints would store."""
         return self._augmented().__getitems__([(0, one) for one in self.calibration_indices(samples)])
 
     @property

@@ -22,6 +22,7 @@ from qatkit.report.analysis_text import (
     site_columns,
     tensor_lines,
     titles,
+    without_labels,
     worst_classes,
 )
 from qatkit.report.html import chart, section, table
@@ -37,12 +38,10 @@ def analysis_section(results: Results) -> str:
     found = results.analysis
     if found is None:
         return ""
-    unlabelled = (
-        f"Judged without labels, by agreement with float (same {results.task.decision}), KL and SQNR."
-    )
+    judged = without_labels(results)
     return section(
         "Effects of quantization",
-        "" if found.labelled else f'<p class="soft">{unlabelled}</p>',
+        "" if found.labelled else f'<p class="soft">{escape(judged[:1].upper() + judged[1:])}.</p>',
         _isolation(results, found),
         _sensitivity(found, results.task),
         _tensors(found, results.task),

@@ -16,7 +16,7 @@ from qatkit.records.analysis import (
 )
 from qatkit.records.fixes import Fix, either
 from qatkit.records.results import Results
-from qatkit.verify.checks.requested import RequestedSettings, left_float
+from qatkit.verify.checks.requested import RequestedSettings, float_fix
 from qatkit_verify.errors import counted
 from qatkit_verify.records import TaskNames
 from qatkit_verify.table import drawn
@@ -120,7 +120,7 @@ def _ways(results: Results, found: Analysis, line: str) -> list[Fix]:
         ways.append(Fix(("algorithm=auto",)))
     weights = {row.site for row in found.estimate if row.kind == "weight"}
     first = next((row.site for row in rows_of(found, ONLY) if row.site in weights), None)
-    return [*ways, *left_float(first, "keeps the most sensitive layer in float")] if first else ways
+    return [*ways, *float_fix(first, "keeps the most sensitive layer in float")] if first else ways
 
 
 def without_labels(results: Results) -> str:

@@ -46,9 +46,7 @@ from qatkit_verify.session import open_session, run_outputs
 
 _SHORT = 0.15  # processor seconds that a forward pass over the measured samples should take
 _LONG = 0.1  # seconds of a call that is not repeated
-_LOST = (
-    4  # ratio of elapsed seconds to those expected in one thread above which a call is repeated in any case
-)
+_LOST = 4  # ratio of elapsed seconds to those expected in one thread above which every call is repeated
 _FEWEST, _MOST = 4, 32  # number of measured samples
 _CROWDED = 1.3  # ratio of elapsed to processor time above which the machine counts as shared
 _VALUES = 2**18  # values of the inputs with which a file is timed

@@ -162,7 +162,7 @@ def test_what_was_chosen_ships(tmp_path: Path) -> None:
 
 
 def test_the_bias_takes_the_mean_error_of_the_integers_that_ship() -> None:
-    """Where two neighbours, both rounded up, could saturate, one is lowered; the bias makes up for that, too."""
+    """If two neighbours could saturate since both are rounded up, one is lowered, for which the bias compensates."""
     torch.manual_seed(0)
     model = Mlp().eval()
     images = noise(60, 1, seed=1) + 0.3 * noise(60, 12) + 1  # correlated, so that errors can cancel

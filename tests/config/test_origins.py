@@ -1,4 +1,4 @@
-"""Tests of errors on keys that nobody typed: they name the option, recipe or short key that was typed for them."""
+"""Tests of errors about keys that a typed option, recipe or short key sets: they name what was typed."""
 
 from __future__ import annotations
 

@@ -127,3 +127,9 @@ def test_measurements_keep_the_number_of_threads() -> None:
     with undisturbed():
         torch.set_num_threads(before + 1)
     assert torch.get_num_threads() == before
+
+
+def test_estimates_begin_no_epoch(data: DataModule) -> None:
+    """A checkpoint stores the position in the epoch, which a training with several processes would refuse."""
+    assert sum(Pace(tiny(Path()), data, Counted(), None, {}).float_step) > 0
+    assert "epoch" not in data.state_dict()

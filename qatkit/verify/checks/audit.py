@@ -90,7 +90,7 @@ def audit_line(audit: Audit, *, weights_alone: bool = False) -> str:
 def _fixes(audit: Audit, asked: RequestedSettings) -> list[Fix]:
     """Returns the proposed fix: an override that keeps the first problematic operator in float.
 
-    There is none if no operator is problematic or no override can name it. For a file without a module, no
+    The list is empty if no operator is problematic or no override can name it. For a file without a module, no
     override applies, and the fix is verify.audit=false.
     """
     if asked.mode is not None:

@@ -173,8 +173,8 @@ class RequestedSettings:
         """
         note = note or f"keeps '{operator}' in float"
         if str(self.get("model.name")).startswith(_FILES):
-            return left_float(operator or "", note)
-        return left_float((operator or "").rpartition("/")[0].removesuffix("_quant"), note)
+            return float_fix(operator or "", note)
+        return float_fix((operator or "").rpartition("/")[0].removesuffix("_quant"), note)
 
     def gentler(self, lost: float) -> list[Fix]:
         """Returns settings for less fine-tuning if fine-tuning cost the float model itself `lost` points.
@@ -204,7 +204,7 @@ class RequestedSettings:
         }
 
 
-def left_float(site: str, note: str) -> list[Fix]:
+def float_fix(site: str, note: str) -> list[Fix]:
     """Returns the override that keeps a site in float; [] for a name that Hydra cannot parse."""
     typed = f"+backend.overrides={{{site}:{{float:true}}}}"
     return [Fix((typed,), note)] if _UNQUOTED.fullmatch(site) else []
